@@ -113,8 +113,8 @@ def save_checkpoint_multiprocess(
     """Save a tree that is spread over several processes; all of them call this, with the same arguments.
 
     Each process writes its own shards of multiprocess arrays; process 0 writes all else, and commits. At each barrier,
-    process 0 waits for the others no longer than the setting ``coordination_timeout``, and the others for it no longer
-    than twice that. On one process it is the same as `save_checkpoint`.
+    process 0 waits for the others for at most the setting ``coordination_timeout``; they wait for process 0 for at
+    most twice as long. On one process it is the same as `save_checkpoint`.
 
     Args:
         ckpt_dir: as for `save_checkpoint`, and visible to every process.
@@ -133,7 +133,8 @@ def save_checkpoint_multiprocess(
 
     Raises:
         ProcessTimeoutError: processes timed out at a barrier; the message names them.
-        MultiprocessSaveError: another process failed, or saves something else; nothing was saved.
+        MultiprocessSaveError: another process failed, or was called with other arguments or another tree; nothing was
+            saved.
         CheckpointError: an error of `save_checkpoint`, raised in every process.
     """
     if gda_manager:  # as Flax asks
@@ -179,9 +180,9 @@ def restore_checkpoint(
         orbax_checkpointer: an Orbax checkpointer to read Orbax directories with.
         orbax_transforms: mapping of stored leaves to the target's, for every format: a list of rules (see
             `flax_ckpt_compat.rules`), a mapping of the target's key paths to stored ones, or a pytree of
-            `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted) by key path of the target, or regular
-            expression. Unlike rules, transforms, ``{}`` included, keep the
-            target's values for leaves that the checkpoint lacks, and its None.
+            `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted) keyed by the target's key paths or by
+            regular expressions. Unlike rules, transforms (even ``{}``) keep the target's value where the checkpoint has
+            no such leaf, and where the target has None.
 
     Returns:
         A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, if there is no
@@ -240,7 +241,7 @@ def available_steps(
         step_type: type of the returned steps.
 
     Raises:
-        StepError: a step that ``step_type`` does not take, such as 2.5 for int; or it is no type.
+        StepError: a step cannot be converted to ``step_type``, such as 2.5 to int, or that is not a type.
 
     Example:
         >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
@@ -254,7 +255,7 @@ def available_steps(
             found.append(step_type(entry.text))
         except (ValueError, ArithmeticError) as error:  # of a Decimal
             name = getattr(step_type, "__name__", step_type)
-            message = f"{entry.path}: its step is no {name}; call available_steps(…, step_type=float)"
+            message = f"{entry.path}: its step is not of the type {name}; call available_steps(…, step_type=float)"
             raise StepError(message, path=entry.path) from error
         except TypeError as error:
             message = f"step_type must be a type of numbers, such as int or float, {arguments.found(step_type)}"

@@ -12,8 +12,8 @@ setting                   values (default first)     meaning
                                                      target's value with or without a warning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
-                                                     subtree, a longer stored sequence, or a target that is no tree of
-                                                     arrays; what is stored is returned
+                                                     subtree, a longer stored sequence, or a target that is not a tree
+                                                     of arrays; what is stored is returned
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
@@ -160,7 +160,7 @@ def _variables() -> list[str]:
 def _warn_about_unknown(variable: str) -> None:
     near = difflib.get_close_matches(variable.upper(), _variables(), n=1, cutoff=0.8)
     known = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(_variables())}"
-    _log.warning("Environment variable %s is no setting and has no effect; %s", variable, known)
+    _log.warning("Environment variable %s is not a setting and has no effect; %s", variable, known)
 
 
 # Explicit settings only, so that each caller can have its own defaults.

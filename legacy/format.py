@@ -98,7 +98,7 @@ class ArrayHeader:
 def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
     """Parse ``[shape, dtype name, data]`` up to the data, from at least `MAX_HEADER` bytes of the payload, or all.
 
-    Raise one of `DECODE_ERRORS` if it is no array."""
+    Raise one of `DECODE_ERRORS` if it is not an array."""
     unpacker = msgpack.Unpacker(raw=True, max_buffer_size=MAX_HEADER)
     unpacker.feed(head[:MAX_HEADER])
     if unpacker.read_array_header() != 3:
@@ -143,7 +143,7 @@ def _check_size(shape: list[int], dtype: np.dtype[Any], nbytes: int) -> None:
 
 
 def parse_complex(payload: bytes) -> complex:
-    """Parse ``[real, imaginary]``; raise one of `DECODE_ERRORS` if it is no complex number."""
+    """Parse ``[real, imaginary]``; raise one of `DECODE_ERRORS` if it is not a complex number."""
     real, imaginary = msgpack.unpackb(payload)
     for part in (real, imaginary):
         if type(part) not in (int, float):

@@ -79,7 +79,7 @@ def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
         if type(lengths) is not list or not all(type(size) is int and size >= 0 for size in lengths):
             raise ValueError(f"{lengths!r} is not a shape")
     if len(shape) != len(chunks) or 0 in chunks:
-        raise ValueError(f"shape {shape} with chunks {chunks} is no grid")
+        raise ValueError(f"shape {shape} with chunks {chunks} is not a grid")
     if fields.get("dimension_separator", ".") != ".":
         raise ValueError("chunks in subfolders, which no release of Flax writes")
     dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")

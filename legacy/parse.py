@@ -174,7 +174,7 @@ class _Parser:
         window.end_of(length)
         tag = window.data[window.at]
         if not (0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD)):
-            raise window.corrupt(f"a tuple in {show_path(path)} that is no msgpack array (0x{tag:02x})")
+            raise window.corrupt(f"a tuple in {show_path(path)} that is not a msgpack array (0x{tag:02x})")
         branch = self._container(tag, path, in_list)
         branch.container = Container.TUPLE
         return branch

@@ -51,7 +51,7 @@ class CheckpointFiles:
         self._local = None if paths.is_url(path) else ContainedFiles(path)
 
     def check(self, relative: str) -> int | None:
-        """Return the size of a local file, None for all else; raise if its path leads out, or it is no regular file."""
+        """Return the size of a local file, None for all else; raise if its path leads out, or it is not regular."""
         refuse_escape(relative, self._path)
         return None if self._local is None else self._local.check(relative)
 

@@ -46,7 +46,7 @@ def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping
 
 
 def _strange_files(path: str, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
-    """Yield the files that are no part of the format, and chunk files outside of their arrays' grids."""
+    """Yield the files that are not part of the format, and chunk files outside of their arrays' grids."""
     arrays = {layout.key_prefix(name): info for name, info in infos.items()}
     for file in sorted(paths.storage_of(path).files_below(path)):
         if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):

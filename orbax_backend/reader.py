@@ -200,7 +200,7 @@ class OrbaxReader(Reader):
         try:
             return handle.locator.decode(array)
         except ValueError as error:
-            raise corrupt_leaf(self.path, handle, f"its text is no UTF-8 ({error})") from error
+            raise corrupt_leaf(self.path, handle, f"its text is not UTF-8 ({error})") from error
 
 
 def _inline(leaf: StoredLeaf, value: Any) -> bytes | None:

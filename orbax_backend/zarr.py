@@ -188,7 +188,7 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the array's metadata does not decode ({error!r})") from error
     if len(info.shape) != len(info.chunks) or 0 in info.chunks:
-        raise ValueError(f"shape {info.shape} with chunks {info.chunks} is no grid")
+        raise ValueError(f"shape {info.shape} with chunks {info.chunks} is not a grid")
     if math.prod(max(1, length) for length in info.shape) * info.dtype.itemsize >= 2**62:
         raise ValueError(f"an array of shape {info.shape} fits no memory")
     return info
@@ -239,9 +239,9 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
 
 def _lengths(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_RANK:
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     if not all(type(length) is int and 0 <= length < 2**62 for length in value):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(value)
 
 

@@ -45,7 +45,8 @@ def convert(
             ``"manager"``: steps of ``orbax.checkpoint.CheckpointManager``; ``"v1"``: steps of
             ``orbax.checkpoint.v1.training.Checkpointer``; ``"safetensors"``: a file of arrays, named by their key paths
             joined with dots.
-        step: the step, or steps, to convert; None for all. For one checkpoint that becomes a manager's step: its step.
+        step: the step, or steps, to convert; None for all. If ``src`` is one checkpoint and ``to`` is
+            ``"manager"`` or ``"v1"``: the number of the step that it becomes.
         target: the saved state, abstract or not, for its lists and tuples, which msgpack files store as dicts; or
             ``"module:name"`` of a function that returns it. It must have the leaves of the checkpoints. None writes
             dicts of ``0``, ``1``, … as lists, except to msgpack and safetensors files, which have no lists.
@@ -55,7 +56,7 @@ def convert(
         executor: runs a job for each checkpoint, in other threads, processes or machines, which must see the same
             paths; None runs them here, one after another.
         shard: ``(i, n)`` converts every n-th checkpoint, from the i-th (from 0), so that n jobs do all of it.
-        progress: takes each result as soon as it is there.
+        progress: called with each result as it completes.
 
     Returns:
         What was done, in the order of the sources.
@@ -64,7 +65,7 @@ def convert(
         ConversionError: some checkpoints could not be converted; all others were.
         CheckpointNotFoundError: there is none, or not the step.
         SettingError: no such layout, shard, executor, target or transforms.
-        StepError: a result would be in ``src``, or ``progress`` is no function.
+        StepError: a result would be in ``src``, or ``progress`` is not a function.
         InvalidCheckpointError: a result would be in another checkpoint, in Orbax's format.
 
     Example:

@@ -28,7 +28,7 @@ def to_write(node: Node) -> Node:
 
 
 class Leaves:
-    """Leaves to write; small arrays are read with their neighbours, and all that is no array at once."""
+    """Leaves to write; small arrays are read with their neighbours, and all that is not an array at once."""
 
     def __init__(self, handles: Sequence[LeafHandle]):
         self._small = _SmallArrays([one for one in handles if one.kind is LeafKind.ARRAY and one.nbytes <= _SMALL])

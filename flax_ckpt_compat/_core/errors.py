@@ -3,7 +3,7 @@
 CheckpointError
 ├── CheckpointNotFoundError(ValueError, FileNotFoundError)   no checkpoint where one was asked for
 ├── IncompleteCheckpointError(ValueError)    it exists, but its writer never finished
-├── UnrecognizedFormatError(ValueError)      it exists, but is no checkpoint; says what it looks like
+├── UnrecognizedFormatError(ValueError)      it exists, but is not a checkpoint; says what it looks like
 ├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
 │   └── ChecksumError                        it decodes, but its bytes are not those that were saved
 ├── ReplacedError(ValueError)                another checkpoint took its path while it was read

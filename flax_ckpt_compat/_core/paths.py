@@ -1,7 +1,8 @@
 """Provide one set of path functions for local paths and URLs of object stores.
 
-`storage_of` chooses the class; the functions of this module call its methods. ``gs://`` and ``s3://`` differ in
-`flax_ckpt_compat._core.object_store.gs` and `flax_ckpt_compat._core.object_store.s3` only.
+`storage_of` chooses the class; the functions of this module call its methods. What differs between ``gs://`` and
+``s3://`` is in `flax_ckpt_compat._core.object_store.gs` and `flax_ckpt_compat._core.object_store.s3`, but for
+credentials and the words of errors.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def ends_in_step(name: str) -> bool:
     return _ENDS_IN_STEP.fullmatch(name) is not None
 
 
-SHADOW_FOLDER = ".flax_ckpt_compat_shadow"  # holds records and copies of shadow mode, which are no checkpoints
+SHADOW_FOLDER = ".flax_ckpt_compat_shadow"  # holds records and copies of shadow mode, which are not checkpoints
 
 
 def is_foreign(name: str) -> bool:

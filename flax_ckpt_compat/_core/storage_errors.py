@@ -256,7 +256,7 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if re.search("Invalid (S3|GCS) object name", codes):
         return "no object can have this name: change the directory, prefix or step"
     if re.search("etag not found|Malformed List response", codes):
-        return f"this is no answer of a store: check the proxy before it, and {_ENDPOINT_SETTINGS[scheme]}"
+        return f"this is not an answer of a store: check the proxy before it, and {_ENDPOINT_SETTINGS[scheme]}"
     if "NoSuchBucket" in codes or last == "404":
         return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
     if _EXPIRED.search(codes) or (scheme == "gs" and last == "401"):

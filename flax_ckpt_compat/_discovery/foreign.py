@@ -1,4 +1,4 @@
-"""Identify files and directories that are no checkpoints, by first bytes and names."""
+"""Identify files and directories that are not checkpoints, by first bytes and names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _text_looks_like(first: bytes) -> str | None:
 
 
 def folder_looks_like(path: str) -> str:
-    """Return what a directory that is no checkpoint looks like, or names some of what it holds."""
+    """Return what a directory that is not a checkpoint looks like, or names some of what it holds."""
     names = sorted(paths.listdir(path))
     if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
         return "a model folder of Hugging Face"
@@ -106,7 +106,7 @@ def msgpack_file_in(path: str) -> str | None:
 
 
 def foreign_remedy(path: str) -> str:
-    """Return the remedy for a directory that is no checkpoint."""
+    """Return the remedy for a directory that is not a checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:
         return f"Restore the file in it: {file}."

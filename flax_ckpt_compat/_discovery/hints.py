@@ -1,4 +1,4 @@
-"""Look near a local path that is no checkpoint for what the caller may mean: one level up or down, a few names of each.
+"""Look near a local path that is not a checkpoint for what is meant: one level up or down, a few names of each.
 
 Only for messages of what is absent: nothing raises, and object stores are not asked."""
 

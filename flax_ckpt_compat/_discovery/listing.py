@@ -68,7 +68,7 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
             missing = detect.what_is_missing(path, lists_denied=True)
             if missing is None:
                 complete.append(name)
-            # Otherwise another process has just evicted it, or it is no checkpoint.
+            # Otherwise another process has just evicted it, or it is not a checkpoint.
             elif missing == detect.DENIED or (paths.lexists(path) and not detect.foreign_look(path)):
                 broken.append(f"{name} ({missing})")
     if broken:

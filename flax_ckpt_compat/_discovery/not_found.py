@@ -16,7 +16,7 @@ from flax_ckpt_compat._discovery import foreign, hints, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
-_ARTIFACT = re.compile(r".*:v\d+", re.DOTALL)  # of Weights & Biases, whose versions are no steps
+_ARTIFACT = re.compile(r".*:v\d+", re.DOTALL)  # of Weights & Biases, whose versions are not steps
 _MAX_OTHERS = 5
 
 
@@ -61,7 +61,7 @@ def of_directory(path: str) -> Absence:
 
 
 def no_directory(path: str) -> Absence:
-    """Explain that a path is no directory of checkpoints: it does not exist, or is a file."""
+    """Explain that a path is not a directory of checkpoints: it does not exist, or is a file."""
     if (dangling := directories.dangling_link(path)) is not None:
         return Absence(dangling, False)
     if paths.lexists(path):
@@ -76,7 +76,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     if not paths.isdir(checkpoint_dir.directory):
         if paths.lexists(checkpoint_dir.directory):
             dangling = directories.dangling_link(checkpoint_dir.directory)
-            return Absence(dangling or f"{checkpoint_dir.directory} is no directory", False)
+            return Absence(dangling or f"{checkpoint_dir.directory} is not a directory", False)
         return dataclasses.replace(found := of_directory(checkpoint_dir.directory), why=f"the directory {found.why}")
     none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
     if why := paths.storage_of(checkpoint_dir.directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):

@@ -32,7 +32,7 @@ def checkpoints_below(root: str) -> list[str]:
 
 
 def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, list[str]]]:
-    """Yield a directory and all below it that are no checkpoints, each with the checkpoints directly in it.
+    """Yield a directory and all below it that are not checkpoints, each with the checkpoints directly in it.
 
     Each is visited once, whatever links lead to it. ``denied`` takes the errors of those below that the system refuses
     to list, such as ``lost+found``."""

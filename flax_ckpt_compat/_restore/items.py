@@ -175,7 +175,7 @@ class _ReaderOfSeveral(Reader):
 
 
 def main_item(opened: opening.Opened) -> str:
-    """Return the item for a target that is no mapping of items; raise if none of several has a usual name."""
+    """Return the item for a target that is not a mapping of items; raise if none of several has a usual name."""
     if (usual := _usual_item(opened)) is not None:
         return usual
     if not opened.trees:

@@ -89,7 +89,7 @@ def longer_rows(paths: Iterable[Path], longer: Node, shorter: Node) -> dict[tupl
 
 
 def leaf_shapes(node: Node) -> dict[Path, Any]:
-    """Return the shape of each leaf of a subtree; None for leaves that are no arrays. Empty containers do not count."""
+    """Return the shape of each leaf of a subtree; None for those that are not arrays. Empty containers do not count."""
     return {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
 
 

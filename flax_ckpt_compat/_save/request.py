@@ -41,7 +41,7 @@ class SaveRequest:
     checkpoint_dir: CheckpointDir
     name: str  # name of the checkpoint in the directory
     shown_path: str  # the checkpoint's path in the caller's form
-    step: Any = None  # as the caller gave it; None for a checkpoint that is no step of a directory
+    step: Any = None  # as the caller gave it; None for a checkpoint that is not a step of a directory
     overwrite: bool = False  # replace what has that name
     keep: int = 0  # number of checkpoints to keep; 0 keeps all
     keep_every_n_steps: float | None = None  # also keep one checkpoint in so many steps; None for none

@@ -158,7 +158,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     last = listing.newest_step(checkpoint_dir, step, but=saved_prefixes.saved_by_other_prefixes(checkpoint_dir))
     if last is not None:
         state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
-        removed = "" if request.replace_only_checkpoints else " and remove what is not older"
+        removed = "" if request.replace_only_checkpoints else " and to remove the steps that are not older"
         raise _invalid(
             request,
             f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
@@ -200,7 +200,7 @@ def _foreign_reason(path: str) -> str | None:
         extra = _extra_files(path)
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
     if not paths.isfile(path):
-        return "it is no regular file"
+        return "it is not a regular file"
     try:
         opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
     except StorageError:  # it tells nothing of what is there
@@ -211,7 +211,7 @@ def _foreign_reason(path: str) -> str | None:
 
 
 def _extra_files(path: str) -> list[str]:
-    """Return the names in an Orbax checkpoint that are no part of it."""
+    """Return the names in an Orbax checkpoint that are not part of it."""
     try:
         items = detect.detect(path).items
     except StorageError:

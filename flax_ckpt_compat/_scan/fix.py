@@ -46,11 +46,11 @@ class _Fixer(cst.CSTTransformer):
         self._kinds, self._keeps_flax = kinds, keeps_flax
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
-        """Pass over the names of modules: they are no expressions."""
+        """Pass over the names of modules: they are not expressions."""
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
-        """Pass over the names of modules: they are no expressions."""
+        """Pass over the names of modules: they are not expressions."""
         return False
 
     def leave_SimpleStatementLine(

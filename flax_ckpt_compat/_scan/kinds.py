@@ -96,7 +96,7 @@ KINDS = {
         "the size of a directory's entry, about 4096", "iter_checkpoints gives sizes of both formats", CHANGE,
     ),
     "glob": Kind(
-        "lists checkpoints by a pattern", "also gives temporaries of Orbax, which are no checkpoints",
+        "lists checkpoints by a pattern", "also gives temporaries of Orbax, which are not checkpoints",
         "also gives _gda folders; temporaries have other names",
         "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),

@@ -173,7 +173,7 @@ def _calls_on_files(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _writes(node: ast.Call) -> bool:
-    """Return whether a call opens a file to write it: then it is no checkpoint of the legacy API."""
+    """Return whether a call opens a file to write it: then it is not a checkpoint of the legacy API."""
     modes = [
         arg.value
         for arg in [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -65,7 +65,7 @@ def open_checkpoint(
 
 
 class Checkpoint:
-    """An open checkpoint: a known structure, and values read on demand; in notebooks, a tree that can be searched.
+    """An open checkpoint: the structure is loaded, values are read on demand; in notebooks, a tree to search.
 
     Attributes:
         path: absolute path of the file or directory.
@@ -106,7 +106,7 @@ class Checkpoint:
         self._opened.close()
 
     def leaves(self) -> dict[str, LeafHandle]:
-        """Return every leaf by its key path, joined with ``/``; None and empty containers are no leaves.
+        """Return every leaf by its key path, joined with ``/``; None and empty containers are not leaves.
 
         Raises:
             NameCollisionError: two leaves have the same joined path, because a name contains ``/``.
@@ -140,7 +140,7 @@ class Checkpoint:
 
         Raises:
             MissingLeavesError: the checkpoint has no such path.
-            StepError: what is given is no path.
+            StepError: an argument is not a path.
             CheckpointNotFoundError: the checkpoint was removed after it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """

@@ -30,7 +30,7 @@ class Values:
         other_values: elements with other values. NaN equals NaN, and 0.0 equals -0.0.
         outside: elements outside of the tolerances.
         only_one_nan: elements that are NaN in one array only.
-        max_abs: largest ``|a - b|``, without NaN; None if they are no numbers.
+        max_abs: largest ``|a - b|``, without NaN; None if they are not numbers.
         max_rel: largest ``|a - b| / |b|``, likewise; infinite where b is 0.
     """
 

@@ -38,7 +38,7 @@ class LeafDifference:
         kind: ``only in a``, ``only in b``, ``shape``, ``type`` (another dtype or kind), or ``values``.
         a: what the first checkpoint has: ``float32[3,4]``, ``int 7``, ``str 'adam'``; empty if it has no such leaf.
         b: likewise.
-        values: how the values differ; None for other shapes, and for what is no number.
+        values: how the values differ; None if the shapes differ or the leaves are not numbers.
     """
 
     path: str
@@ -103,7 +103,7 @@ def diff(
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: one cannot be opened or read.
         StorageError: the file system or store refused.
-        SettingError: a tolerance is no number from 0.
+        SettingError: a tolerance is not a non-negative number.
 
     Example:
         >>> a, b = save("a", {"w": np.ones(2)}), save("b", {"w": np.array([1, 1.5])})
@@ -133,7 +133,7 @@ def _tolerance(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not found >= 0:
-        raise SettingError(f"{name} takes a number from 0, found {value!r:.100}")
+        raise SettingError(f"{name} takes a non-negative number, found {value!r:.100}")
     return found
 
 

@@ -114,7 +114,8 @@ def plan_restore(
         step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
-        transforms_default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
+        transforms_default_to_original: True: leaves that no transform matches come from the checkpoint; False: from
+            the target.
         missing_leaves: policy, as for `flax_ckpt_compat.restore`; None takes the setting or that function's default.
         shape_mismatch: likewise.
         kind_mismatch: likewise.

@@ -27,9 +27,9 @@ class PlannedLeaf:
             ``missing`` (the restore is going to raise).
         sources: key paths of the stored leaves that it comes from.
         how: the computation, or the reason why the target's value is kept; else empty.
-        shape: of the result; None if it is no array, or only a function of the caller's knows.
+        shape: of the result; None if it is not an array, or only a function of the caller's knows.
         dtype: of the result, after casting; None as for ``shape``.
-        target_shape, target_dtype: of the target's leaf; None if it is no array.
+        target_shape, target_dtype: of the target's leaf; None if it is not an array.
         nbytes: size in memory of the stored data that it needs, in bytes.
     """
 

@@ -70,7 +70,9 @@ def _record(path: str) -> dict[str, Any]:
             record = json.loads(paths.read(path))
         _check(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is no record of shadow mode: {error!r}; delete it", path=path) from error
+        raise CorruptCheckpointError(
+            f"{path} is not a record of shadow mode: {error!r}; delete it", path=path
+        ) from error
     else:
         return {"saved": "", **record}
 

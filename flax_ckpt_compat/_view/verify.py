@@ -51,7 +51,7 @@ def verify(
         path: one checkpoint, or a directory; all checkpoints below it are verified, of every prefix and format.
         step: only this step of the directory.
         prefix: with ``step``: literal text before it in the checkpoints' names.
-        progress: takes each verified checkpoint as soon as it and those before it are finished.
+        progress: called with each verified checkpoint, in their order, as it completes.
 
     Returns:
         The report. Damage is reported there, not raised.
@@ -170,7 +170,7 @@ class _Findings:
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:
-    """Return the names beside the items of a checkpoint that are no part of any layout."""
+    """Return the names beside the items of a checkpoint that are not part of any layout."""
     if "" in opened.items:
         return []  # its reader knows
     known = {*opened.items, *STEP_FILES}

@@ -33,7 +33,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         folders = folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
         folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
-    # Raises for what is no directory of checkpoints.
+    # Raises for what is not a directory of checkpoints.
     empty_reason = (
         None
         if any(one.rows or one.strangers for one in folders)
@@ -52,7 +52,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
 
 
 def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursive: bool) -> str:
-    """Return why a directory has no checkpoints; raise if it is no directory, or a checkpoint itself."""
+    """Return why a directory has no checkpoints; raise if it is not a directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not paths.isdir(path):
         raise not_found.no_directory(path).error(path)

@@ -37,7 +37,7 @@ def require_array(leaf: Node, path: Path, rule_name: str) -> Array:
     """Return a leaf that must be an array.
 
     Raises:
-        TransformError: it is no array.
+        TransformError: it is not an array.
     """
     if not is_array(leaf):
         raise misfit(rule_name, path, f"is {describe(leaf)}, expected an array; move it or drop it first")

@@ -28,13 +28,13 @@ def compiled(pattern: str, rule_name: str) -> re.Pattern[str]:
     """Compile a pattern for `select`.
 
     Raises:
-        TransformError: it is no regular expression.
+        TransformError: it is not a regular expression.
     """
     try:
         return re.compile(pattern)
     except re.error as error:
         raise TransformError(
-            f"{rule_name}: {pattern!r} is no regular expression (literally it is {literal(pattern)!r}): {error}"
+            f"{rule_name}: {pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
         ) from error
 
 
@@ -47,7 +47,7 @@ def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
 
 
 def check(patterns: Sequence[str], rule_name: str) -> None:
-    """Raise if there is no pattern for `select`, an empty one, or one that is no regular expression."""
+    """Raise if there is no pattern for `select`, an empty one, or one that is not a regular expression."""
     if not all(patterns) or not patterns:
         raise TransformError(f"{rule_name}: name at least one path; '.*' is the whole tree")
     for pattern in patterns:

@@ -66,7 +66,7 @@ def unstack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
 
     Raises:
         TransformError: ``into`` without ``{}``; when applied: there is no such subtree, its arrays differ in their
-            lengths on that axis, or it holds leaves that are no arrays.
+            lengths on that axis, or it holds leaves that are not arrays.
         NameCollisionError: when applied: there already is a new name.
     """
     if into.count("{}") != 1:

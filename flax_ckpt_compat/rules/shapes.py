@@ -85,7 +85,7 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
     """
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
-        raise TransformError(f"{_rule_name}: at most one length may be -1, and none below")
+        raise TransformError(f"{_rule_name}: at most one length may be -1; other negative lengths are not allowed")
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.shape or ()
@@ -100,7 +100,7 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
 
 @rule
 def index(_rule_name: str, pattern: str, number: int, axis: int = 0) -> Apply:
-    """Take one index of an axis, which goes, and read only that: ``index("ensemble", 0)``.
+    """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
 
     Args:
         pattern: as in `rename`; matches the moments of the optimizer too.
@@ -209,7 +209,9 @@ def resize(
             at = _arrays.axis_of(axis, len(old), path, _rule_name)
             side = round(max(old[at] - skip, 0) ** (1 / len(new)))
             if side ** len(new) != old[at] - skip or not side:
-                problem = f"has {old[at] - skip} positions on axis {axis}, which is no grid of equal sides; reshape it"
+                problem = (
+                    f"has {old[at] - skip} positions on axis {axis}, which is not a grid of equal sides; reshape it"
+                )
                 raise misfit(_rule_name, path, problem)
             whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
             before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))

@@ -69,8 +69,8 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
             the same path.
 
     Raises:
-        TransformError: when applied: it matches no array, one is longer already, the number does not fit its dtype,
-            or the target has no such array with values; when restored: the target's values do not fit.
+        TransformError: when applied: it matches no array, an array is longer already, ``value`` does not fit an array's
+            dtype, or the target has no such array with values; when restored: the target's values do not fit.
     """
     if isinstance(value, str) and value != "target":
         raise TransformError(f"{_rule_name}: value is {value!r}, expected a number or 'target'")
@@ -139,7 +139,7 @@ def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> App
         impl: name of the implementation, such as ``"threefry2x32"``; jax's default if None.
 
     Raises:
-        TransformError: a bad pattern; when applied: it matches no array of uint32, or one is no data of such keys.
+        TransformError: a bad pattern; when applied: it matches no array of uint32, or one is not data of such keys.
     """
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
@@ -153,7 +153,7 @@ def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> App
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
             raise misfit(
-                _rule_name, path, f"is no data of keys of {name} ({error}); name another impl, or do not match it"
+                _rule_name, path, f"is not data of keys of {name} ({error}); name another impl, or do not match it"
             ) from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
@@ -183,7 +183,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
     try:
         return dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise TransformError(f"cast: {dtype!r} is no dtype ({error}); pass a name such as 'bfloat16'") from error
+        raise TransformError(f"cast: {dtype!r} is not a dtype ({error}); pass a name such as 'bfloat16'") from error
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
@@ -254,7 +254,7 @@ def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, r
     node = node_at(target, path)
     remedy = "give a number as value, or rename the stored leaf to the target's name first"
     if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
-        what = "is abstract" if hasattr(node, "shape") else "is no array"
+        what = "is abstract" if hasattr(node, "shape") else "is not an array"
         raise misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
     if tuple(node.shape) != shape:
         problem = f"in the target is {tuple(node.shape)}, expected {shape}; pad to its length, or give a number"

@@ -163,11 +163,12 @@ def merge_trees(*trees: Any, target: Any = None) -> Any:
         target: pytree with the structure that is wanted; what it does not ask for is dropped.
 
     Returns:
-        A pytree like the target; without one, nested dicts whose keys are text, or the leaf if the trees are one.
+        A pytree like the target; without one, nested dicts whose keys are text, or the leaf itself if every tree is a
+        single leaf.
 
     Raises:
         KeyError: the target asks for a leaf that no tree has.
-        TypeError: without a target: a name is a leaf and also leads to others.
+        TypeError: without a target: one tree has a leaf where another has a subtree.
         TransformError: without a target: one tree is a bare leaf, another is not.
     """
     merged: dict[Path, Any] = {}
@@ -180,7 +181,7 @@ def intersect_trees(*trees: Any, target: Any = None) -> Any:
     """Return the leaves that all trees have, with the values and in the order of the last one.
 
     Args:
-        trees: pytrees, one at least.
+        trees: at least one pytree.
         target: pytree with the structure that is wanted; what it does not ask for is dropped.
 
     Returns:

@@ -220,7 +220,7 @@ def _compiled(key: str) -> re.Pattern[str] | None:
         return None if _LITERAL.fullmatch(key) else re.compile(key)
     except re.error as error:
         raise TransformError(
-            f"transforms: the key {key!r} is no regular expression: {error}; escape what is meant literally with "
+            f"transforms: the key {key!r} is not a regular expression: {error}; escape what is meant literally with "
             "re.escape",
             leaf=key,
         ) from error
@@ -252,7 +252,7 @@ def check(transform: Any, key: str | None = None) -> None:
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
-    """Return the leaves of a pytree with their names, in jax's order, and its structure; None is no leaf."""
+    """Return the leaves of a pytree with their names, in jax's order, and its structure; None is not a leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(map(key_name, keys)), leaf) for keys, leaf in leaves], structure
 

@@ -292,7 +292,7 @@ def _change_entry(path: Path, key: str, depth: int = 1, value_type: str = "np.nd
 @pytest.mark.parametrize("layout", ["ocdbt", "files", "files of zarr 3"])
 @pytest.mark.parametrize("key", ["\ud800", "x" * 70_000, "\0", ".."])
 def test_names_that_no_file_can_have_are_named_errors(written: Path, tmp_path: Path, layout: str, key: str) -> None:
-    """Half a surrogate pair, 70,000 characters, a zero, a way out: the message says where, and is no book."""
+    """Half a surrogate pair, 70,000 characters, a zero, a way out: the message says where, and is not a book."""
     shutil.copytree(written / layout, tmp_path / "c")
     _change_entry(tmp_path / "c", key)
     with pytest.raises(errors.CorruptCheckpointError) as caught:

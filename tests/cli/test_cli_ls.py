@@ -154,7 +154,7 @@ def test_recursive(tmp_path: Path) -> None:
 
 
 def test_empty_directory(tmp_path: Path) -> None:
-    """A directory with nothing in it is said to be empty, which is no error."""
+    """A directory with nothing in it is said to be empty, which is not an error."""
     result = ls(tmp_path)
     assert (result.exit_code, result.stdout) == (
         0,

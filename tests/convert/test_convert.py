@@ -361,7 +361,7 @@ def test_steps_and_shards_choose(tmp_path: Path) -> None:
 def test_steps_of_names_with_other_separators(
     tmp_path: Path, prefix: str, saved: tuple[float, ...], converted: list[str]
 ) -> None:
-    """A dash is no sign, and digits of the prefix are no part of the step, where a separator or its absence tells."""
+    """A dash is not a sign, and digits of the prefix are not part of the step, if a separator or its absence tells."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     for step in saved:
         checkpoints.save_checkpoint(tmp_path / "src", {"a": step}, step, prefix=prefix, keep=9)

@@ -225,7 +225,7 @@ def test_publish_when_another_process_publishes_first(
 
 
 def test_publish_when_another_process_evicts_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that vanishes while it is being replaced is no error."""
+    """A checkpoint that vanishes while it is being replaced is not an error."""
     temporary = old_and_new(tmp_path)
 
     def too_late(_: str, target: str) -> bool:

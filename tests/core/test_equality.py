@@ -39,7 +39,7 @@ def test_bits(one, other):
 
 
 def test_differences():
-    """Where leaves are on one side only, are no leaves on one side, or have other bits; containers do not count."""
+    """Where leaves are on one side only, are not leaves on one side, or have other bits; containers do not count."""
     first = Memory({"same": np.arange(3), "bits": np.zeros(2), "type": 1, "here": 2, "deep": {"a": "x"}})
     second = Memory({"same": np.arange(3), "bits": np.array([0.0, -0.0]), "type": 1.0, "deep": {"a": "y", "b": 1}})
     assert dict(differences(first, second)) == {

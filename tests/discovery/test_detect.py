@@ -309,7 +309,7 @@ def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
 
 
 def test_the_file_that_hugging_face_saves_is_named(tmp_path: Path) -> None:
-    """A model's folder is no checkpoint; the error names its file, also beside other msgpack files."""
+    """A model's folder is not a checkpoint; the error names its file, also beside other msgpack files."""
     for name in ("config.json", "flax_model.msgpack", "diffusion_flax_model.msgpack"):
         (tmp_path / "checkpoint_5").mkdir(exist_ok=True)
         (tmp_path / "checkpoint_5" / name).write_bytes(b"\x81\xa1a\x01")
@@ -354,7 +354,7 @@ def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> 
 
 
 def test_a_fresh_working_directory_stays_one(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder called d, or a data set in zarr, beside a program's other files is no damaged checkpoint."""
+    """A folder called d, or a data set in zarr, beside a program's other files is not a damaged checkpoint."""
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "notes.txt").write_text("mine")
     (tmp_path / "digits.zarr").mkdir()

@@ -1,4 +1,4 @@
-"""Files that are no checkpoints, or only a part of one: named, never executed, never half restored."""
+"""Files that are not checkpoints, or only a part of one: named, never executed, never half restored."""
 
 import gzip
 import os
@@ -67,7 +67,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
-    """A file that is no checkpoint is an error that says what it looks like, by path and as the latest checkpoint."""
+    """A file that is not a checkpoint is an error that says what it looks like, by path and as the latest."""
     make, word = FOREIGN[kind]
     make(tmp_path / "checkpoint_1")
     for path in (tmp_path / "checkpoint_1", tmp_path):

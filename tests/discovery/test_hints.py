@@ -77,7 +77,7 @@ def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Errors say what is beside it, or similar; a first run, which may begin there, is no warning."""
+    """Errors say what is beside it, or similar; a first run, which may begin there, is not a warning."""
     (tmp_path / "large").mkdir()
     assert f"does not exist; {tmp_path} has large" in error_of(restore, tmp_path / "7")
     assert f"; did you mean {tmp_path}/large?" in error_of(restore, tmp_path / "lar")
@@ -106,7 +106,7 @@ def test_a_cache_of_hugging_face(main: str | None, tmp_path: Path, caplog: pytes
 
 
 def test_artifacts_of_weights_and_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The version in ``run:v3`` is no step: its path is named, or that of the file in it, beside others."""
+    """The version in ``run:v3`` is not a step: its path is named, or that of the file in it, beside others."""
     save(tmp_path / "artifacts" / "orb:v3", tree(1), format="orbax")
     save(tmp_path / "artifacts" / "run-model:v3" / "m.msgpack", tree(1), format="msgpack")
     path = tmp_path / "artifacts"

@@ -324,7 +324,7 @@ def test_polling_warns_once(flag: bool, tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_directory_that_is_almost_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A likely typo is a warning that names the directory; another number in a name is no typo."""
+    """A likely typo is a warning that names the directory; another number in a name is not a typo."""
     (tmp_path / "runs_large").mkdir()
     checkpoints.restore_checkpoint(tmp_path / "runs_lagre", None)
     (warning,) = messages(caplog)

@@ -55,7 +55,7 @@ class Walk:
         assert os.path.exists(f"{programs}/flax-ckpt"), f"install the library: {programs}/flax-ckpt is missing"
         ours = {key: value for key, value in os.environ.items() if not key.startswith(("FLAX_", "PYTHON", "COLUMNS"))}
         self.environment = {**ours, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
-        # Warnings of other libraries are no part of the walk.
+        # Warnings of other libraries are not part of the walk.
         self.environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
 
     def block(self, marks: str, commands: list[str]) -> str:

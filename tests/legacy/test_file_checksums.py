@@ -214,7 +214,7 @@ def test_touched_and_copied_files_are_restored(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 40, None])
 def test_a_strange_attribute_is_none(path: Path, damage: bytes | None) -> None:
-    """What is no record of ours, or damaged itself, does not condemn the file."""
+    """What is not a record of ours, or damaged itself, does not condemn the file."""
     write(path, SMALL)
     content = bytearray(os.getxattr(path, ATTRIBUTE))
     content[-6] ^= 1

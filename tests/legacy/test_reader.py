@@ -233,7 +233,7 @@ def test_closed_reader(save):
 
 
 def test_missing_file_and_folder(tmp_path):
-    """What is not there, and what is no file, are told apart."""
+    """What is not there, and what is not a file, are told apart."""
     with pytest.raises(CheckpointNotFoundError, match="nothing"):
         BACKEND.open(str(tmp_path / "nothing"))
     with pytest.raises(CorruptCheckpointError, match="not a file"):

@@ -98,7 +98,7 @@ def split_keys(sharding: Any, seed: int) -> Any:
 
 
 def plain_leaves(index: int = 0) -> dict[str, Any]:
-    """What is no array over processes; a process's own values where ``index`` is given."""
+    """What is not an array over processes; a process's own values where ``index`` is given."""
     return {
         "local": jnp.arange(3) + index,
         "numpy": np.arange(6.0).reshape(2, 3) + index,

@@ -16,12 +16,12 @@ def metadata(shape: list[int], chunks: list[int], dtype: str = "<f8") -> bytes:
     [
         ([2**59], [1], "fits no memory"),
         ([0, 2**59], [1, 1], "fits no memory"),
-        ([2**62], [1], "is no shape"),
-        ([-1], [1], "is no shape"),
-        ([True], [1], "is no shape"),
-        ([1] * 33, [1] * 33, "is no shape"),
-        ([4], [0], "is no grid"),
-        ([4], [2, 2], "is no grid"),
+        ([2**62], [1], "is not a shape"),
+        ([-1], [1], "is not a shape"),
+        ([True], [1], "is not a shape"),
+        ([1] * 33, [1] * 33, "is not a shape"),
+        ([4], [0], "is not a grid"),
+        ([4], [2, 2], "is not a grid"),
     ],
 )
 def test_impossible_arrays(shape: list[int], chunks: list[int], why: str) -> None:

@@ -155,7 +155,7 @@ def test_keys_that_another_process_lists(tmp_path: Path) -> None:
 
 
 def test_a_short_value_in_the_index(tmp_path: Path) -> None:
-    """Memory behind it is no part of the array."""
+    """Memory behind it is not part of the array."""
     path = save(tmp_path / "c", {"a": np.arange(3.0)})
     store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
     store["a/0"] = bytes(8)

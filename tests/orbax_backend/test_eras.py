@@ -96,7 +96,7 @@ def test_everything_that_the_msgpack_file_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x91", b"\xdd\xff\xff\xff\xff"])
 def test_damaged_tuples(tmp_path: Path, payload: bytes) -> None:
-    """A tuple that is no array, or longer than the file, is damage."""
+    """A tuple that is not an array, or longer than the file, is damage."""
     (tmp_path / "checkpoint").write_bytes(msgpack.packb({"t": msgpack.ExtType(4, payload)}))
     with pytest.raises(CorruptCheckpointError, match="checkpoint"):
         load(tmp_path)

@@ -78,7 +78,7 @@ def test_what_integers_lose() -> None:
 
 
 def test_which_casts_exist() -> None:
-    """Between numbers of any kind, and within a kind of what are no numbers; to a typed key there is none."""
+    """Between numbers of any kind, and within a kind of what are not numbers; to a typed key there is none."""
     assert casting.exists(np.dtype(np.int8), np.dtype(jnp.bfloat16))
     assert casting.exists(np.dtype("U3"), np.dtype("U5"))
     assert not casting.exists(np.dtype("U3"), np.dtype(np.int8))

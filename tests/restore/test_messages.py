@@ -331,7 +331,7 @@ def test_another_rank_is_no_other_number_of_layers() -> None:
 
 
 def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:
-    """A numpy scalar or a typed key that differs beside an array that does not is no replicated state."""
+    """A numpy scalar or a typed key that differs beside an array that does not is not a replicated state."""
     key = jax.random.key(1)
     for name, saved, own in (("n", np.float32(1), np.ones(3)), ("k", key, jax.random.split(key, 3))):
         message = shapes({"w": np.ones(2), name: saved}, {"w": np.ones(2), name: own}, tmp_path / name)
@@ -425,7 +425,7 @@ def test_few_missing_leaves_are_named_in_a_rule() -> None:
 
 
 def test_names_of_thousands_of_digits(tmp_path: Path) -> None:
-    """They are no numbers of layers: Python converts none that long."""
+    """They are not numbers of layers: Python converts none that long."""
     many = "1" * 5000
     layers = {"kernel": np.ones(3), "bias": np.ones(2)}
     save(tmp_path / "c", {f"layer_{many}": layers, "layer_0": layers}, format="msgpack")

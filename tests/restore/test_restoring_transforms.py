@@ -359,7 +359,7 @@ def test_a_stored_none_counts_as_missing(saved: str) -> None:
 
 @pytest.mark.parametrize("given", [transforms.Transform(r"\1"), transforms.Transform("absent"), 3])
 def test_what_makes_no_sense_is_told(given: Any, saved: str) -> None:
-    """A group that is not there, a source that is not stored, and what is no transform: each named."""
+    """A group that is not there, a source that is not stored, and what is not a transform: each named."""
     with pytest.raises(TransformError, match="a/b"):
         ours(saved, {"a": {"b": np.zeros(3)}}, {"a/b": given})
 

@@ -199,13 +199,13 @@ ODD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("tree", "message"), ODD, ids=[message for _, message in ODD])
 def test_stack_refuses(tree: dict[str, Any], message: str) -> None:
-    """Layers that differ, gaps in the numbers and leaves that are no arrays are errors that name the odd one."""
+    """Layers that differ, gaps in the numbers and leaves that are not arrays are errors that name the odd one."""
     with pytest.raises(TransformError, match=message):
         rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None)
 
 
 def test_stack_refuses_bad_arguments() -> None:
-    """A pattern without exactly one group, a bad one, a group that is no number, an axis that is not there."""
+    """A pattern without exactly one group, a bad one, a group that is not a number, an axis that is not there."""
     for pattern in ("layer", r"(l)ayer_(\d)", "("):
         with pytest.raises(TransformError, match="stack"):
             rules.stack(pattern, "x")
@@ -225,7 +225,7 @@ def test_a_new_name_that_is_taken() -> None:
 
 
 def test_unstack_refuses() -> None:
-    """Leaves of different lengths, without the axis, or that are no arrays; a name without a place for the number."""
+    """Leaves of different lengths, without the axis, or that are not arrays; a name without a place for the number."""
     with pytest.raises(TransformError, match="x/a: 2, x/b: 3"):
         rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": count((3,))}}), None)
     with pytest.raises(TransformError, match="x/b has 0 axes"):

@@ -76,7 +76,7 @@ def test_errors_of_a_pattern_count_from_its_beginning(pattern: str, place: int) 
 @pytest.mark.parametrize("patterns", [("a|(b",), ("a", "a|(b")])
 def test_patterns_of_an_optimizers_state_are_checked_when_the_rule_is_made(patterns: tuple[str, ...]) -> None:
     """Not hours later, when the checkpoint is there."""
-    with pytest.raises(TransformError, match=r"optimizer_state.*: 'a\|\(b' is no regular expression"):
+    with pytest.raises(TransformError, match=r"optimizer_state.*: 'a\|\(b' is not a regular expression"):
         rules.optimizer_state(*patterns)
 
 

@@ -135,7 +135,7 @@ def test_resize_leaves_what_has_the_shape() -> None:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (rules.resize("pos", (4, 4), axis=1), "pos has 17 positions on axis 1, which is no grid"),
+        (rules.resize("pos", (4, 4), axis=1), "pos has 17 positions on axis 1, which is not a grid"),
         (rules.resize("pos", (4, 4)), "pos is \\[1, 17, 3\\], expected as many axes"),
         (rules.resize("ids", (4,)), "no array of floats"),
     ],
@@ -213,9 +213,9 @@ def test_raw_and_typed_keys(flag: bool, impl: str, tmp_path: Path) -> None:
 
 
 def test_key_rules_refuse_what_is_no_key() -> None:
-    """Data of another length, and leaves that are no keys, are errors."""
+    """Data of another length, and leaves that are not keys, are errors."""
     tree = stored({"rng": count((3,), np.uint32), "w": count((2,)), "key": KeyData("rbg", count((4,), np.uint32))})
-    with pytest.raises(TransformError, match="rng is no data of keys of threefry2x32"):
+    with pytest.raises(TransformError, match="rng is not data of keys of threefry2x32"):
         rules.wrap_key_data("rng", "threefry2x32").apply(tree, None)
     with pytest.raises(TransformError, match="matches no array of uint32"):
         rules.wrap_key_data("w").apply(tree, None)

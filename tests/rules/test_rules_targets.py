@@ -245,7 +245,7 @@ def test_no_count_without_its_moments() -> None:
 
 
 def test_another_optimizer_altogether() -> None:
-    """Momentum is no Adam: nothing is taken, and the error tells the fields of both and what to do."""
+    """Momentum is not an Adam: nothing is taken, and the error tells the fields of both and what to do."""
     with pytest.raises(TransformError, match=r"count, mu, nu; below opt_state .*trace.*from_target"):
         migrate(stored(nested({"opt_state": trained(SGD)})), ADAM.init(PARAMS))
 

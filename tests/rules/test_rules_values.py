@@ -164,7 +164,7 @@ def test_pad_from_the_target() -> None:
     ids=repr,
 )  # fmt: skip
 def test_fills_that_do_not_fit(dtype: Any, fill: Any) -> None:
-    """A number that the dtype cannot hold, and what is no number, are errors that name the leaf; nothing is wrapped."""
+    """A number that the dtype cannot hold, and what is not a number, are errors that name the leaf."""
     tree = stored({"w": np.zeros(2, dtype)})
     with pytest.raises(TransformError, match=r"w is .* does not fit; give a number") as caught:
         rules.pad("w", 3, value=fill).apply(tree, None)

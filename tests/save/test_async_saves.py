@@ -145,7 +145,7 @@ def test_arrays_of_an_accelerator(flag: bool, tmp_path: Path, monkeypatch: pytes
 
 
 def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """Until it is complete, a background save is no checkpoint, and it evicts nothing."""
+    """Until it is complete, a background save is not a checkpoint, and it evicts nothing."""
     gate.open.set()
     ours.save_checkpoint(tmp_path, tree(1), 1)
     gate.open.clear()

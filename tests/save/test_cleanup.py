@@ -143,7 +143,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
 def test_another_program_removes_an_old_checkpoint_while_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real Flax deletes files of a directory one by one; the save, which has committed, is no failure."""
+    """Real Flax deletes files of a directory one by one; the save, which has committed, is not a failure."""
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "manifest.ocdbt").touch()
     (tmp_path / "checkpoint_1" / "ocdbt.process_0").mkdir()

@@ -146,7 +146,7 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orbax directories of any release are no leftovers, whatever their name, for clean and for later saves."""
+    """Orbax directories of any release are not leftovers, whatever their name, for clean and for later saves."""
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     with ocp.Checkpointer(handler) as checkpointer:
         for name in ("model_gda", "checkpoint_3_gda", "checkpoint_tmp"):

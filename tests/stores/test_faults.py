@@ -90,7 +90,7 @@ def sweep(bucket: Bucket, act: Callable[[], Any], check: Callable[[], Any], ever
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_that_ends_at_any_request(bucket: Bucket, every: int) -> None:
-    """Until the last request but its cleaning it is no checkpoint, the one before is the latest, and it can go on."""
+    """Until the last request but its cleaning it is not a checkpoint, the one before is the latest; it can go on."""
     root = f"{bucket.url}/run"
     save(bucket, 1)
 

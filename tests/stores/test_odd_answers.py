@@ -52,7 +52,7 @@ def test_an_answer_that_is_not_a_store_s(bucket: Bucket, monkeypatch: pytest.Mon
     """A proxy's page with status 200: nothing counts as written, and the error does not tell of a missing bucket."""
     page = 200, [("Content-Type", "text/html")], b"<html>Log in</html>"
     answering(bucket, monkeypatch, lambda method, *_: page if method == "PUT" else None)
-    with pytest.raises(StorageError, match="this is no answer of a store: check the proxy"):
+    with pytest.raises(StorageError, match="this is not an answer of a store: check the proxy"):
         flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format=format)
     assert bucket.keys() == []
 

@@ -90,7 +90,7 @@ def test_every_era(case: corpus.Case, unpacked: Path, bucket: Bucket) -> None:
     path, expected, meta = read_case(case, unpacked)
     root = corpus.unpack(case.release, unpacked) / case.name / "ckpt"
     url = bucket.upload(root, "run") + "/" + path.relative_to(root).as_posix()
-    restored = restore(case, url)  # type: ignore[arg-type]  # a URL is no Path
+    restored = restore(case, url)  # type: ignore[arg-type]  # a URL is not a Path
     if case.name == "orbax_v1/save_checkpointables":
         restored = restored["state"]
     if case.name == "orbax_prng/handler":

@@ -82,7 +82,7 @@ def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:
 
 
 def test_one_byte_is_not_nothing(any_bucket: AnyBucket) -> None:
-    """A msgpack file may be a single byte; an empty object is no checkpoint."""
+    """A msgpack file may be a single byte; an empty object is not a checkpoint."""
     for content in (b"", b"\x07", b"ab"):
         any_bucket.put("run/file", content)
         assert client.is_empty(f"{any_bucket.url}/run/file") == (not content)
@@ -472,7 +472,7 @@ def test_how_long_a_read_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_learned_of_a_folder_is_forgotten(bucket: Bucket) -> None:
-    """Behind it, sizes and contents are those of now; objects that vanish meanwhile, and others, are no part of it."""
+    """Behind it, sizes and contents are those of now; objects that vanish meanwhile, and others, are not part of it."""
     url, other = f"{bucket.url}/run", f"{bucket.url}/run2/x"
     for key in ("run/a", "run2/x"):
         bucket.put(key, b"12")

@@ -241,13 +241,13 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
          "which axis", "counts", "taken from its own place", "vectors"],
 )  # fmt: skip
 def test_doubt(old: Any, new: Any) -> None:
-    """Whatever fits by shape but may be wrong is no confident suggestion."""
+    """Whatever fits by shape but may be wrong is not a confident suggestion."""
     suggestion, _ = proposed(old, new)
     assert suggestion is None or (not suggestion.confident and suggestion.doubts)
 
 
 def test_one_of_two_optimizers_is_a_guess() -> None:
-    """Where one of two stored states of Adam has to be chosen, that is no confident suggestion."""
+    """Where one of two stored states of Adam has to be chosen, that is not a confident suggestion."""
     old = {"params": PARAMS, "opt_a": ADAM.init(_zeros()), "opt_b": ADAM.init(_zeros())}
     suggestion, _ = proposed(old, {"params": PARAMS, "opt_state": ADAM.init(_zeros())})
     assert suggestion is None or not suggestion.confident

@@ -155,7 +155,7 @@ def test_a_new_head_is_no_doubt(name: str) -> None:
     ids=["schedule", "hyperparameters", "several steps"],
 )
 def test_a_schedule_that_begins_anew_is_a_doubt(tx: Any) -> None:
-    """Where moments are taken but a count of steps is not, that is said and is no confident suggestion."""
+    """Where moments are taken but a count of steps is not, that is said and is not a confident suggestion."""
     assert any("begin anew" in doubt for doubt in guessed(trained(BODY), trained(BODY, tx)))
 
 
@@ -194,7 +194,7 @@ def test_a_reason_counts_what_two_names_share() -> None:
 
 
 def test_a_number_that_moved_up_is_a_doubt() -> None:
-    """A number of the target that is stored elsewhere under its name, and would be lost, is no confident suggestion."""
+    """A number of the target that is stored elsewhere under its name, and lost, is not a confident suggestion."""
     old = {"params": {"w": array(8, 4), "scale": np.float32(3)}, "step": 3}
     doubts = guessed(old, {"weights": {"w": array(8, 4)}, "scale": np.float32(0), "step": 0})
     assert doubts == ["scale may be a stored number that is not used"]

@@ -144,7 +144,7 @@ DIFFERENCES = [
         {"np big-endian": np.arange(3).astype(">i4").view("<i4")},
     ),
 ]
-# What a peer says no to in what we wrote. It may refuse what a peer of its wrote, that is no silent difference.
+# What a peer says no to in what we wrote. It may refuse what a peer of its wrote, that is not a silent difference.
 REFUSALS: dict[tuple[str, str], tuple[str, ...]] = {
     # Legacy Flax saves these dtypes, and does not know the names that it saved them by.
     **{("ours off", reader): ("np text", "np bytes") for reader in FLAX},

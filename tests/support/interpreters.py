@@ -33,7 +33,7 @@ class Program:
     """A running program, with those methods of `subprocess.Popen` that tests need.
 
     Attributes:
-        pid: of its process, which is no child of this one.
+        pid: of its process, which is not a child of this one.
         returncode: as in `subprocess.Popen`; None until somebody has waited for its end.
         stdin: what it reads.
         stdout: what it prints.

@@ -73,7 +73,7 @@ ocp_v1 = _module("orbax.checkpoint.experimental.v1", "orbax-checkpoint")
 _UNFINISHED = _Missing("the v1 of this orbax-checkpoint is not finished")
 if not isinstance(ocp_v1, _Missing) and not hasattr(ocp_v1, "load"):
     ocp_v1 = _UNFINISHED
-# Where it is no experiment any more.
+# Where it is not an experiment any more.
 ocp_released_v1: Any = getattr(ocp, "v1", _Missing("this orbax-checkpoint has v1 as an experiment only"))
 if not isinstance(ocp_released_v1, _Missing) and not hasattr(ocp_released_v1, "load"):
     ocp_released_v1 = _UNFINISHED

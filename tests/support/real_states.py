@@ -37,7 +37,7 @@ class StatsState(TrainState):
 
 @struct.dataclass
 class Ema:
-    """A dataclass that is no TrainState, with a static field."""
+    """A dataclass that is not a TrainState, with a static field."""
 
     params: Any
     decay: float = struct.field(pytree_node=False, default=0.99)

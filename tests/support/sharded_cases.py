@@ -609,7 +609,7 @@ def what_no_sharding_holds(folder: Path) -> None:
             assert flax_ckpt_compat.plan_restore(path, target).raises == "ShapeMismatchError", target
             loose = {"shape_mismatch": "ignore", "kind_mismatch": "ignore"}
             found = raised(lambda: checkpoints.restore_checkpoint(path, target))  # noqa: B023
-            # What is no wish of Flax's own format stays on the host, as in Flax; all else cannot be.
+            # What is not a wish of Flax's own format stays on the host, as in Flax; all else cannot be.
             is_array = isinstance(next(iter(target.values())), jax.Array)
             assert found is (None if is_array and path.endswith("msgpack") else ShapeMismatchError), (target, found)
             assert flax_ckpt_compat.plan_restore(path, target, **loose).raises == (found and found.__name__), target

@@ -126,13 +126,13 @@ def test_transforms_may_stand_in_any_tree() -> None:
 
 @pytest.mark.parametrize("leaf", [3, "b/c", Transform, double, np.ones(2)])
 def test_what_is_no_transform_is_refused(leaf: Any) -> None:
-    """A leaf that is no transform is refused with its key and type."""
+    """A leaf that is not a transform is refused with its key and type."""
     with pytest.raises(TransformError, match=r"expected a Transform at x/0, found " + type(leaf).__name__):
         flat_transforms({"x": [leaf]})
 
 
 def test_bad_expressions_name_their_key() -> None:
-    """A key that is no regular expression, and a reference to a group that it lacks, are told with the key."""
+    """A key that is not a regular expression, and a reference to a group that it lacks, are told with the key."""
     with pytest.raises(TransformError, match=r"'x\('.*re\.escape"):
         Transforms({"x(": Transform()})
     with pytest.raises(TransformError, match=r"'\(x\)'.*group reference 2.*"):
@@ -287,7 +287,7 @@ def test_which_keys_are_expressions(key: str) -> None:
 
 
 def test_literal_keys_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transform for each leaf, as converters write them, is no search through all of them for each."""
+    """One transform for each leaf, as converters write them, is not a search through all of them for each."""
     compared: list[str] = []
     real = _resolve._Entry.matches
     monkeypatch.setattr(_resolve._Entry, "matches", lambda entry, key: compared.append(key) or real(entry, key))

@@ -163,7 +163,7 @@ def test_integers_of_which_only_one_fits_int64(a: int, b: int, tmp_path: Path) -
 @pytest.mark.parametrize("given", [{"rtol": "x"}, {"atol": -1}, {"atol": float("nan")}, {"rtol": [1]}])
 def test_tolerances_are_numbers_from_0(given: dict[str, Any], tmp_path: Path) -> None:
     """Anything else would call all leaves different, or equal."""
-    with pytest.raises(errors.SettingError, match=f"{next(iter(given))} takes a number from 0"):
+    with pytest.raises(errors.SettingError, match=f"{next(iter(given))} takes a non-negative number"):
         between(tmp_path, {"n": 1}, {"n": 1}, **given)
 
 

@@ -16,7 +16,7 @@ from tests.support.saves import tree, use_flag
 
 
 def mixed(directory: Path) -> None:
-    """Steps in both formats, a named one, unfinished ones, and what is no checkpoint."""
+    """Steps in both formats, a named one, unfinished ones, and what is not a checkpoint."""
     for step, flag in ((2, False), (3, True), (10, True), ("best", False)):
         with use_flag(flag):
             checkpoints.save_checkpoint(directory, tree(), step, keep=9)

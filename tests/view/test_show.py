@@ -98,7 +98,7 @@ def test_depth_and_filter(tmp_path: Path) -> None:
     assert "at the top it has: opt, params, step" in run(tmp_path, "--filter", "kern").stderr
     assert "13 of 26 leaves" in run(tmp_path, "--filter", "bias|mu").stdout
     bad = run(tmp_path, "--filter", "(")
-    assert (bad.exit_code, "--filter: '(' is no regular expression" in bad.stderr) == (2, True)
+    assert (bad.exit_code, "--filter: '(' is not a regular expression" in bad.stderr) == (2, True)
 
 
 def test_json(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_page(tmp_path: Path) -> None:
 
 
 def test_page_replaces_nothing_else(tmp_path: Path) -> None:
-    """--html never writes over a checkpoint, or any file that is no page."""
+    """--html never writes over a checkpoint, or any file that is not a page."""
     path = Path(saved(tmp_path, TREE))
     before = path.read_bytes()
     for target in (path, tmp_path, tmp_path / "no" / "page.html"):

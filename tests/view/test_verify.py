@@ -184,7 +184,7 @@ def test_missing_and_strange_chunks(tmp_path: Path) -> None:
 
 
 def test_strange_files_and_orphans(tmp_path: Path) -> None:
-    """Files that are no part of the format, and arrays that no leaf refers to, are listed; they are no damage."""
+    """Files that are not part of the format, and arrays that no leaf refers to, are listed; they are no damage."""
     path = of_orbax(tmp_path / "ckpt")
     (path / ".DS_Store").touch()
     (path / "d" / "note.txt").touch()

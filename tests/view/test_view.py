@@ -45,7 +45,7 @@ def saved(flag: bool, tmp_path: Path) -> Path:
 
 
 def test_leaves_tell_what_is_stored(saved: Path, flag: bool) -> None:
-    """Each leaf has its kind, shape, dtype and bytes; None and empty dicts are no leaves."""
+    """Each leaf has its kind, shape, dtype and bytes; None and empty dicts are not leaves."""
     with open_checkpoint(saved) as view:
         leaves = view.leaves()
         assert leaves.keys() == LEAVES.keys()

@@ -59,7 +59,7 @@ def _lock(descriptor: int) -> None:
 def discard(paths: Iterable[str]) -> dict[str, StorageError]:
     """Delete files and directories durably, with one sync of their directory; return path → failure.
 
-    What another process deletes meanwhile is no failure."""
+    What another process deletes meanwhile is not a failure."""
     assert not isinstance(paths, str)  # its characters would be paths
     failures: dict[str, StorageError] = {}
     hidden: dict[str, str | None] = {}
@@ -129,7 +129,7 @@ def delete(path: str) -> None:
     """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it.
 
     NFS and FUSE rename what is open to ``.nfs...`` and ``.fuse_hidden...`` until it is closed, so that its directory
-    stays, which is no failure."""
+    stays, which is not a failure."""
     is_gone = False
     try:
         with translated(path), suppress(*GONE):
