@@ -8,7 +8,7 @@ from flax_ckpt_compat._core.tree import Node
 from . import gda_write
 from .check_tree import check_tree
 from .encode import write_tree
-from .gda_tree import SharedTree, split
+from .gda_split import SharedTree, split
 from .reader import MsgpackReader
 
 __all__ = ["BACKEND", "open_part_of_orbax"]

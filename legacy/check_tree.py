@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format
-from .gda_tree import DistributedArray
+from .gda_split import DistributedArray
 
 # Bytes; msgpack's length fields are four bytes wide.
 _MAX_LENGTH = 2**32 - 1

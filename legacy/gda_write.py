@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import write_tree
-from .gda_tree import DistributedArray, SharedTree
+from .gda_split import DistributedArray, SharedTree
 
 # Syncing and requests mostly wait.
 _THREADS = 16

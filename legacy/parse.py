@@ -11,9 +11,9 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
 from . import format, gda_read
+from .encoded_leaves import chunked_array, prng_key
 from .format import ArrayHeader
-from .leaf_maps import chunked_array, prng_key
-from .window import Window
+from .sequential_reader import Window
 
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 # Tag of an extension → bytes of its length field.

@@ -14,19 +14,19 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
+from .byte_ranges import Span, pack, read_run, runs_of
+from .checksummed_file import UNIT, open_checksums
+from .checksummed_object import read_object
 from .parse import parse
+from .sequential_reader import Window
 from .source import File, Source, StoredObject, open_source
-from .spans import Span, pack, read_run, runs_of
-from .unpack import unpack
-from .verified_objects import read_object
-from .verified_reads import UNIT, open_checksums
-from .window import Window
+from .unpack_small_files import unpack
 
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
@@ -182,7 +182,9 @@ def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> se
     if not isinstance(source, File):
         return set()
     wanted = [index for index, handle in enumerate(handles) if _is_mappable(handle)]
-    views = mapping.map_regions(source.fileno(), [(handles[index].locator, handles[index].nbytes) for index in wanted])
+    views = memory_map.map_regions(
+        source.fileno(), [(handles[index].locator, handles[index].nbytes) for index in wanted]
+    )
     found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
     for index, view in found.items():
         values[index] = np.ndarray(handles[index].shape, handles[index].dtype, view)
@@ -190,7 +192,7 @@ def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> se
 
 
 def _is_mappable(handle: LeafHandle) -> bool:
-    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= mapping.MIN_BYTES
+    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= memory_map.MIN_BYTES
     return is_large_array and handle.dtype is not None and type(handle.locator) is int
 
 

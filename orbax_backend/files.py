@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
-from flax_ckpt_compat._core.object_store import in_flight
+from flax_ckpt_compat._core.object_store import request_timeouts
 from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_failure
 from flax_ckpt_compat._core.storage_errors import store_errors, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -146,4 +146,4 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
     if not paths.is_url(path):
         return future.result()
     with store_errors(path), replaced_context_after_failure():
-        return in_flight.wait(future, nbytes, _TIMEOUT, _SLOWEST_RATE)
+        return request_timeouts.wait(future, nbytes, _TIMEOUT, _SLOWEST_RATE)

@@ -15,8 +15,8 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
-from .decode import KEY_WIDTHS, StoredLeaf, describe_leaf
-from .items import implementation
+from .array_items import implementation
+from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
 from .key_index import Index
 from .structure import UNKNOWN, LeafEntry, Structure
 from .type_annotations import LeafType

@@ -20,12 +20,12 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from . import metadata, writer
+from . import encode_metadata, writer
 from .checksum_recording import Recorder, file_of_database
-from .completeness import check_complete
 from .database_index import open_database
-from .encode import EncodedLeaf
+from .encode_leaves import EncodedLeaf
 from .files import make_directory, sizes_of, sync_directory, write_file, write_files
+from .missing_chunks import check_complete
 from .ocdbt_writer import Database, file_locator
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
@@ -48,7 +48,7 @@ def begin(
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
     encoding_of(options)
     writer.begin(path)
-    if metadata.has_jax_arrays(plan):
+    if encode_metadata.has_jax_arrays(plan):
         make_directory(os.path.join(path, layout.ARRAY_METADATAS))
 
 
@@ -76,7 +76,7 @@ def write(
     database = start_arrays(own, arrays, encoding, recorder, is_primary)
     try:
         # All processes would upload the same list.
-        if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
+        if encode_metadata.has_jax_arrays(plan) and (is_primary or upload is None):
             files |= array_metadatas(path, plan, encoding, process.index)
             write_files(files)
             sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
@@ -105,7 +105,7 @@ def end(
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
-    if metadata.arrays(plan):
+    if encode_metadata.arrays(plan):
         _merge(path, databases, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
             _check(path, plan, encoding_of(options), upload)
@@ -176,7 +176,7 @@ def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
     texts, numbers, dtypes = ShardingEncoder(), dict[str | None, int](), Memo(operator.attrgetter("name"))
     spread = []
-    for name, stored in metadata.arrays(plan):
+    for name, stored in encode_metadata.arrays(plan):
         if stored.spans_processes:
             # Texts of shardings list all device ids, and few of them are distinct.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .checksum_recording import Recorder
-from .encode import EncodedLeaf, all_of
+from .encode_leaves import EncodedLeaf, all_of
 from .files import wait
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 

@@ -13,13 +13,14 @@ import numpy as np
 
 from flax_ckpt_compat._core import checksums, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .checksum_file import Checksums
+from .chunk_checksums import Verifier
 from .driver_reads import THREADS, DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
 from .key_index import Index, OpaqueValue, StoredValue
@@ -33,7 +34,6 @@ from .read_plan import (
     plan_pieces,
     scatter,
 )
-from .verification import Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Below this, threads cost more than they gain.
@@ -171,13 +171,13 @@ class ArrayReader:
         files: dict[str, list[tuple[ArrayRead, ByteRange]]] = {}
         for read, chunk in extents:
             extent = read.bytes_in(chunk)
-            if extent is not None and extent.length >= mapping.MIN_BYTES:
+            if extent is not None and extent.length >= memory_map.MIN_BYTES:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
                 fd = open_regular(os.path.join(self._path, file))
                 try:
-                    views = mapping.map_regions(fd, [(extent.offset, extent.length) for _, extent in wanted])
+                    views = memory_map.map_regions(fd, [(extent.offset, extent.length) for _, extent in wanted])
                 finally:
                     os.close(fd)
                 for (read, _), view in zip(wanted, views, strict=True):

@@ -18,7 +18,7 @@ from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
 from .database_index import open_index
-from .decode import StoredLeaf
+from .decode_leaves import StoredLeaf
 from .inspection import inspect
 from .key_index import Index
 from .leaf_handles import LeafDescriptions, corrupt_leaf

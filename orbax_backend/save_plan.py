@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, NONE, STRING, 
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .checksum_file import Record
-from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
+from .encode_leaves import EncodedLeaf, Encoder, encode_text_as_bytes
 from .type_annotations import TypeAnnotations
 
 # Orbax's names of empty nodes; real Orbax stores empty containers of other types as None.

@@ -14,9 +14,9 @@ from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import Path, show_path
 
+from .array_items import holds_array_folder, is_single_array, is_typed_key
 from .database_index import holds_array, process_databases
 from .files import Check, corrupt, read_ahead, read_json
-from .items import holds_array_folder, is_single_array, is_typed_key
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .shardings import read_shardings
 from .type_annotations import TypeAnnotations, parse_annotations

@@ -1,7 +1,7 @@
 """Write a planned tree as a flat Orbax PyTree directory.
 
-    _METADATA                    the tree, and our type annotations (metadata.py, type_annotations.py)
-    _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (metadata.py)
+    _METADATA                    the tree, and our type annotations (encode_metadata.py, type_annotations.py)
+    _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (encode_metadata.py)
     _strings.json                leaves of type str
     checkpoint                   the tree again, if releases up to 0.5 shall read it (msgpack_file.py)
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (ocdbt_writer.py, zarr.py)
@@ -27,10 +27,10 @@ from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
-from . import metadata
+from . import encode_metadata
 from .checksum_file import Record
 from .checksum_recording import Recorder, file_of_database
-from .encode import EncodedLeaf
+from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .msgpack_file import encode_structure
 from .ocdbt_writer import Database
@@ -55,10 +55,10 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
 
     Raise SettingError, before anything is written, for a compression that is unknown, or not for old releases of Orbax.
     """
-    encoding, lists_arrays = encoding_of(options), metadata.has_jax_arrays(plan)
+    encoding, lists_arrays = encoding_of(options), encode_metadata.has_jax_arrays(plan)
     begin(path)
     recorder = Recorder() if options.checksums else None
-    database = start_arrays(path, metadata.arrays(plan), encoding, recorder)
+    database = start_arrays(path, encode_metadata.arrays(plan), encoding, recorder)
     try:
         if lists_arrays:
             make_directory(os.path.join(path, layout.ARRAY_METADATAS))
@@ -107,16 +107,16 @@ def encoding_of(options: WriteOptions) -> Encoding:
 
 def array_metadatas(path: str, plan: SavePlan, encoding: Encoding, process: int) -> dict[str, bytes]:
     """Return the file with a process's list of all jax arrays: its path and content."""
-    content = metadata.array_metadatas(plan, encoding.splits)
+    content = encode_metadata.array_metadatas(plan, encoding.splits)
     return {os.path.join(path, layout.ARRAY_METADATAS, f"{layout.ARRAY_METADATA_PREFIX}{process}"): content.encode()}
 
 
 def tree_files(path: str, plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
     """Return path → content of the files of the primary process that describe the tree."""
     old = options.for_old_orbax
-    files = {layout.TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
-    if metadata.has_jax_arrays(plan):
-        files[layout.SHARDING] = metadata.shardings(plan, for_old_orbax=old).encode()
+    files = {layout.TREE_METADATA: encode_metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
+    if encode_metadata.has_jax_arrays(plan):
+        files[layout.SHARDING] = encode_metadata.shardings(plan, for_old_orbax=old).encode()
     if plan.strings:
         files[layout.STRINGS] = json.dumps(plan.strings).encode()
     if old:
@@ -175,7 +175,9 @@ def sync_database(path: str) -> None:
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
     _end(path)
-    files = {os.path.join(path, layout.STEP_METADATA): json.dumps(metadata.step_metadata(plan.started_ns)).encode()}
+    files = {
+        os.path.join(path, layout.STEP_METADATA): json.dumps(encode_metadata.step_metadata(plan.started_ns)).encode()
+    }
     if record is not None:
         record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): _COMMITTED})
         files |= file_of_database(record, path, path)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal
 
-from flax_ckpt_compat._convert import find, layouts
+from flax_ckpt_compat._convert import find, output_writers
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._core import arguments, paths
@@ -142,7 +142,7 @@ def run(
         target, transforms = loaded(jobs[0].target, jobs[0].transforms)
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
-        layouts.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+        output_writers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
     do: Callable[..., Conversion] = convert_one
     arguments = () if progress is None else (progress,)
     if executor is None:

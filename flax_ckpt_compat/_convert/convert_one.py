@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import layouts, verify
-from flax_ckpt_compat._convert.contents import Contents, contents_of
+from flax_ckpt_compat._convert import output_writers, verify
 from flax_ckpt_compat._convert.digests import Digests
 from flax_ckpt_compat._convert.jobs import Conversion, Job
+from flax_ckpt_compat._convert.output_trees import Contents, contents_of
 from flax_ckpt_compat._core import paths, standard_streams
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_name import load_name, load_value
+from flax_ckpt_compat._core.import_by_name import load_name, load_value
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
@@ -62,14 +62,14 @@ def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
 
 def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Callable[[], None]) -> str:
     """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
-    prepared = layouts.check(contents, job.to)
+    prepared = output_writers.check(contents, job.to)
     final = job.destination
     if paths.lexists(final) and not paths.holds_nothing(final):
         if not job.resume:
             raise StorageError(
                 f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)", path=final
             )
-        layouts.check_kept(final, job.to)
+        output_writers.check_kept(final, job.to)
         if not job.dry_run:
             verify.verify(final, job.to, contents, progress)
         return "kept"
@@ -80,7 +80,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
     temporary = paths.storage_of(final).temporary_path(final)
     try:
         with Digests(contents, progress) as digests:
-            layouts.write(temporary, job.to, contents, prepared, final)
+            output_writers.write(temporary, job.to, contents, prepared, final)
         verify.verify(temporary, job.to, contents, progress, digests.crcs)
         check_unchanged()
         paths.publish(temporary, final, new=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert.contents import Contents, array_nbytes
+from flax_ckpt_compat._convert.output_trees import Contents, array_nbytes
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import KeyData, Path, StoredArray

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert import layouts, stored_trees
-from flax_ckpt_compat._convert.contents import Contents
+from flax_ckpt_compat._convert import output_writers, stored_trees
 from flax_ckpt_compat._convert.digests import Name
+from flax_ckpt_compat._convert.output_trees import Contents
 from flax_ckpt_compat._convert.safetensors import FileArray
 from flax_ckpt_compat._core import array_boxes, checksums, memory, paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
@@ -46,14 +46,14 @@ def verify(
     ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
     ``crcs`` are not read again."""
     expected = contents.leaves
-    with layouts.reading(path, to, contents) as found:
+    with output_writers.reading(path, to, contents) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
         for item, file in contents.json.items():
             copied = os.path.join(path, item, os.path.basename(file))
             if not paths.isfile(copied) or paths.read(copied) != paths.read(file):
                 differences["", (item,)] = "is other JSON"
-        if layouts.has_other_metadata(path, to, contents):
+        if output_writers.has_other_metadata(path, to, contents):
             differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
         parts: list[tuple[Name, _Check]] = []

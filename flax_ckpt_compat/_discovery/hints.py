@@ -16,7 +16,7 @@ from typing import TypeVar
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._discovery import enclosing, foreign, listing
+from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, listing
 
 _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
@@ -95,7 +95,7 @@ def beside(path: str) -> str:
 @_quietly
 def checkpoint_around(path: str) -> str | None:
     """Return the checkpoint in Orbax's format that a path lies in, or None."""
-    return enclosing.checkpoint_around(path)
+    return enclosing_checkpoint.checkpoint_around(path)
 
 
 @_quietly

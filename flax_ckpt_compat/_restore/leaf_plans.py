@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.errors import DtypeMismatchError
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._restore import cast_losses, casting, kinds, shardings
+from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, shardings
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_and_dtype
@@ -71,9 +71,9 @@ class LeafPlanner:
 
     def stored(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
         """Plan a stored leaf of any kind."""
-        if handle.possible_kinds and kinds.is_ambiguous(handle, target):
-            self._plan.problems.append(kinds.ambiguous_key(handle))
-        kind, dtype = kinds.resolved_kind(handle, target), kinds.stored_dtype(handle)
+        if handle.possible_kinds and leaf_kinds.is_ambiguous(handle, target):
+            self._plan.problems.append(leaf_kinds.ambiguous_key(handle))
+        kind, dtype = leaf_kinds.resolved_kind(handle, target), leaf_kinds.stored_dtype(handle)
         on_device = self._on_device or handle.in_gda_folder
         leaf = LeafPlan(path, handle, target)
         name = show_path(handle.path)
@@ -86,8 +86,8 @@ class LeafPlanner:
         if kind is LeafKind.ARRAY:
             leaf.cast = self._wanted_dtype(target)
             leaf.cast = None if leaf.cast == dtype else leaf.cast
-        elif kinds.is_converted(kind, target, self._casts):
-            leaf.cast = target.dtype if kinds.wants_array(target) else kinds.number_dtype(target)
+        elif leaf_kinds.is_converted(kind, target, self._casts):
+            leaf.cast = target.dtype if leaf_kinds.wants_array(target) else leaf_kinds.number_dtype(target)
         else:
             return leaf
         leaf.sharding = shardings.wanted(target, on_device)

@@ -12,7 +12,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at
-from flax_ckpt_compat._restore import kinds
+from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
@@ -181,7 +181,7 @@ class _Planner:
         if is_leaf and isinstance(shape, tuple) and hasattr(target, "dtype") and self.differ(stored, target, shape):
             self._plan.shapes.append((path, _shape_of(stored, target), shape))
             return target
-        difference = kinds.find(path, stored, target, self._casts)
+        difference = leaf_kinds.find(path, stored, target, self._casts)
         if difference is None:
             return target
         self._plan.kinds.append(difference)
@@ -192,9 +192,9 @@ class _Planner:
             return stored.shape is not None and stored.shape != shape
         if stored.kind is LeafKind.PRNG_KEY:
             return bool(_shape_of(stored, target) != shape)
-        if stored.kind in kinds.PYTHON_NUMBERS:
+        if stored.kind in leaf_kinds.PYTHON_NUMBERS:
             is_array = isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
-            return is_array and kinds.becomes_array(target, self._casts) and shape != ()
+            return is_array and leaf_kinds.becomes_array(target, self._casts) and shape != ()
         return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
 
     def note_unused(self, stored: Node, path: Path) -> None:
@@ -209,7 +209,7 @@ class _Planner:
             left = [child for name, child in fields.items() if name not in target.children and name.isdecimal()]
             leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
             if left and not all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves):
-                plan.kinds.append(kinds.longer_sequence(path, len(fields), len(target.children)))
+                plan.kinds.append(leaf_kinds.longer_sequence(path, len(fields), len(target.children)))
         if chosen:
             used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}
             plan.unused = [path for path in plan.unused if path not in used]

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
-from flax_ckpt_compat._restore import cast_losses, kinds
+from flax_ckpt_compat._restore import cast_losses, leaf_kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
 from flax_ckpt_compat._restore.shardings import is_held, local_starts, starts
@@ -18,9 +18,9 @@ from flax_ckpt_compat._trees import prng_keys
 
 def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) -> Any:
     """Return the final value of a stored leaf that was read whole."""
-    kind = kinds.resolved_kind(handle, leaf.target)
+    kind = leaf_kinds.resolved_kind(handle, leaf.target)
     if handle.possible_kinds:
-        value = kinds.converted(value, handle, leaf.target)
+        value = leaf_kinds.converted(value, handle, leaf.target)
     if isinstance(value, KeyData):
         try:
             with all_transfers_allowed():
@@ -28,12 +28,12 @@ def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) ->
         except ValueError:
             if prng_keys.has_implementation(value.impl):
                 raise
-            return kinds.data_of_unknown_key(value, handle, leaf.target)
+            return leaf_kinds.data_of_unknown_key(value, handle, leaf.target)
     if kind is LeafKind.ARRAY:
         return put(np.asarray(value), leaf.sharding, cast)
     if cast is None:
         return value
-    if kinds.wants_array(leaf.target):
+    if leaf_kinds.wants_array(leaf.target):
         return put(np.asarray(value), leaf.sharding, cast)
     number = cast(np.asarray(value))
     return number[()] if isinstance(leaf.target, np.generic) else number.item()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.short_lists import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._restore import kinds, layer_counts, messages
+from flax_ckpt_compat._restore import layer_counts, leaf_kinds, messages
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -22,7 +22,7 @@ Refusal = tuple[type[errors.CheckpointError], Callable[[], errors.CheckpointErro
 def refusals(plan: TreePlan) -> Iterator[Refusal]:
     """Yield the errors of a restore; it raises the first."""
     settings = plan.options.settings
-    module = None if plan.target is None else kinds.module_difference(plan.target.tree)
+    module = None if plan.target is None else leaf_kinds.module_difference(plan.target.tree)
     if module is not None and settings.kind_mismatch == "error":
         yield errors.KindMismatchError, lambda: _kinds_error(plan, [module])
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
@@ -47,7 +47,7 @@ def enforce(plan: TreePlan) -> None:
     elif missing and settings.missing_leaves == "warn":
         _log.warning("%s\nThe target's own values were kept.", messages.missing_leaves(plan))
     if plan.kinds and settings.kind_mismatch == "warn":
-        _log.warning(kinds.explain(plan.kinds, plan.path, refused=False))
+        _log.warning(leaf_kinds.explain(plan.kinds, plan.path, refused=False))
     enforce_shapes(plan, plan.shapes)
     if plan.unused and plan.target is not None:
         # Layers that are cut off are no other part of the state, which a program may not want.
@@ -85,8 +85,8 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     return errors.MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
 
 
-def _kinds_error(plan: TreePlan, differences: Sequence[kinds.KindDifference]) -> errors.KindMismatchError:
-    message = kinds.explain(differences, plan.path, refused=True)
+def _kinds_error(plan: TreePlan, differences: Sequence[leaf_kinds.KindDifference]) -> errors.KindMismatchError:
+    message = leaf_kinds.explain(differences, plan.path, refused=True)
     return errors.KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
 
 

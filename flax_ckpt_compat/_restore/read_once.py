@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessRestoreEr
 from flax_ckpt_compat._restore import casting
 from flax_ckpt_compat._restore.device_exchange import exchange
 from flax_ckpt_compat._restore.plan import TreePlan
-from flax_ckpt_compat._restore.read_shares import Shares
+from flax_ckpt_compat._restore.read_assignment import Shares
 from flax_ckpt_compat._save.coordination import Coordinator
 
 _log = logging.getLogger("flax_ckpt_compat")

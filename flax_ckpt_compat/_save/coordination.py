@@ -19,7 +19,7 @@ import jax
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
 from flax_ckpt_compat._save.key_value_store import KeyValueStore, decode_error, encode_error, growing
-from flax_ckpt_compat._save.tree_summary import TreeSummary
+from flax_ckpt_compat._save.tree_agreement import TreeSummary
 
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0

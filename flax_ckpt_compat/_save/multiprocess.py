@@ -10,16 +10,16 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import paths, staging
+from flax_ckpt_compat._core import multiprocess_staging, paths
 from flax_ckpt_compat._core.backend import Backend, WriteOptions
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator
-from flax_ckpt_compat._save.replicas import Replicas
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
-from flax_ckpt_compat._save.tree_summary import TreeSummary
+from flax_ckpt_compat._save.tree_agreement import TreeSummary
+from flax_ckpt_compat._save.write_assignment import Replicas
 
 # Look-ups wait for this process's part of a background save, for so many times ``coordination_timeout``.
 _LOOKUP_TIMEOUTS = 4
@@ -69,7 +69,7 @@ class _ProcessSave:
         request = self.request
         validation.check(request)
         paths.prepare_directory(request.directory)
-        staged = staging.begin(request.path, in_gda_folder=self.backend.uses_gda_folder)
+        staged = multiprocess_staging.begin(request.path, in_gda_folder=self.backend.uses_gda_folder)
         try:
             with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(
@@ -101,7 +101,7 @@ class _ProcessSave:
         request, process = self.request, self.coordinator.process
         staged, is_primary = None, process.index == 0
         try:
-            staged = staging.from_json(staging_json, is_primary)
+            staged = multiprocess_staging.from_json(staging_json, is_primary)
             if failed is None:
                 with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                     self.backend.write_process_part(staged.path, self.prepared, self.options, process, staged.upload)

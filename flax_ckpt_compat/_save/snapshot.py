@@ -13,10 +13,10 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import tree_summary
+from flax_ckpt_compat._save import tree_agreement
 from flax_ckpt_compat._save.host_copies import Copies
-from flax_ckpt_compat._save.replicas import Replicas
 from flax_ckpt_compat._save.request import SaveRequest
+from flax_ckpt_compat._save.write_assignment import Replicas
 from flax_ckpt_compat._trees import depth, prng_keys, state_dict
 from flax_ckpt_compat._trees.plain_values import plain
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
@@ -161,7 +161,7 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
     """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = _owners(leaf.sharding)
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
-        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else tree_summary.placeholder(leaf)
+        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else tree_agreement.placeholder(leaf)
     if len(owners) == 1:
         shown = show_path(path)
         raise UnsupportedLeafError(

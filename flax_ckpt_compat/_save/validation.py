@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, hints, listing, opening, orbax_directory
-from flax_ckpt_compat._discovery.enclosing import why_inside
+from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest

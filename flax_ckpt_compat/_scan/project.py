@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from .kinds import KINDS, NOTHING, Kind
+from .findings import KINDS, NOTHING, Kind
 from .module_scan import Use, scan_module, uses_legacy_api
 
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .kinds import CHANGE, CHECK, KINDS, NOTHING
+from .findings import CHANGE, CHECK, KINDS, NOTHING
 from .project import Finding, ScanReport
 
 if TYPE_CHECKING:

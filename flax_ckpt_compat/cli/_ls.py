@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import detect, hints, listing, not_found
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
-from ._commands import FailedError, echo, is_terminal, print_json
+from ._command_base import FailedError, echo, is_terminal, print_json
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 

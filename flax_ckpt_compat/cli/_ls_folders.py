@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._discovery import detect, listing, walk
-from flax_ckpt_compat._save.leftovers import Leftover, in_folder
+from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
 # The sign belongs to the number only after a separator: the dash of ckpt-3 belongs to the prefix.

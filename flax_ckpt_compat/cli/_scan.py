@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 
 from flax_ckpt_compat import __version__
-from flax_ckpt_compat._scan.kinds import CHANGE
+from flax_ckpt_compat._scan.findings import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
-from ._commands import FOUND, FailedError, echo, is_terminal, print_json
+from ._command_base import FOUND, FailedError, echo, is_terminal, print_json
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._commands import FOUND, Command, FailedError, echo, is_terminal, json_option, print_json
+from ._command_base import FOUND, Command, FailedError, echo, is_terminal, json_option, print_json
 
 
 @click.command(
@@ -37,9 +37,9 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     from flax_ckpt_compat._core import paths
     from flax_ckpt_compat._core.errors import StorageError
     from flax_ckpt_compat._core.escaping import format_size, printable
-    from flax_ckpt_compat._save import leftovers
+    from flax_ckpt_compat._save import interrupted_saves
 
-    found = leftovers.find_leftovers(paths.absolute(directory))
+    found = interrupted_saves.find_leftovers(paths.absolute(directory))
     going = [one for one in found if not one.kept]
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
@@ -58,7 +58,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     left = 0
     for one in going:
         try:
-            left += not leftovers.remove(one)
+            left += not interrupted_saves.remove(one)
         except StorageError as error:
             left += 1
             echo(f"Error: {error}", err=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ._commands import Command, json_option
+from ._command_base import Command, json_option
 
 _EXAMPLES = """
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax

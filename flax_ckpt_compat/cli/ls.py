@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import Command, json_option, prefix_option
+from ._command_base import Command, json_option, prefix_option
 
 
 @click.command(

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._commands import FOUND, Command, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import FOUND, Command, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -35,7 +35,7 @@ def command(
 
     Exit code 0 if flax_ckpt_compat.restore would succeed, 1 if it would raise, 2 if there is no plan.
     """
-    from flax_ckpt_compat._core.load_name import load_name, load_value
+    from flax_ckpt_compat._core.import_by_name import load_name, load_value
     from flax_ckpt_compat._view import plan_text
     from flax_ckpt_compat._view.plan import plan_restore
 

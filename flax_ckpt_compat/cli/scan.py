@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import Command
+from ._command_base import Command
 
 
 @click.command(

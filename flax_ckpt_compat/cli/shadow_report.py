@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, echo, json_option, print_json
+from ._command_base import FOUND, Command, echo, json_option, print_json
 
 
 @click.command(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ._commands import Command, FailedError, echo, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(

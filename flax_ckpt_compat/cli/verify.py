@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, echo, json_option, prefix_option, print_json
+from ._command_base import FOUND, Command, echo, json_option, prefix_option, print_json
 
 _COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
 

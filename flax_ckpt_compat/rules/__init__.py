@@ -39,9 +39,9 @@ subtree or leaf: ``params/head``, ``.*/head``. All others match anywhere: ``head
 from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
-from flax_ckpt_compat.rules.eras import pre_linen, pre_optax
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
 from flax_ckpt_compat.rules.names import copy, drop, move, rename, unwrap, wrap
+from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax
 from flax_ckpt_compat.rules.optimizers import optimizer_state
 from flax_ckpt_compat.rules.shapes import cut, index, reshape, resize, transpose, unreplicate
 from flax_ckpt_compat.rules.sources import from_checkpoint, from_target

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from flax_ckpt_compat import cli, save
 from flax_ckpt_compat._view import verify
-from flax_ckpt_compat.cli._commands import Command
+from flax_ckpt_compat.cli._command_base import Command
 from tests.guide import terminal
 
 ROOT = Path(__file__).parents[2]

@@ -421,11 +421,11 @@ def test_progress(tmp_path: Path) -> None:
 
 def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that changes between writing and publishing fails the conversion, and leaves nothing."""
-    from flax_ckpt_compat._convert import layouts
+    from flax_ckpt_compat._convert import output_writers
 
     for n, size in enumerate((3, 9 << 20)):  # compared with the source, and with a checksum of it
         flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.uint8)}, step=n, format="msgpack")
-    write = layouts.write
+    write = output_writers.write
 
     def damage(temporary: str, *arguments: Any) -> None:
         write(temporary, *arguments)
@@ -433,7 +433,7 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
             file.seek(-1, 2)
             file.write(b"\1")
 
-    monkeypatch.setattr(layouts, "write", damage)
+    monkeypatch.setattr(output_writers, "write", damage)
     with pytest.raises(errors.ConversionError, match=r"(?s)2 of 2.*a has other values.*a has other values"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -442,16 +442,16 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("size", [3, 3 << 20])
 def test_other_dtypes_of_the_same_bytes_are_found(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of arrays that are not read again only a checksum of the bytes is compared, which does not tell the dtype."""
-    from flax_ckpt_compat._convert import layouts
+    from flax_ckpt_compat._convert import output_writers
 
     flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.float32)}, format="msgpack")
-    write = layouts.write
+    write = output_writers.write
 
     def other(temporary: str, *arguments: Any) -> None:
         write(temporary, *arguments)
         Path(temporary).write_bytes(flax.serialization.to_bytes({"a": np.zeros(size, np.int32)}))
 
-    monkeypatch.setattr(layouts, "write", other)
+    monkeypatch.setattr(output_writers, "write", other)
     with pytest.raises(errors.ConversionError, match=rf"a is int32\[{size}\], expected float32\[{size}\]"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
 

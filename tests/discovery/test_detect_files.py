@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import serialization
-from flax_ckpt_compat.orbax_backend import items
+from flax_ckpt_compat.orbax_backend import array_items
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -127,6 +127,6 @@ def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
 def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
     """Without a handler's name, the key about fill values decides, and OCDBT is of trees."""
     key = {"store_array_data_equal_to_fill_value": True}
-    assert items.is_single_array(str(tmp_path), key, False)
-    assert not items.is_single_array(str(tmp_path), key, True)
-    assert not items.is_single_array(str(tmp_path), {}, False)
+    assert array_items.is_single_array(str(tmp_path), key, False)
+    assert not array_items.is_single_array(str(tmp_path), key, True)
+    assert not array_items.is_single_array(str(tmp_path), {}, False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import serialization
 from flax_ckpt_compat.legacy.reader import MsgpackReader
-from flax_ckpt_compat.legacy.window import last_key
+from flax_ckpt_compat.legacy.sequential_reader import last_key
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

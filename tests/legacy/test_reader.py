@@ -99,7 +99,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {"spans._GAP": gap, "spans._RUN": block, "reader._PIECE": piece, "reader._SMALL": 40}
+        sizes = {"byte_ranges._GAP": gap, "byte_ranges._RUN": block, "reader._PIECE": piece, "reader._SMALL": 40}
         for name, value in sizes.items():
             patch.setattr(f"flax_ckpt_compat.legacy.{name}", value)
         path = save({str(index): array for index, array in enumerate(tree)})

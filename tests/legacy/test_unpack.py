@@ -10,7 +10,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, format, reader, unpack
+from flax_ckpt_compat.legacy import BACKEND, format, reader, unpack_small_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from tests.support.trees import fingerprint, state_dicts
 @pytest.fixture(autouse=True)
 def any_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The unpacker takes files with few arrays too."""
-    monkeypatch.setattr(unpack, "_MIN_ARRAYS", 0)
+    monkeypatch.setattr(unpack_small_files, "_MIN_ARRAYS", 0)
 
 
 def describe(opened: Any) -> Any:
@@ -137,7 +137,7 @@ def test_only_many_small_arrays_are_read_whole(
     path = save({f"a{n:03}": np.zeros(size) for n in range(300)})
     opened = BACKEND.open(str(path))
     assert (type(next(iter(opened.tree.children.values())).locator) is bytes) == whole
-    monkeypatch.setattr(unpack, "_MAX_SIZE", 1000)
+    monkeypatch.setattr(unpack_small_files, "_MAX_SIZE", 1000)
     opened = BACKEND.open(str(path))
     assert type(next(iter(opened.tree.children.values())).locator) is int
 

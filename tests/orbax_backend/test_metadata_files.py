@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax_ckpt_compat.orbax_backend import metadata, shardings
+from flax_ckpt_compat.orbax_backend import encode_metadata, shardings
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +52,7 @@ def test_shards_that_are_no_grid_are_one() -> None:
 def test_only_tuples_need_a_note_of_their_own() -> None:
     """Orbax's own files tell dicts from lists, so the note beside them is of what they cannot tell."""
     plan = make_plan(state_dict.describe({"d": {"x": 1}, "l": [1, {"y": 2}], "t": (1, 2), "empty": (), "none": {}}))
-    note = json.loads(metadata.tree_metadata(plan, zarr3=False))["custom_metadata"]
+    note = json.loads(encode_metadata.tree_metadata(plan, zarr3=False))["custom_metadata"]
     assert note == {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[["t"], "tuple", []]]}}
 
 
@@ -60,7 +60,7 @@ def test_only_tuples_need_a_note_of_their_own() -> None:
 def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     """Every leaf is listed once, with its key path, type, part and sharding, in each file that lists it."""
     plan = make_plan(map_leaves(lambda _, leaf: prng_keys.split_key(leaf), state_dict.describe(tree)))
-    entries = json.loads(metadata.tree_metadata(plan, zarr3=False))["tree_metadata"]
+    entries = json.loads(encode_metadata.tree_metadata(plan, zarr3=False))["tree_metadata"]
     assert list(entries) == [str(tuple(name for name, _ in entry.keys)) for entry in plan.entries]
     arrays = {}
     for entry, found in zip(plan.entries, entries.values(), strict=True):
@@ -72,13 +72,15 @@ def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
         if value["value_type"] == "jax.Array":
             arrays[entry.name] = entry.stored
             assert value["write_shape"] == list(entry.stored.shape)
-    listed = [one["array_metadata"] for one in json.loads(metadata.array_metadatas(plan, False))["array_metadatas"]]
+    listed = [
+        one["array_metadata"] for one in json.loads(encode_metadata.array_metadatas(plan, False))["array_metadatas"]
+    ]
     assert [one["param_name"] for one in listed] == list(arrays)
     for one, stored in zip(listed, arrays.values(), strict=True):
         assert one["write_shape"] == one["chunk_shape"] == list(stored.shape)
         impl = stored.annotation.impl if stored.annotation else None
         assert one["ext_metadata"] == ({"random_key_impl": impl} if impl else None)
-    shardings = json.loads(metadata.shardings(plan))
+    shardings = json.loads(encode_metadata.shardings(plan))
     assert [base64.urlsafe_b64decode(key).decode() for key in shardings] == list(arrays)
     device = str(jax.local_devices()[0])
     for text in shardings.values():

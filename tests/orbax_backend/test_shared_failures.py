@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend.encode import encode
+from flax_ckpt_compat.orbax_backend.encode_leaves import encode
 from flax_ckpt_compat.orbax_backend.shardings import spans_processes
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions

@@ -10,8 +10,8 @@ import pytest
 
 from flax_ckpt_compat import restore, rules, save
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._restore import kinds
-from flax_ckpt_compat._restore.kinds import TargetKind
+from flax_ckpt_compat._restore import leaf_kinds
+from flax_ckpt_compat._restore.leaf_kinds import TargetKind
 from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.errors import KindMismatchError
 
@@ -24,7 +24,7 @@ def handle_of(kind: LeafKind, shape: tuple[int, ...], dtype: Any, **more: Any) -
 
 def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
     """Whether a stored leaf fits a leaf of the target."""
-    return kinds.find(("a",), handle_of(kind, shape, dtype, **more), target, cast) is None
+    return leaf_kinds.find(("a",), handle_of(kind, shape, dtype, **more), target, cast) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cas
 )
 def test_kinds_of_the_target(leaf: Any, kind: TargetKind) -> None:
     """Numpy's text and bytes are text and bytes, and no numbers."""
-    assert kinds.target_kind(leaf) is kind
+    assert leaf_kinds.target_kind(leaf) is kind
 
 
 def test_text_of_numpy(flag: bool, tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_keys_for_arrays() -> None:
 def test_which_numbers_a_cast_converts() -> None:
     """To Python's and to numpy's numbers; text is none."""
     for target in (1.0, np.float32(1), np.zeros(())):
-        assert kinds.is_converted(LeafKind.INT, target, True)
-        assert not kinds.is_converted(LeafKind.INT, target, False)
-    assert not kinds.is_converted(LeafKind.STR, 1.0, True)
+        assert leaf_kinds.is_converted(LeafKind.INT, target, True)
+        assert not leaf_kinds.is_converted(LeafKind.INT, target, False)
+    assert not leaf_kinds.is_converted(LeafKind.STR, 1.0, True)
 
 
 def test_what_rules_compute_fits_numbers_and_arrays() -> None:
@@ -97,17 +97,17 @@ def test_what_rules_compute_fits_numbers_and_arrays() -> None:
         (Derived((), lambda: 1, None, None, "computed"), [1.5, "text", b"", jax.random.key(0)], []),
     ]
     for derived, fitting, others in cases:
-        assert [kinds.find(("a",), derived, target, False) for target in fitting] == [None] * len(fitting)
-        assert None not in [kinds.find(("a",), derived, target, False) for target in others]
+        assert [leaf_kinds.find(("a",), derived, target, False) for target in fitting] == [None] * len(fitting)
+        assert None not in [leaf_kinds.find(("a",), derived, target, False) for target in others]
     keys = Derived((), lambda: 1, (), None, "wrapped")
-    assert kinds.find(("a",), keys, jax.random.key(0), False) is None
+    assert leaf_kinds.find(("a",), keys, jax.random.key(0), False) is None
     for target, shown in ((1.5, "a number"), (np.zeros(()), "an array () float64")):
-        difference = kinds.find(("a",), keys, target, False)
+        difference = leaf_kinds.find(("a",), keys, target, False)
         assert difference is not None
         assert difference.what == f"stored a typed PRNG key, target {shown}"
     stored = handle_of(LeafKind.ARRAY, (2, 3), np.float32)
     for array in (stored, Derived((stored,), lambda value: value, (2, 3), stored.dtype, "computed")):
-        difference = kinds.find(("a",), array, "text", False)
+        difference = leaf_kinds.find(("a",), array, "text", False)
         assert difference is not None and difference.what == "stored an array (2, 3) float32, target text"
 
 

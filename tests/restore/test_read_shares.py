@@ -16,7 +16,7 @@ import pytest
 from flax_ckpt_compat import checkpoints, config, errors, save
 from flax_ckpt_compat._core.array_boxes import shape_of
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._restore import casting, execute, read_shares
+from flax_ckpt_compat._restore import casting, execute, read_assignment
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
@@ -32,14 +32,14 @@ def test_two_saves_of_one_tree(tmp_path: Path, use_ocdbt: bool) -> None:
             checkpointer.save(tmp_path / str(number), {"w": np.full(5, number)})
             # The directory of an item, and releases before 0.6, have none.
             (tmp_path / str(number) / "_CHECKPOINT_METADATA").unlink()
-    one, other = (read_shares._identity(str(tmp_path / str(number))) for number in (1, 2))
+    one, other = (read_assignment._identity(str(tmp_path / str(number))) for number in (1, 2))
     assert one != other
-    assert read_shares._identity(str(tmp_path / "1")) == one
+    assert read_assignment._identity(str(tmp_path / "1")) == one
 
 
 def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
     """No process takes it for another's."""
-    assert read_shares._identity(str(tmp_path)) != read_shares._identity(str(tmp_path))
+    assert read_assignment._identity(str(tmp_path)) != read_assignment._identity(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_arrays_are_cut_where_blocks_end(
     """Rows are cut only where no block of checksums is; each row is in one part."""
     path = checkpoints.save_checkpoint(tmp_path, {"w": np.zeros(shape, dtype)}, 1)
     opened = Opened(path, verify=False)
-    boxes = list(read_shares._rows(opened.reader("").tree.children["w"], MIB))
+    boxes = list(read_assignment._rows(opened.reader("").tree.children["w"], MIB))
     opened.discard()
     if rows is None:
         assert len(boxes) < 2
@@ -79,7 +79,7 @@ def test_compressed_chunks_stay_whole(tmp_path: Path, compression: str) -> None:
     with config.override(compression=compression):
         api.save(tmp_path / "c", {"w": np.zeros((2048, 1024), np.float32)}, format="orbax")
     opened = Opened(str(tmp_path / "c"), verify=False)
-    assert len(list(read_shares._rows(opened.reader("").tree.children["w"], MIB))) == 1
+    assert len(list(read_assignment._rows(opened.reader("").tree.children["w"], MIB))) == 1
     opened.discard()
 
 
@@ -110,8 +110,8 @@ class Whole:
         **settings: Any,
     ):
         """Open and plan it, as process ``here`` of two."""
-        monkeypatch.setattr(read_shares.jax, "process_count", lambda: 2)
-        monkeypatch.setattr(read_shares.jax, "process_index", lambda: here)
+        monkeypatch.setattr(read_assignment.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(read_assignment.jax, "process_index", lambda: here)
         with config.override(**settings) as found:
             options = RestoreOptions(found)
         self.reader = Opened(path, verify=True).reader("")
@@ -119,7 +119,7 @@ class Whole:
         self.plan = plan_tree(self.reader, self.reader.tree, tree, options, path)
         run = execute._Run(self.plan)
         self.mapped, self.casts = run.mapped, run.casts_at_read
-        self.shares = read_shares.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
+        self.shares = read_assignment.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
         self.shares.divide(agrees=agrees)
 
     def read(self) -> dict[Any, list[Any]]:
@@ -134,14 +134,14 @@ def test_which_arrays_are_exchanged(tmp_path: Path, flag: bool, monkeypatch: pyt
     """All of numbers with elements; none that is mapped, or that a rule gives to several leaves."""
     path = checkpoints.save_checkpoint(tmp_path, TREE, 1)
     found = Whole(path, monkeypatch)
-    names = {handle.path[-1]: handle for _, handle in read_shares._exchangeable(found.plan, frozenset())}
+    names = {handle.path[-1]: handle for _, handle in read_assignment._exchangeable(found.plan, frozenset())}
     assert sorted(names) == ["bf16", "bool", "complex", "float"]
     mapped = {names["bool"]}
-    left = {handle.path[-1] for _, handle in read_shares._exchangeable(found.plan, mapped)}
+    left = {handle.path[-1] for _, handle in read_assignment._exchangeable(found.plan, mapped)}
     assert left == {"bf16", "complex", "float"}
     found.plan.leaves.append(dataclasses.replace(found.plan.leaves[0]))
     twice = found.plan.leaves[0].source.path[-1]  # type: ignore[union-attr]
-    left = {handle.path[-1] for _, handle in read_shares._exchangeable(found.plan, frozenset())}
+    left = {handle.path[-1] for _, handle in read_assignment._exchangeable(found.plan, frozenset())}
     assert left == set(names) - {twice}
 
 
@@ -150,7 +150,7 @@ def test_casts_are_part_of_what_processes_compare(tmp_path: Path, monkeypatch: p
     path = checkpoints.save_checkpoint(tmp_path, {"w": np.ones(5, np.float32)}, 1)
     found = Whole(path, monkeypatch, target={"w": np.ones(5, np.float16)}, dtype="target")
     assert found.casts
-    late = read_shares.Shares(found.plan, list(found.casts), {}, found.mapped)
+    late = read_assignment.Shares(found.plan, list(found.casts), {}, found.mapped)
     assert late.signature != found.shares.signature
     again = Whole(path, monkeypatch, here=1, target={"w": np.ones(5, np.float16)}, dtype="target")
     assert again.shares.signature == found.shares.signature

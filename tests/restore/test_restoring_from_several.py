@@ -64,7 +64,7 @@ def test_a_mapping_is_strict(path: str) -> None:
             "for the target's params/encoder, is not stored; near it",
         ),
         ({"params/decoder": "params/Dense_0"}, "the target has no params/decoder; near it: params/encoder"),
-        ({"params/(": "x"}, "no regular expression"),
+        ({"params/(": "x"}, "not a regular expression"),
     ):
         with pytest.raises(errors.TransformError, match=why.replace("(", r"\(")):
             restore(path, NEW, transforms=mapping)

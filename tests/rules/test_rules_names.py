@@ -69,7 +69,7 @@ def test_errors_of_a_pattern_count_from_its_beginning(pattern: str, place: int) 
     """What is put around a pattern is nobody's mistake: neither does it move the place, nor make it right."""
     if sys.version_info < (3, 11) and "(?i)" in pattern:
         pytest.skip("this Python takes flags anywhere")
-    with pytest.raises(TransformError, match=f"no regular expression .* at position {place}$"):
+    with pytest.raises(TransformError, match=f"not a regular expression .* at position {place}$"):
         rules.rename(pattern, "x")
 
 

@@ -207,8 +207,8 @@ def test_the_targets_values_have_to_fit() -> None:
         (jax.ShapeDtypeStruct((4, 3), np.float32), "abstract"),
         (np.zeros((5, 3), np.float32), r"\(5, 3\), expected \(4, 3\)"),
         (np.zeros((4, 3), np.int32), "int32"),
-        (3.5, "no array"),
-        (None, "no array"),
+        (3.5, "is not an array"),
+        (None, "is not an array"),
     ],
 )
 def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat._core.tree import HostCopy
-from flax_ckpt_compat._save import content_sums
+from flax_ckpt_compat._save import replica_checksums
 
 SHAPES = [(24,), (4, 6), (2, 3, 4), ()]
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64", "float8_e4m3fn"]
@@ -39,21 +39,21 @@ def test_the_weighted_sum(dtype: str) -> None:
         parts = [array.real, array.imag] if dtype == "complex64" else [array]
         unsigned = [np.asarray(part).view(f"u{part.dtype.itemsize}") for part in parts]
         wanted = sum(formula(words) * 5**at for at, words in enumerate(unsigned)) % 2**32
-        assert int(content_sums.weighted_sum(jnp.asarray(array))) == wanted, shape
+        assert int(replica_checksums.weighted_sum(jnp.asarray(array))) == wanted, shape
 
 
 def test_any_change_of_one_word_and_any_exchange_of_two_changes_it() -> None:
     """Words that are equal aside."""
     array = np.arange(1, 25, dtype=np.uint16)
-    before = int(content_sums.weighted_sum(jnp.asarray(array)))
+    before = int(replica_checksums.weighted_sum(jnp.asarray(array)))
     for at in range(array.size):
         for bit in range(16):
             changed = array.copy()
             changed[at] ^= 1 << bit
-            assert int(content_sums.weighted_sum(jnp.asarray(changed))) != before
+            assert int(replica_checksums.weighted_sum(jnp.asarray(changed))) != before
         exchanged = array.copy()
         exchanged[[at, at - 1]] = array[[at - 1, at]]
-        assert int(content_sums.weighted_sum(jnp.asarray(exchanged))) != before
+        assert int(replica_checksums.weighted_sum(jnp.asarray(exchanged))) != before
 
 
 def test_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,19 +64,19 @@ def test_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device = jnp.asarray(array)
     copy = HostCopy.whole(array, on_device.sharding)
     arrays = {("a",): array, ("b",): on_device, ("c",): copy, ("d",): np.asfortranarray(array)}
-    assert set(content_sums.sums_of(arrays).values()) == {wanted}
-    monkeypatch.setattr(content_sums, "_program", lambda: jax.jit(lambda _: 1 / 0))
-    monkeypatch.setattr(content_sums, "_is_on_accelerator", lambda one: isinstance(one, jax.Array))
-    assert set(content_sums.sums_of(arrays).values()) == {wanted}
+    assert set(replica_checksums.sums_of(arrays).values()) == {wanted}
+    monkeypatch.setattr(replica_checksums, "_program", lambda: jax.jit(lambda _: 1 / 0))
+    monkeypatch.setattr(replica_checksums, "_is_on_accelerator", lambda one: isinstance(one, jax.Array))
+    assert set(replica_checksums.sums_of(arrays).values()) == {wanted}
 
 
 def test_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of less than a byte are summed on the host, whatever context the caller is in."""
-    monkeypatch.setattr(content_sums, "_is_on_accelerator", lambda one: isinstance(one, jax.Array))
+    monkeypatch.setattr(replica_checksums, "_is_on_accelerator", lambda one: isinstance(one, jax.Array))
     array = values((4, 6), "float32")
     narrow = np.arange(8).astype(ml_dtypes.int4)
     with jax.transfer_guard("disallow"), jax.disable_jit():
-        found = content_sums.sums_of({("a",): jax.device_put(array), ("b",): jax.device_put(narrow)})
+        found = replica_checksums.sums_of({("a",): jax.device_put(array), ("b",): jax.device_put(narrow)})
     assert found["a",] == formula(array.view(np.uint32)).to_bytes(4, "little")
     wanted = zlib.crc32(zlib.crc32(narrow.tobytes()).to_bytes(4, "little"))
     assert found["b",] == wanted.to_bytes(4, "little")
@@ -85,4 +85,4 @@ def test_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, "float8_e5m2", "int4"])
 def test_what_devices_can_sum(dtype: str) -> None:
     """All but what is narrower than a byte: that costs a copy to the host."""
-    assert content_sums._has_words(jnp.zeros((), dtype).dtype) is (dtype != "int4")
+    assert replica_checksums._has_words(jnp.zeros((), dtype).dtype) is (dtype != "int4")

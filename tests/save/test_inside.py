@@ -10,7 +10,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, convert, errors, restore, save
 from flax_ckpt_compat._discovery import detect
-from flax_ckpt_compat._discovery.enclosing import why_inside
+from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from tests.support.peers import ocp_v1
 from tests.support.saves import names, saved_by_peer, tree
 

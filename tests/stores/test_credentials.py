@@ -127,7 +127,7 @@ def test_answers_without_a_word(format: Any, bucket: Bucket, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("told", "remedy"),
     [
-        ("Malformed List response: missing <ListBucketResult>", "no answer of a store: check the proxy"),
+        ("Malformed List response: missing <ListBucketResult>", "not an answer of a store: check the proxy"),
         ("UNKNOWN: CURL error SSL peer certificate or SSH remote key was not OK", "set TENSORSTORE_CA_BUNDLE"),
     ],
 )

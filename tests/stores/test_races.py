@@ -14,7 +14,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import client, commit, lease, multiprocess, removal, uploads
+from flax_ckpt_compat._core.object_store import client, commit, multiprocess, removal, uploads, writer_markers
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
@@ -242,9 +242,9 @@ def test_a_commit_of_which_the_answer_is_lost(format: Any, bucket: Bucket) -> No
 def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
     """Who commits after another has begun waits for what that one does, and tells its loss."""
     url = f"{bucket.url}/run/checkpoint_1"
-    first = lease.WriteLease(url)
+    first = writer_markers.WriteLease(url)
     client.write(f"{url}/a", b"1")
-    second = lease.WriteLease(url)
+    second = writer_markers.WriteLease(url)
     timer = threading.Timer(0.5, second.clear)
     timer.start()
     with pytest.raises(errors.ConcurrentWriteError, match="another process"):
@@ -256,9 +256,9 @@ def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
 def test_a_commit_after_another_writer_has_removed_all(bucket: Bucket) -> None:
     """The commit file, which that one did not see, goes too: what it removed must not count as a checkpoint."""
     url = f"{bucket.url}/run/checkpoint_1"
-    first = lease.WriteLease(url)
+    first = writer_markers.WriteLease(url)
     client.write(f"{url}/a", b"1")
-    second = lease.WriteLease(url)
+    second = writer_markers.WriteLease(url)
     second.clear()
     with pytest.raises(errors.ConcurrentWriteError, match="another process"):
         first.commit(["a"])
@@ -308,8 +308,8 @@ def test_a_save_that_lost_leaves_no_data(bucket: Bucket) -> None:
 def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
     """Who began while another committed, and may not replace it, gives up; the one that committed succeeds."""
     url = f"{bucket.url}/run/checkpoint_1"
-    first = lease.WriteLease(url)
-    second = lease.WriteLease(url)
+    first = writer_markers.WriteLease(url)
+    second = writer_markers.WriteLease(url)
     lost: list[Exception] = []
 
     def give_way() -> None:
@@ -330,7 +330,7 @@ def test_a_clock_that_is_behind(bucket: Bucket) -> None:
     """The last one to begin wins, also where the other's machine is an hour ahead."""
     url, number = f"{bucket.url}/run/checkpoint_1", int(time.time()) + 3600
     bucket.put(f"run/checkpoint_1/_begun.{number}.{'f' * 32}", b"")
-    mine = lease.WriteLease(url)
+    mine = writer_markers.WriteLease(url)
     assert mine.list_others() == {f"_begun.{number}.{'f' * 32}"}
     bucket.put(f"run/checkpoint_1/_begun.{number + 2}.{'0' * 32}", b"")
     with pytest.raises(errors.ConcurrentWriteError):
@@ -381,7 +381,7 @@ def test_an_object_that_arrives_with_the_marker(bucket: Bucket) -> None:
 def test_a_commit_that_another_one_replaced(bucket: Bucket) -> None:
     """Who finds that others removed what it committed removes its own commit file, and not that of another writer."""
     key, others = "run/checkpoint_1/commit_success.txt", b"_begun.1." + b"0" * 32
-    first = lease.WriteLease(f"{bucket.url}/run/checkpoint_1")
+    first = writer_markers.WriteLease(f"{bucket.url}/run/checkpoint_1")
 
     def rule(method: str, path: str) -> str:
         if "list-type" in path and bucket.keys(key):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._restore import read_shares
+from flax_ckpt_compat._restore import read_assignment
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 
@@ -11,7 +11,7 @@ def test_a_replaced_object(any_bucket: Bucket | GsBucket) -> None:
     """Its version differs, though its size is the same; two look-ups of one object do not."""
     url = f"{any_bucket.url}/run/checkpoint_1"
     any_bucket.put("run/checkpoint_1", b"one")
-    before = read_shares._identity(url)
-    assert read_shares._identity(url) == before
+    before = read_assignment._identity(url)
+    assert read_assignment._identity(url) == before
     any_bucket.put("run/checkpoint_1", b"two")
-    assert read_shares._identity(url) != before
+    assert read_assignment._identity(url) != before

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, listing, network
+from flax_ckpt_compat._core.local import atomic, directories, listing, network_file_system
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -27,8 +27,8 @@ class LocalStorage:
     getsize = staticmethod(os.path.getsize)
     delete = staticmethod(os.unlink)
     restore_set_aside = staticmethod(atomic.restore_set_aside)
-    is_shared = staticmethod(network.is_shared)
-    refresh = staticmethod(network.refresh)
+    is_shared = staticmethod(network_file_system.is_shared)
+    refresh = staticmethod(network_file_system.refresh)
 
     def content_root(self, path: str) -> str:
         return path

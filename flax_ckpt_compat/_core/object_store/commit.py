@@ -19,8 +19,8 @@ from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_expired
-from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
+from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
+from flax_ckpt_compat._core.object_store.writer_markers import is_marker as is_marker
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated

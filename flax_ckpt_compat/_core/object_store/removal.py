@@ -8,7 +8,13 @@ from collections.abc import Collection
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, is_expired, is_marker, tag_of, warn_of_leftovers
+from flax_ckpt_compat._core.object_store.writer_markers import (
+    WriteLease,
+    is_expired,
+    is_marker,
+    tag_of,
+    warn_of_leftovers,
+)
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once

@@ -1,7 +1,7 @@
 """Replace a committed directory in a store; at each moment the old or the new one is complete.
 
 See `flax_ckpt_compat._core.object_store.visible_objects` for the layout, and
-`flax_ckpt_compat._core.object_store.lease` for other writers.
+`flax_ckpt_compat._core.object_store.writer_markers` for other writers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit
 from flax_ckpt_compat._core.object_store.visible_objects import is_shared
+from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 from flax_ckpt_compat._core.thread_pools import at_once
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.handler_errors import is_of_handler
 from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.object_store import credentials, in_flight
+from flax_ckpt_compat._core.object_store import credentials, request_timeouts
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
@@ -32,7 +32,7 @@ _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
-_TIMEOUT = 30.0  # s for one attempt, beside the time that its bytes may take; see `in_flight`
+_TIMEOUT = 30.0  # s for one attempt, beside the time that its bytes may take; see `request_timeouts`
 _MIN_RATE = 2**20  # bytes/s
 # Requests, as many as TensorStore's default; where it is stated, a context does not share them with others.
 _AT_ONCE = {"limit": 32}
@@ -122,7 +122,7 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0,
         try:
             with replaced_context_after_failure():
                 future = request()
-                return in_flight.wait(future, nbytes, _TIMEOUT + at_most / _MIN_RATE, _MIN_RATE)
+                return request_timeouts.wait(future, nbytes, _TIMEOUT + at_most / _MIN_RATE, _MIN_RATE)
         except BaseException as error:
             if future is not None:
                 future.cancel()  # else it might still take effect, after later requests
@@ -130,7 +130,7 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0,
                 raise
             renewable = not was_expired and split(url)[0] == "s3" and storage_errors.has_expired(error)
             was_expired |= renewable
-            is_last = trial + 1 == _ATTEMPTS or isinstance(error, in_flight.SlowNetworkError)
+            is_last = trial + 1 == _ATTEMPTS or isinstance(error, request_timeouts.SlowNetworkError)
             if is_last or not (renewable or storage_errors.is_transient(error)):
                 raise storage_errors.translate_error(url, operation, error) from error
             pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)

@@ -11,7 +11,7 @@ from typing import Any
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY, STRING
 
-from .encode import EncodedLeaf
+from .encode_leaves import EncodedLeaf
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder, with_old_entries
 from .zarr import chunk_shape

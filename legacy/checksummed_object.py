@@ -10,9 +10,9 @@ from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
+from .byte_ranges import Span, truncated
+from .checksummed_file import copy_parts, parts_by_unit
 from .source import StoredObject
-from .spans import Span, truncated
-from .verified_reads import copy_parts, parts_by_unit
 
 _UNIT = 16 * 2**20  # bytes of a request
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core.handler_errors import is_of_handler
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 
 
 class _Ended(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
-from .leaf_maps import prng_key
+from .checksummed_file import ChecksummedFile
+from .encoded_leaves import prng_key
 from .source import Source
-from .verified_reads import ChecksummedFile
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -52,7 +52,7 @@ def _is_dense(head: bytes) -> bool:
         msgpack.unpackb(head, ext_hook=lambda _, payload: sizes.append(len(payload)), **_LIMITS)
     # Headers and keys, and what the bytes have of the last array.
     rest = len(head) - sum(sizes) - _HEADER * len(sizes)
-    return len(sizes) >= _MIN_ARRAYS and max([*sizes, rest]) < mapping.MIN_BYTES
+    return len(sizes) >= _MIN_ARRAYS and max([*sizes, rest]) < memory_map.MIN_BYTES
 
 
 class _ExtHook:
@@ -62,7 +62,7 @@ class _ExtHook:
         self._headers: dict[tuple[int, bytes], format.ArrayHeader] = {}
 
     def __call__(self, code: int, payload: bytes) -> Any:
-        if len(payload) >= mapping.MIN_BYTES:
+        if len(payload) >= memory_map.MIN_BYTES:
             raise ValueError("a large array, to read into place or to map")
         key = code, payload[:12]  # most arrays of a checkpoint share few headers
         header = self._headers.get(key)

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import show_path
 
-from .encode import EncodedLeaf
+from .encode_leaves import EncodedLeaf
 from .files import ByteRange
 from .key_index import Index, StoredValue
 from .save_plan import Entry, SavePlan

@@ -10,8 +10,8 @@ from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import safetensors
-from flax_ckpt_compat._convert.contents import Contents
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
+from flax_ckpt_compat._convert.output_trees import Contents
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
