@@ -150,11 +150,15 @@ def read_found(
     ``doing`` completes "nothing to …"."""
     removed: tuple[str, Exception] | None = None
     rounds, end, waits = 0, time.monotonic() + _SECONDS, list(_WAITS_SECONDS)
+    is_sure = False  # this machine has looked anew, and there is nothing
     while rounds < _ROUNDS or time.monotonic() < end:
         rounds += 1
         found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
         if isinstance(found, Absence):
-            return _nothing(ckpt_dir, prefix, found, otherwise, doing)
+            if is_sure or otherwise is None or not refresh(ckpt_dir, prefix):
+                return _nothing(ckpt_dir, prefix, found, otherwise, doing)
+            is_sure = True
+            continue
         log_once(_subject(ckpt_dir, prefix), None)
         before = _identity(found.path)
         try:
@@ -167,6 +171,7 @@ def read_found(
                 if paths.storage_of(found.path).refresh(os.path.dirname(found.path)):
                     waits = waits[-_SHORT_WAITS:]
                 time.sleep(waits.pop())
+                removed = found.path, error
                 continue
             if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
                 raise
@@ -209,13 +214,15 @@ def _may_be_old_view(path: str, error: BaseException | None) -> bool:
     return False
 
 
-def refresh(ckpt_dir: str, prefix: str) -> None:
-    """See what other machines have changed in a directory of checkpoints, so that all find the same latest one."""
+def refresh(ckpt_dir: str, prefix: str) -> bool:
+    """See what other machines have changed in a directory of checkpoints, so that all find the same latest one.
+
+    Return False if nothing can have changed, or this process cannot look anew."""
     directory = listing.checkpoint_dir(ckpt_dir, prefix).directory
     storage = paths.storage_of(directory)
     if not storage.isdir(directory) or detect.is_certainly_orbax(directory):
         directory = os.path.dirname(directory)
-    storage.refresh(directory)
+    return storage.refresh(directory)
 
 
 def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import network_file_system
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._discovery import locating, step_lookup
+from flax_ckpt_compat._restore import pipeline
 from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
 from tests.support.saves import names, tree
 
@@ -123,6 +124,33 @@ def test_a_reader_that_may_not_write_waits(
 
     monkeypatch.setattr(time, "sleep", later)
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, tree(0))["w"], tree(4)["w"])
+
+
+def test_a_list_that_was_empty_is_looked_at_again(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a restore returns its target, it makes sure that no other machine has saved meanwhile."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Client(folder, monkeypatch).listdir(folder)
+    os.rename(checkpoints.save_checkpoint(tmp_path / "other", tree(4), 4), folder / "checkpoint_4")
+    assert os.listdir(folder) == []
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, tree(0))["w"], tree(4)["w"])
+    assert checkpoints.restore_checkpoint(tmp_path / "nothing", "target") == "target"
+
+
+def test_what_was_there_is_never_the_target(run: tuple[Path, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that vanishes while it is read, the only one, is an error, though nothing is found afterwards."""
+    folder, client = run
+    client.forget()
+    read = pipeline._restore_at
+
+    def too_late(path: str, *arguments: Any, **options: Any) -> Any:
+        for name in names(folder):
+            os.rename(folder / name, folder.with_name(name))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(pipeline, "_restore_at", too_late)
+    with pytest.raises(CheckpointNotFoundError, match="was removed while it was read, and there is no other"):
+        checkpoints.restore_checkpoint(folder, tree(0))
 
 
 def test_what_is_missing_is_told_once_it_is_certain(run: tuple[Path, Client], flag: bool) -> None:
