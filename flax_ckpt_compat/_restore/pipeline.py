@@ -24,7 +24,7 @@ from flax_ckpt_compat._restore.items import described, main_item, plan_all, plan
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
-from flax_ckpt_compat._save import async_saves
+from flax_ckpt_compat._save import async_saves, key_value_store
 from flax_ckpt_compat._trees import depth, state_dict
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -53,8 +53,7 @@ def restore(
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values
 
-    # Processes on several machines have to find the same latest one. `jax.process_count` would start the backends.
-    if getattr(jax.distributed, "is_initialized", lambda: False)():
+    if key_value_store.is_connected():  # processes on several machines have to find the same latest one
         locating.refresh(ckpt_dir, prefix)
     with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target

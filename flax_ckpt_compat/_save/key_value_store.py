@@ -82,11 +82,20 @@ def growing(seconds: float, most: float) -> Iterator[float]:
         seconds = min(1.5 * seconds, most)
 
 
-def _client() -> Any:
+def is_connected() -> bool:
+    """Return whether this process is connected with others, as one of a job; does not start jax's backends."""
+    return _connection() is not None
+
+
+def _connection() -> Any:
     # jax has no public way to the store; multihost_utils and Orbax use it in just this way.
     from jax._src import distributed
 
-    client = getattr(distributed.global_state, "client", None)
+    return getattr(distributed.global_state, "client", None)
+
+
+def _client() -> Any:
+    client = _connection()
     if client is None:
         raise MultiprocessSaveError(
             f"jax counts {jax.process_count()} processes but has no connection between them; call "
