@@ -567,6 +567,8 @@ def test_long_names_where_few_bytes_are_allowed(tmp_path: Path, monkeypatch: pyt
     shown = os.path.basename(atomic.temporary_path(str(tmp_path / name)))
     assert len(shown + "_gda") <= 143 - 14
     assert atomic.is_temporary(shown)
+    assert temporaries.destination(str(tmp_path / shown)) is None
+    assert temporaries.destination(atomic.temporary_path(str(tmp_path / "c_1"))) == str(tmp_path / "c_1")
     with pytest.raises(StorageError, match="too long to be set aside"):
         atomic.temporary_path(str(tmp_path / name), "old")
 

@@ -91,7 +91,7 @@ def destination(temporary: str) -> str | None:
     directory, basename = os.path.split(temporary)
     match = parse(basename)
     # A shortened name lacks at least one character and has no room for another, of up to four bytes.
-    if match is None or len(os.fsencode(basename)) > _MAX_NAME - len(ARRAYS_POSTFIX) - 4:
+    if match is None or len(os.fsencode(basename)) > _longest_name(directory) - len(ARRAYS_POSTFIX) - 4:
         return None
     return os.path.join(directory, match["name"])
 
