@@ -6,17 +6,17 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import checksums, memory, paths
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.orbax_layout import key_prefix
-from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .checksum_file import Checksums
@@ -159,10 +159,9 @@ class ArrayReader:
         sizes = sizes_of(files.values())
         for read, (file, offset, length) in extents:
             size = sizes[files[file]]
-            if isinstance(size, StorageError):
-                raise size
             if isinstance(size, OSError):
-                raise self._unreadable(read, file, size) from size
+                with self._reading(read, file):
+                    raise size
             if offset + length > size:
                 raise self._corrupt(read, f"the file {file} has {size} bytes, expected at least {offset + length}")
 
@@ -212,12 +211,8 @@ class ArrayReader:
                 os.close(fd)
 
     def _open_file(self, piece: Piece) -> int:
-        try:
+        with self._reading(piece.read, piece.extent.file):
             return open_regular(os.path.join(self._path, piece.extent.file))
-        except StorageError:
-            raise
-        except OSError as error:
-            raise self._unreadable(piece.read, piece.extent.file, error) from error
 
     def _read_piece(self, files: dict[str, int], verifier: Verifier | None, piece: Piece) -> None:
         buffer, checksum = piece.buffer(), 0
@@ -228,7 +223,7 @@ class ArrayReader:
                 try:
                     count = os.preadv(files[file], [rest], at)
                 except OSError as error:
-                    raise self._refused(file, error) from error
+                    raise storage_error(os.path.join(self._path, file), error, "read") from error
                 if not count:
                     raise self._corrupt(piece.read, f"the file {file} ends too early")
                 rest, at = rest[count:], at + count
@@ -245,13 +240,9 @@ class ArrayReader:
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
         full = os.path.join(self._path, file)
-        try:
+        with self._reading(pieces[0].read, file):
             data = memoryview(paths.read(full, start, stop))
             size = stop if len(data) == stop - start else paths.getsize(full)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise self._unreadable(pieces[0].read, file, error) from error
         if len(data) < stop - start:
             raise self._corrupt(pieces[-1].read, f"the file {file} has {size} bytes, expected at least {stop}")
         for piece in pieces:
@@ -280,13 +271,14 @@ class ArrayReader:
             read, f"its chunk {key_prefix(read.name) + chunk!r} does not match its CRC-32C", ChecksumError
         )
 
-    def _unreadable(self, read: ArrayRead, file: str, error: OSError) -> Exception:
-        if isinstance(error, FileNotFoundError):
-            return self._corrupt(read, f"the file {file} is missing")
-        return self._refused(file, error)
-
-    def _refused(self, file: str, error: OSError) -> StorageError:
-        return storage_error(os.path.join(self._path, file), error, "read")
+    @contextlib.contextmanager
+    def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
+        """Translate errors of reading a file; one that is missing is damage of the array."""
+        with translated(os.path.join(self._path, file), "read"):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise self._corrupt(read, f"the file {file} is missing") from error
 
 
 def _stored_bytes(value: StoredValue) -> int | None:
