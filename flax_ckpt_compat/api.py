@@ -15,7 +15,7 @@ from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
-from flax_ckpt_compat.errors import SettingError, StepError
+from flax_ckpt_compat.errors import ArgumentError, SettingError
 
 __all__ = ["restore", "save"]
 
@@ -150,7 +150,7 @@ def save(
 
     Raises:
         InvalidCheckpointError: the path is taken and may not be replaced, or the step is older than the newest.
-        StepError: an invalid step, prefix, ``keep``, path or flag.
+        ArgumentError: an invalid step, prefix, ``keep``, path or flag.
         CheckpointerError: ``async_manager`` has no methods of one.
         SettingError: no such format or codec, or a codec for a format that has none.
         UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
@@ -166,7 +166,7 @@ def save(
     """
     chosen = _format(format)
     if step is None and (keep is not None or keep_every_n_steps is not None):
-        raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
+        raise ArgumentError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
     location = paths.normal(paths.as_text(path))
     with config.override(**codec):

@@ -23,7 +23,7 @@ from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
-from flax_ckpt_compat.errors import CheckpointerError, StepError
+from flax_ckpt_compat.errors import ArgumentError, CheckpointerError
 
 __all__ = [
     "COMMIT_SUCCESS_FILE", "MODULE_NUM_RE", "MP_ARRAY_PH", "MP_ARRAY_POSTFIX", "ORBAX_CKPT_FILENAME",
@@ -74,7 +74,7 @@ def save_checkpoint(
 
     Raises:
         InvalidCheckpointError: without ``overwrite``, the step exists or is older than the newest.
-        StepError: an invalid step, ``keep``, prefix or flag.
+        ArgumentError: an invalid step, ``keep``, prefix or flag.
         CheckpointerError: ``async_manager`` or ``orbax_checkpointer`` cannot save this.
         UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
         MPACheckpointingRequiredError: an array is not fully addressable from this process.
@@ -241,7 +241,7 @@ def available_steps(
         step_type: type of the returned steps.
 
     Raises:
-        StepError: a step cannot be converted to ``step_type``, such as 2.5 to int, or that is not a type.
+        ArgumentError: a step cannot be converted to ``step_type``, such as 2.5 to int, or that is not a type.
 
     Example:
         >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
@@ -256,10 +256,10 @@ def available_steps(
         except (ValueError, ArithmeticError) as error:  # of a Decimal
             name = getattr(step_type, "__name__", step_type)
             message = f"{entry.path}: its step is not of the type {name}; call available_steps(…, step_type=float)"
-            raise StepError(message, path=entry.path) from error
+            raise ArgumentError(message, path=entry.path) from error
         except TypeError as error:
             message = f"step_type must be a type of numbers, such as int or float, {arguments.found(step_type)}"
-            raise StepError(message) from error
+            raise ArgumentError(message) from error
     return found
 
 

@@ -52,7 +52,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from flax_ckpt_compat._core import arguments
-from flax_ckpt_compat._core.errors import SettingError, StepError
+from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 
 __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
 
@@ -110,7 +110,7 @@ def _value(name: str, given: Any) -> Any:
         raise SettingError(_unknown(name))
     try:
         value = arguments.number(given, name)
-    except StepError:
+    except ArgumentError:
         value = given
     if name in _SECONDS:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -16,6 +16,7 @@ from typing import Any
 from flax import errors as _flax
 
 from flax_ckpt_compat._core.errors import (
+    ArgumentError,
     CheckpointerError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -38,7 +39,6 @@ from flax_ckpt_compat._core.errors import (
     ReplacedError,
     SettingError,
     ShapeMismatchError,
-    StepError,
     StorageError,
     TransformError,
     UnrecognizedFormatError,
@@ -47,13 +47,37 @@ from flax_ckpt_compat._core.errors import (
 )
 
 __all__ = [
-    "CheckpointError", "CheckpointNotFoundError", "CheckpointerError", "ChecksumError", "CleanupError",
-    "ConcurrentWriteError", "ConversionError", "CorruptCheckpointError", "DepthError", "DtypeMismatchError",
-    "ForkedProcessError", "IncompleteCheckpointError", "InvalidCheckpointError", "KindMismatchError",
-    "MPACheckpointingRequiredError", "MPARestoreDataCorruptedError", "MPARestoreTargetRequiredError",
-    "MissingLeavesError", "MultiprocessRestoreError", "MultiprocessSaveError", "NameCollisionError", "OutOfMemoryError",
-    "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError", "StepError", "StorageError",
-    "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError",
+    "ArgumentError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointerError",
+    "ChecksumError",
+    "CleanupError",
+    "ConcurrentWriteError",
+    "ConversionError",
+    "CorruptCheckpointError",
+    "DepthError",
+    "DtypeMismatchError",
+    "ForkedProcessError",
+    "IncompleteCheckpointError",
+    "InvalidCheckpointError",
+    "KindMismatchError",
+    "MPACheckpointingRequiredError",
+    "MPARestoreDataCorruptedError",
+    "MPARestoreTargetRequiredError",
+    "MissingLeavesError",
+    "MultiprocessRestoreError",
+    "MultiprocessSaveError",
+    "NameCollisionError",
+    "OutOfMemoryError",
+    "ProcessTimeoutError",
+    "ReplacedError",
+    "SettingError",
+    "ShapeMismatchError",
+    "StorageError",
+    "TransformError",
+    "UnrecognizedFormatError",
+    "UnsupportedLeafError",
 ]  # fmt: skip
 
 

@@ -138,7 +138,7 @@ class Half:
 
 
 STEP, SETTING, CHECKPOINTER, TRANSFORM = (
-    errors.StepError, errors.SettingError, errors.CheckpointerError, errors.TransformError,
+    errors.ArgumentError, errors.SettingError, errors.CheckpointerError, errors.TransformError,
 )  # fmt: skip
 # What is called in a folder with step 1 → class of the error, and what its message says.
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {

@@ -30,7 +30,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "OutOfMemoryError": (MemoryError,),
     "CheckpointerError": (ValueError,),
     "TransformError": (ValueError,),
-    "StepError": (ValueError,),
+    "ArgumentError": (ValueError,),
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
     "CleanupError": (OSError, errors.StorageError),

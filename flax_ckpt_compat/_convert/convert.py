@@ -65,7 +65,7 @@ def convert(
         ConversionError: some checkpoints could not be converted; all others were.
         CheckpointNotFoundError: there is none, or not the step.
         SettingError: no such layout, shard, executor, target or transforms.
-        StepError: a result would be in ``src``, or ``progress`` is not a function.
+        ArgumentError: a result would be in ``src``, or ``progress`` is not a function.
         InvalidCheckpointError: a result would be in another checkpoint, in Orbax's format.
 
     Example:

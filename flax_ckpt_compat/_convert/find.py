@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
+from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
 from flax_ckpt_compat._discovery import detect, locating
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.walk import MSGPACK_SUFFIX, checkpoints_below
@@ -27,7 +27,7 @@ _LAST_DIGITS = re.compile(r".*?(\d+)", re.DOTALL)
 def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> list[Job]:
     """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
-    Paths are absolute; ``destination`` is that of the one result, or of the directory for all. Raise StepError if a
+    Paths are absolute; ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a
     result would be in the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there
     is no checkpoint, or not the step."""
     with paths.listing_cache(source):
@@ -77,12 +77,12 @@ def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None
 
 
 def _check_apart(source: str, destination: str) -> None:
-    """Raise StepError if the destination is the source, or in it."""
+    """Raise ArgumentError if the destination is the source, or in it."""
     if _is_inside(destination, source):
         message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
         if _is_inside(source, destination):
             message = f"{destination} is both source and destination, and a source is never touched; pass another path"
-        raise StepError(message, path=destination)
+        raise ArgumentError(message, path=destination)
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -110,7 +110,11 @@ def _with_step(source: str, folder: str, to: str, step: float | None) -> Job:
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with the step that it is to have, or to another layout"
         return Job(
-            source, folder, to, step, f"StepError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
+            source,
+            folder,
+            to,
+            step,
+            f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}",
         )
     return Job(source, os.path.join(folder, str(int(step))), to, step)
 
@@ -146,7 +150,7 @@ def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
     return [
         dataclasses.replace(
             job,
-            error=f"StepError: {job.source}: another checkpoint would be converted to {job.destination} too; "
+            error=f"ArgumentError: {job.source}: another checkpoint would be converted to {job.destination} too; "
             "convert each alone",
         )
         if job.error is None and count[job.destination] > 1

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._core.errors import ArgumentError
 
 
 def found(value: Any) -> str:
@@ -16,7 +16,7 @@ def found(value: Any) -> str:
 
 
 def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
-    """Return the Python number of a 0-d array, and anything else as it is; raise StepError for other arrays.
+    """Return the Python number of a 0-d array, and anything else as it is; raise ArgumentError for other arrays.
 
     If ``of_any_rank``, arrays of one element and more axes count, too."""
     # 0-d arrays of numpy and jax, and numpy scalars, have item(), which turns numpy's and jax's bools into bool.
@@ -27,16 +27,16 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
         return value
     if (math.prod(shape) != 1) if of_any_rank else shape:
         remedy = f"; if the state is replicated, pass int({name}[0])" if name == "step" and len(shape) == 1 else ""
-        raise StepError(f"{name} must be one number, {found(value)}{remedy}")
+        raise ArgumentError(f"{name} must be one number, {found(value)}{remedy}")
     if _is_traced(value):
-        raise StepError(
+        raise ArgumentError(
             f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "
             "of jit and other transformations"
         )
     try:
         item = value.item()
     except RuntimeError as error:  # of a jax array that was deleted or donated
-        raise StepError(f"{name} cannot be read: {error}") from error
+        raise ArgumentError(f"{name} cannot be read: {error}") from error
     if isinstance(item, (bool, int, float)):
         return item
     try:
@@ -46,17 +46,17 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return whether a flag is true, as ``if`` takes it; raise StepError for arrays that are neither."""
+    """Return whether a flag is true, as ``if`` takes it; raise ArgumentError for arrays that are neither."""
     try:
         return bool(value)
     except Exception as error:
-        raise StepError(f"{name} must be True or False, {found(value)}") from error
+        raise ArgumentError(f"{name} must be True or False, {found(value)}") from error
 
 
 def check_function(value: Any, name: str) -> None:
-    """Raise StepError unless an optional function is one, or None."""
+    """Raise ArgumentError unless an optional function is one, or None."""
     if value is not None and not callable(value):
-        raise StepError(f"{name} must be a function, {found(value)}")
+        raise ArgumentError(f"{name} must be a function, {found(value)}")
 
 
 def _is_traced(value: Any) -> bool:

@@ -16,7 +16,7 @@ CheckpointError
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
 ├── CheckpointerError(ValueError)            the given ``orbax_checkpointer``, or a manager, cannot save or restore this
 ├── NameCollisionError(ValueError)           two key paths with one stored name
-├── StepError(TypeError, ValueError)         an invalid step, ``keep``, prefix, path, flag or function
+├── ArgumentError(TypeError, ValueError)     an invalid step, ``keep``, prefix, path, flag or function
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
 ├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
@@ -167,8 +167,8 @@ class NameCollisionError(CheckpointError, ValueError):
     """Two key paths of the tree to save would be stored under one name, so one would be lost."""
 
 
-class StepError(CheckpointError, TypeError, ValueError):
-    """A step, ``keep``, prefix or path is invalid."""
+class ArgumentError(CheckpointError, TypeError, ValueError):
+    """An argument is invalid: a step, ``keep``, a prefix, path, flag or function."""
 
 
 class SettingError(CheckpointError, ValueError):

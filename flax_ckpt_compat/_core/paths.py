@@ -11,7 +11,7 @@ import os
 import re
 from contextlib import AbstractContextManager
 
-from flax_ckpt_compat._core.errors import StepError, StorageError
+from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
@@ -47,7 +47,7 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
 
 
 def as_text(path: object, what: str = "path") -> str:
-    """Return a caller's path, or prefix, as text; raise StepError if it is neither text nor a path object."""
+    """Return a caller's path, or prefix, as text; raise ArgumentError if it is neither text nor a path object."""
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
     except TypeError:
@@ -61,7 +61,7 @@ def as_text(path: object, what: str = "path") -> str:
     else:  # perhaps a tree, whose text may be long
         found += f" of shape {shape}" if isinstance(shape, tuple) else ""
         remedy += "; the path comes first, before the tree" if what == "path" else ""
-    raise StepError(f"a {what} is text or a path object, found {found}; {remedy}")
+    raise ArgumentError(f"a {what} is text or a path object, found {found}; {remedy}")
 
 
 def is_url(path: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flax_ckpt_compat._core import arguments, orbax_layout
-from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._core.errors import ArgumentError
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
 _STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -89,24 +89,26 @@ def step_text(step: Any) -> str:
     """Validate a step, a number or 0-d array or text such as ``best``, and format it for a checkpoint's name."""
     if isinstance(step, str):
         if not step.strip(".") or "/" in step or "\0" in step or step == FLAX_TEMPORARY:
-            raise StepError(f"step {step!r} cannot be part of a checkpoint's name")
+            raise ArgumentError(f"step {step!r} cannot be part of a checkpoint's name")
         if parse_step(step) is None and step.lower().lstrip("+-") in ("nan", "inf", "infinity"):
-            raise StepError(f"step {step!r} is not finite")
+            raise ArgumentError(f"step {step!r} is not finite")
         return step
     number = arguments.number(step, "step")
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise StepError(f"step must be an int, a float or a 0-d array of them, {arguments.found(number)}")
+        raise ArgumentError(f"step must be an int, a float or a 0-d array of them, {arguments.found(number)}")
     try:
         text = f"{step}"
     except ValueError as error:  # an int of thousands of digits
-        raise StepError(f"step must be a number that a name can hold: {error}") from error
+        raise ArgumentError(f"step must be a number that a name can hold: {error}") from error
     if parse_step(text) is None:  # also a Fraction, or an int beyond every float
-        raise StepError(f"step must be finite and print as one number, found {step!r:.100}")
+        raise ArgumentError(f"step must be finite and print as one number, found {step!r:.100}")
     return text
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint to save; raise StepError if Flax or Orbax reserve it for unfinished ones."""
+    """Return the name of a checkpoint to save; raise ArgumentError if Flax or Orbax reserve it for unfinished ones."""
     if is_foreign(name):
-        raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
+        raise ArgumentError(
+            f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones"
+        )
     return name

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError
 # Errors that other processes raise as they are; their constructors take a message and a path.
 _SENT_ERRORS = (
     errors.CleanupError, errors.DepthError, errors.MultiprocessSaveError, errors.NameCollisionError,
-    errors.ProcessTimeoutError, errors.SettingError, errors.StepError, errors.StorageError,
+    errors.ProcessTimeoutError, errors.SettingError, errors.ArgumentError, errors.StorageError,
     errors.UnsupportedLeafError,
 )  # fmt: skip
 # The first and the longest blocking read, in seconds; Python handles no signal meanwhile.

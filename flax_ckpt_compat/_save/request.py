@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, paths, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
-from flax_ckpt_compat._core.errors import CheckpointerError, StepError
+from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import retention_policy
@@ -83,7 +83,7 @@ def of_step(
     text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
     directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
     if options.get("replace_only_checkpoints") and os.path.basename(directory) == name:
-        raise StepError(
+        raise ArgumentError(
             f"{directory} is named like step {step} itself; leave out step=, or pass its parent "
             f"{os.path.dirname(directory)}",
             path=directory,
@@ -103,7 +103,7 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     """Validate a save at exactly this normalised path, and read the settings; ``options`` as for `of_step`."""
     directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
-        raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")
+        raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
     _check_characters(path)
     return _request(
         checkpoint_dir=_checkpoint_dir(directory, ""),
@@ -155,8 +155,8 @@ def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
 def _check_characters(*texts: str) -> None:
     for text in texts:
         if "\0" in text:
-            raise StepError(f"{text!r} contains the NUL character, which no path can have; remove it")
+            raise ArgumentError(f"{text!r} contains the NUL character, which no path can have; remove it")
         try:
             os.fsencode(text)
         except UnicodeEncodeError as error:
-            raise StepError(f"{text!r} contains characters that no path can have ({error}); remove them") from error
+            raise ArgumentError(f"{text!r} contains characters that no path can have ({error}); remove them") from error

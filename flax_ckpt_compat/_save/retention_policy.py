@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import arguments, steps
-from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._core.errors import ArgumentError
 
 
 def check_keep(keep: Any) -> int:
     """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
     value = _number(keep, "keep")
     if not value >= 0:
-        raise StepError(f"keep must be 0 (keep all) or more, found {value}")
+        raise ArgumentError(f"keep must be 0 (keep all) or more, found {value}")
     if math.isinf(value):
         return 0
     if value != int(value):
-        raise StepError(f"keep must be a whole number, found {value}")
+        raise ArgumentError(f"keep must be a whole number, found {value}")
     return int(value)
 
 
@@ -26,7 +26,7 @@ def check_every(every: Any) -> float | None:
     """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
     value = 0.0 if every is None else _number(every, "keep_every_n_steps")
     if math.isnan(value):
-        raise StepError("keep_every_n_steps must be a number or None, found nan")
+        raise ArgumentError("keep_every_n_steps must be a number or None, found nan")
     return value or None
 
 
@@ -38,7 +38,7 @@ def _number(value: Any, name: str) -> float:
     except OverflowError:
         return math.inf if one > 0 else -math.inf
     except (TypeError, ValueError):
-        raise StepError(f"{name} must be a number, {arguments.found(value)}") from None
+        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}") from None
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, similar_names, steps
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, StepError
+from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.short_lists import Row, shown
@@ -140,7 +140,7 @@ class Checkpoint:
 
         Raises:
             MissingLeavesError: the checkpoint has no such path.
-            StepError: an argument is not a path.
+            ArgumentError: an argument is not a path.
             CheckpointNotFoundError: the checkpoint was removed after it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
@@ -185,7 +185,7 @@ def _as_paths(given: Any) -> list[LeafPath]:
         paths = [given]
     for path in paths:
         if not isinstance(path, str | tuple):
-            raise StepError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
+            raise ArgumentError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
     return paths
 
 

@@ -296,7 +296,7 @@ def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
     text = str(caught.value)
     assert "checkpoint_0.5: its step is 0.5" in text
-    assert "StepError: " in text and "checkpoint_best: its name has no step" in text
+    assert "ArgumentError: " in text and "checkpoint_best: its name has no step" in text
     assert text.count("would be converted to") == 2
     flax_ckpt_compat.convert(tmp_path / "src" / "checkpoint_best", tmp_path / "dst", "manager", step=9)
     with ocp.CheckpointManager(tmp_path / "dst") as manager:
@@ -306,16 +306,16 @@ def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("src", "src/inside", "orbax"), errors.StepError),
-        (("src", "src", "orbax"), errors.StepError),
-        (("src/checkpoint_1", "src/checkpoint_1", "orbax"), errors.StepError),
+        (("src", "src/inside", "orbax"), errors.ArgumentError),
+        (("src", "src", "orbax"), errors.ArgumentError),
+        (("src/checkpoint_1", "src/checkpoint_1", "orbax"), errors.ArgumentError),
         (("none", "dst", "orbax"), errors.CheckpointNotFoundError),
         (("empty", "dst", "orbax"), errors.CheckpointNotFoundError),
         (("src", "dst", "zip"), errors.SettingError),
-        (("src", "link", "orbax"), errors.StepError),
-        (("src", "link/inside", "orbax"), errors.StepError),
-        (("link", "src/inside", "orbax"), errors.StepError),
-        (("src/checkpoint_1", "link/checkpoint_1", "orbax"), errors.StepError),
+        (("src", "link", "orbax"), errors.ArgumentError),
+        (("src", "link/inside", "orbax"), errors.ArgumentError),
+        (("link", "src/inside", "orbax"), errors.ArgumentError),
+        (("src/checkpoint_1", "link/checkpoint_1", "orbax"), errors.ArgumentError),
     ],
 )
 def test_refused_before_anything_is_written(

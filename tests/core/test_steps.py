@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._save import retention_policy
-from flax_ckpt_compat.errors import StepError
+from flax_ckpt_compat.errors import ArgumentError
 
 finite = st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False))
 
@@ -54,19 +54,19 @@ def test_scalars_of_numpy_and_jax_are_spelled_as_flax_spells_them(step: Any) -> 
     ],
 )  # fmt: skip
 def test_what_is_no_step_is_refused(step: Any) -> None:
-    """Bools, non-finite numbers, arrays of several elements and text that no name can hold raise StepError."""
-    with pytest.raises(StepError):
+    """Bools, non-finite numbers, arrays of several elements and text that no name can hold raise ArgumentError."""
+    with pytest.raises(ArgumentError):
         steps.step_text(step)
 
 
 def test_a_step_without_a_value_is_refused() -> None:
     """Inside of jit and other transformations a step has no value; a donated one has none any more."""
     for transform, step in ((jax.jit, 3), (jax.grad, 3.0), (jax.vmap, jnp.arange(2))):
-        with pytest.raises(StepError, match="outside of jit"):
+        with pytest.raises(ArgumentError, match="outside of jit"):
             transform(lambda step: steps.step_text(step) and step)(step)
     deleted = jnp.array(3)
     deleted.delete()
-    with pytest.raises(StepError, match="deleted"):
+    with pytest.raises(ArgumentError, match="deleted"):
         steps.step_text(deleted)
 
 
@@ -130,13 +130,13 @@ def test_whole_numbers_of_any_type_are_counts(keep: Any, count: int) -> None:
 @pytest.mark.parametrize("keep", [-1, -0.5, math.nan, 1.5, None, "x", [1], -np.inf, 1j])
 def test_keep_that_means_nothing_is_refused(keep: Any) -> None:
     """Negative, broken and missing counts raise an error that is a ValueError."""
-    with pytest.raises(StepError):
+    with pytest.raises(ArgumentError):
         retention_policy.check_keep(keep)
 
 
 @pytest.mark.parametrize("every", ["x", [1], math.nan, 1j])
 def test_keep_every_that_means_nothing_is_refused(every: Any) -> None:
     """Flax raises TypeError for these after it has saved; we raise before."""
-    with pytest.raises(StepError):
+    with pytest.raises(ArgumentError):
         retention_policy.check_every(every)
     assert [retention_policy.check_every(none) for none in (None, 0, False)] == [None] * 3

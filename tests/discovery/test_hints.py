@@ -167,7 +167,7 @@ def test_other_tildes(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> None:
     """A tree in the path's place is named by its type and shape, without its values; the path is to come first."""
     end = "" if isinstance(first, int) else "pass a str or a pathlib.Path; the path comes first, before the tree$"
-    with pytest.raises(errors.StepError, match=found + end):
+    with pytest.raises(errors.ArgumentError, match=found + end):
         call(first, "runs")
 
 

@@ -108,7 +108,7 @@ def test_paths_that_name_no_checkpoint_are_refused(tmp_path: Path, path: str, mo
     """A path without a name, or with one that Flax or Orbax would not take for a finished checkpoint."""
     monkeypatch.chdir(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(errors.StepError):
+        with pytest.raises(errors.ArgumentError):
             save(path, tree(), overwrite=overwrite)
     assert names(tmp_path) == []
 
@@ -315,11 +315,11 @@ def test_an_older_step_is_refused_and_the_message_promises_no_removal(tmp_path: 
 @pytest.mark.parametrize("keep", [-1, 0.5, "two", float("nan")])
 def test_a_keep_that_means_nothing_is_refused(tmp_path: Path, keep: Any) -> None:
     """So is one without a step, which has nothing to count; nothing is written."""
-    with pytest.raises(errors.StepError, match="keep"):
+    with pytest.raises(errors.ArgumentError, match="keep"):
         save(tmp_path, tree(1), step=1, keep=keep)
-    with pytest.raises(errors.StepError, match="pass step="):
+    with pytest.raises(errors.ArgumentError, match="pass step="):
         save(tmp_path / "model", tree(1), keep=1)
-    with pytest.raises(errors.StepError, match="pass step="):
+    with pytest.raises(errors.ArgumentError, match="pass step="):
         save(tmp_path / "model", tree(1), keep_every_n_steps=1)
     assert names(tmp_path) == []
 

@@ -75,7 +75,7 @@ def test_a_directory_named_as_a_step_is_a_directory(flag: bool, tmp_path: Path) 
     for step in (1, 2):
         checkpoints.save_checkpoint(tmp_path / f"checkpoint_{step}", tree(step), step)
         assert checkpoints.restore_checkpoint(tmp_path / f"checkpoint_{step}", None, step)["n"] == step
-    with pytest.raises(errors.StepError, match="leave out step="):
+    with pytest.raises(errors.ArgumentError, match="leave out step="):
         save(tmp_path / "checkpoint_3", tree(3), step=3)
 
 
@@ -272,7 +272,7 @@ def test_what_is_absent_is_absent(tmp_path: Path) -> None:
 def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> None:
     """Saves raise errors of ours, whether the directory or the prefix has such a name."""
     for where, prefix in ((tmp_path / name, "checkpoint_"), (tmp_path, name)):
-        with pytest.raises((errors.StorageError, errors.StepError)):
+        with pytest.raises((errors.StorageError, errors.ArgumentError)):
             checkpoints.save_checkpoint(where, {"n": 1}, 1, prefix=prefix)
     assert not os.listdir(tmp_path)
 
@@ -295,7 +295,7 @@ def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
         if step == 1:
             with pytest.raises(errors.CheckpointNotFoundError, match=r"more than the file system allows: shorten"):
                 restore(where, tree, prefix=prefix)
-    with pytest.raises(errors.StepError, match="digits"):
+    with pytest.raises(errors.ArgumentError, match="digits"):
         checkpoints.save_checkpoint(tmp_path, tree, 10**4500)
     assert not os.listdir(tmp_path)
 
@@ -330,7 +330,7 @@ def test_what_is_no_path(tmp_path: Path, given: Any) -> None:
             lambda where=where, prefix=prefix: rules.from_checkpoint(where, "n", prefix=prefix),
         ]
         for call in calls:
-            with pytest.raises(errors.StepError, match=f"a {what} is text or a path object, found") as caught:
+            with pytest.raises(errors.ArgumentError, match=f"a {what} is text or a path object, found") as caught:
                 call()
             assert isinstance(caught.value, TypeError)
 

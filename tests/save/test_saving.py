@@ -263,9 +263,9 @@ def test_an_array_of_as_many_axes_as_possible(flag: bool, tmp_path: Path) -> Non
 
 def test_a_nul_character_is_shown(flag: bool, tmp_path: Path) -> None:
     """The error shows the directory or prefix that contains the character, and not the other."""
-    with pytest.raises(errors.StepError, match=r"^'a\\x00b' contains the NUL character.*remove it"):
+    with pytest.raises(errors.ArgumentError, match=r"^'a\\x00b' contains the NUL character.*remove it"):
         ours.save_checkpoint(tmp_path, {}, 1, prefix="a\0b")
-    with pytest.raises(errors.StepError, match=r"c\\x00d' contains the NUL character.*remove it"):
+    with pytest.raises(errors.ArgumentError, match=r"c\\x00d' contains the NUL character.*remove it"):
         ours.save_checkpoint(f"{tmp_path}/c\0d", {}, 1)
 
 
@@ -284,9 +284,9 @@ def test_saving_inside_of_jit_is_refused(flag: bool, tmp_path: Path, function: s
 
 
 def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
-    """The character that no file system takes is a StepError."""
+    """The character that no file system takes is a ArgumentError."""
     for arguments in ({"ckpt_dir": f"{tmp_path}/a\0b"}, {"ckpt_dir": tmp_path, "prefix": "a\0b"}):
-        with pytest.raises(errors.StepError):
+        with pytest.raises(errors.ArgumentError):
             ours.save_checkpoint(target=tree(), step=1, **arguments)
 
 
