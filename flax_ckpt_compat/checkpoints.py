@@ -15,7 +15,7 @@ from flax import core
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
-from flax_ckpt_compat._discovery import listing, step_lookup
+from flax_ckpt_compat._discovery import saved_steps, step_lookup
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
@@ -286,8 +286,8 @@ def _directory(path: str | os.PathLike[str]) -> str:
     return paths.normal(paths.as_text(path))
 
 
-def _checkpoint_dir(ckpt_dir: str | os.PathLike[str], prefix: str) -> listing.CheckpointDir:
-    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
+def _checkpoint_dir(ckpt_dir: str | os.PathLike[str], prefix: str) -> saved_steps.CheckpointDir:
+    checkpoint_dir = saved_steps.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     return checkpoint_dir
 

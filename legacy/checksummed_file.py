@@ -146,7 +146,7 @@ class ChecksummedFile:
         stop = min(units.stop * UNIT, self._sums.size)
         return ChecksumError(
             f"{path}: bytes {units.start * UNIT} to {stop} are not what was saved: their checksum differs from the "
-            f"recorded one{f', and they hold data of {shown}' if leaves else ''}. Restore the file from a copy, or "
+            f"recorded one{f', and they hold data of {shown}' if leaves else ''}. Restore the file from a backup, or "
             f"restore an older step. To read it as it is, set checksums='off'",
             path=path,
             leaf=next(iter(leaves)) if len(leaves) == 1 else None,

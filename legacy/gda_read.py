@@ -18,7 +18,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation

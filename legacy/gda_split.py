@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.load_library import load_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.tree import (

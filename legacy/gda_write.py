@@ -10,7 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.local.syncing import sync_file
 from flax_ckpt_compat._core.object_store import client, multiprocess

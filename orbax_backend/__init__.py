@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
-from flax_ckpt_compat._core.load_library import use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 

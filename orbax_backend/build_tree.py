@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .files import corrupt
 from .msgpack_file import Kinds
-from .structure import Structure
+from .tree_structure import Structure
 from .type_annotations import ContainerType
 
 

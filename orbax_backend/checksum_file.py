@@ -21,9 +21,9 @@ from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.storage_errors import translated
 
-from .database_index import process_databases
 from .files import ByteRange, refuse_escape
 from .key_index import StoredValue
+from .open_index import process_databases
 
 _VERSION = 1
 
@@ -148,7 +148,7 @@ class Checksums:
             return _decode(data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
             raise ChecksumError(
-                f"{file}: the checksums of the checkpoint do not decode: {error}; restore the file from a copy. The "
+                f"{file}: the checksums of the checkpoint do not decode: {error}; restore the file from a backup. The "
                 f"checkpoint itself may be whole: without this file, or with checksums='off', it is read unverified",
                 path=file,
             ) from error

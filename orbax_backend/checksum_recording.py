@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums, memory
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
-from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.thread_pools import Once, in_parallel, start_thread
 from flax_ckpt_compat._core.tree import Shard
 

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
 from .chunk_boxes import LayoutCache
-from .structure import UNKNOWN
+from .tree_structure import UNKNOWN
 from .type_annotations import LeafType
 from .zarr import ArrayInfo
 

@@ -85,7 +85,7 @@ def corrupt_array(
     """Return the error for an array that cannot be read."""
     return error(
         f"{path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
-        f"restore the files from a copy, or restore the other leaves only",
+        f"restore the files from a backup, or restore the other leaves only",
         path=path,
         leaf=read.keystr,
     )

@@ -116,7 +116,7 @@ def read_ahead(path: str, names: Collection[str]) -> None:
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:
     """Return the error for a file that does not decode."""
-    return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
+    return CorruptCheckpointError(f"{file}: {what}; restore the file from a backup", path=file)
 
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:

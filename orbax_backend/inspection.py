@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.tree import Path
 
 from .files import read_json
 from .key_index import Index
-from .structure import Structure, arrays_listed
+from .tree_structure import Structure, arrays_listed
 from .zarr import ArrayInfo
 
 _FILES = {
@@ -108,7 +108,7 @@ def _fits(write_shape: object, info: ArrayInfo) -> bool:
 
 def _problem(what: str, info: ArrayInfo) -> str:
     array = f"{info.dtype.name}{list(info.shape)} in chunks of {list(info.chunks)}"
-    return f"{what} contradicts the stored array, {array}; restore the files from a copy"
+    return f"{what} contradicts the stored array, {array}; restore the files from a backup"
 
 
 def _listed(folder: str) -> Mapping[str, Sequence[tuple[str, object]]]:

@@ -62,7 +62,7 @@ def read_small(path: str, extent: ByteRange) -> bytes:
         data = paths.read(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
     except FileNotFoundError as error:
         raise errors.CorruptCheckpointError(
-            f"{full}: the file is missing, but the array database refers to it; restore it from a copy", path=full
+            f"{full}: the file is missing, but the array database refers to it; restore it from a backup", path=full
         ) from error
     if len(data) != extent.length:
         what = f"{extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}"

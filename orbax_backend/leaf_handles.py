@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, show_path
 from .array_items import implementation
 from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
 from .key_index import Index
-from .structure import UNKNOWN, LeafEntry, Structure
+from .tree_structure import UNKNOWN, LeafEntry, Structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
 
@@ -169,7 +169,7 @@ def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptC
     """Return the error for a leaf that cannot be read."""
     keystr = show_path(leaf.path)
     return CorruptCheckpointError(
-        f"{path}: the leaf {keystr!r} cannot be read: {what}; restore the files from a copy",
+        f"{path}: the leaf {keystr!r} cannot be read: {what}; restore the files from a backup",
         path=path,
         leaf=keystr,
     )

@@ -12,8 +12,8 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
-from flax_ckpt_compat._core.local.listing import files_below
-from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
@@ -22,11 +22,11 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import encode_metadata, writer
 from .checksum_recording import Recorder, file_of_database
-from .database_index import open_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
 from .ocdbt_writer import Database, file_locator
+from .open_index import open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import (

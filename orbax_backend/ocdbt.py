@@ -147,7 +147,7 @@ class _Database:
             data = paths.read(file, offset, offset + length)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{file}: this file of the array database is missing; restore it from a copy", path=file
+                f"{file}: this file of the array database is missing; restore it from a backup", path=file
             ) from error
         if len(data) != length:
             raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))
@@ -159,5 +159,5 @@ class _Database:
     def _corrupt(self, file: str, at: str, error: ValueError) -> CorruptCheckpointError:
         full = self._locate(file)
         return CorruptCheckpointError(
-            f"{full}: the array database does not decode{at}: {error}; restore the files from a copy", path=full
+            f"{full}: the array database does not decode{at}: {error}; restore the files from a backup", path=full
         )

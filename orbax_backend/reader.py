@@ -17,15 +17,15 @@ from flax_ckpt_compat._core.tree import Node
 from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
-from .database_index import open_index
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
 from .key_index import Index
 from .leaf_handles import LeafDescriptions, corrupt_leaf
 from .msgpack_file import OpenMsgpack
+from .open_index import open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, checked_data
-from .structure import Structure, read_structure
+from .tree_structure import Structure, read_structure
 
 _CHECKED_BYTES = 32 << 20
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 
 from .files import Check, read_json

@@ -15,7 +15,7 @@ from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._core import arguments, paths
 from flax_ckpt_compat._core.errors import ConversionError, SettingError
-from flax_ckpt_compat._core.short_lists import MAX_SHOWN
+from flax_ckpt_compat._core.fold_names import MAX_SHOWN
 
 
 def convert(

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import MissingLeavesError
-from flax_ckpt_compat._core.short_lists import one_line
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._view import metadata

@@ -24,7 +24,6 @@ from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
-_ROOT_METADATA = "metadata/_ROOT_METADATA"  # in a manager's directory, as Orbax 0.12.8 names it (measured)
 _FILES = ("msgpack", "safetensors")  # layouts of one file
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _V1 = "orbax.checkpoint.experimental.v1._src.handlers."
@@ -111,7 +110,7 @@ def check_kept(path: str, to: str) -> None:
 def copy_root_metadata(jobs: Iterable[Job]) -> None:
     """Copy the root metadata of the managers that these steps are of, where there is none yet."""
     for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
-        found, final = (os.path.join(one, _ROOT_METADATA) for one in (source, folder))
+        found, final = (os.path.join(one, layout.ROOT_METADATA) for one in (source, folder))
         if not paths.isfile(found) or paths.lexists(final):
             continue
         paths.prepare_directory(os.path.dirname(final))

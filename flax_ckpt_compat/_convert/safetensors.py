@@ -16,9 +16,9 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.orbax_layout import leaf_name
-from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, show_path
 

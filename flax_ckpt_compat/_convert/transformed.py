@@ -11,7 +11,7 @@ import numpy as np
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import stored_trees
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.short_lists import one_line
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, StoredArray, map_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import execute, policies

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core import array_boxes, checksums, memory, paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.short_lists import one_line
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, KeyData, StoredArray, show_path
 

@@ -112,8 +112,8 @@ def check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None 
     )
     raise ChecksumError(
         f"{path}: {what} is not what was saved: the checksum of block {block} (of {BLOCK_BYTES} bytes) was expected to "
-        f"be {old:08x}, found {new:08x}; restore the files from a copy, or restore an older step. To read it as it is, "
-        f"set checksums='off'",
+        f"be {old:08x}, found {new:08x}; restore the files from a backup, or restore an older step. To read it as it "
+        f"is, set checksums='off'",
         path=path,
         leaf=leaf,
     )

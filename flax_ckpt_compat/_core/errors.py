@@ -37,7 +37,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.text_formatting import printable
 
 # The module that tracebacks name, and that programs import from.
 _PUBLIC = "flax_ckpt_compat.errors"
@@ -129,7 +129,7 @@ class ShapeMismatchError(CheckpointError, ValueError):
 
 
 class KindMismatchError(CheckpointError, TypeError, ValueError):
-    """Stored and target leaves are of different kinds, or the target is not a tree of leaves."""
+    """Stored and target leaves are of different kinds, or the target is not a tree of leaves, or of items."""
 
 
 class DtypeMismatchError(CheckpointError, TypeError, ValueError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import OutOfMemoryError
-from flax_ckpt_compat._core.escaping import format_size
+from flax_ckpt_compat._core.text_formatting import format_size
 
 # Bytes. jax on the CPU takes over host memory without a copy only if it is aligned like this.
 ALIGNMENT = 64

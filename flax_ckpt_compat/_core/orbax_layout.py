@@ -47,10 +47,13 @@ CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orb
 PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
 BEGUN, NEXT = "_begun", "_next"  # a running save, and, in a store, what it publishes at once; see `visible_objects`
 NEXT_DATA_LIST = "_data.txt"  # in NEXT, written first: the names of the data objects, to clean up after a dead writer
+ROOT_METADATA = "metadata/_ROOT_METADATA"  # beside the steps of a manager; of Orbax 0.12.8 (measured)
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items
 
-# Items that are no tree.
+# Items.
+TREE_ITEMS = ("default", "state", "pytree", "items", "params")  # usual names of the only tree, or the main one
+# Items that are not trees.
 SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
 JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"

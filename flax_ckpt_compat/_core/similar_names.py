@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.text_formatting import printable
 
 # difflib is slow: of more names, compare only those that share the most pairs of letters.
 _MAX_COMPARED = 40

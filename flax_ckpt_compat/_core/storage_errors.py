@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.escaping import format_size
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
+from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _REMEDIES = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from flax_ckpt_compat._core.escaping import format_size, printable
+from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._core.tree import KeyData
 
 _log = logging.getLogger("flax_ckpt_compat")

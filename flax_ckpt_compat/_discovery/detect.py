@@ -32,8 +32,6 @@ from flax_ckpt_compat._discovery.orbax_directory import (
 )
 
 MARKERS = (*TREE_MARKERS, *ITEMS_MARKERS)  # that only Orbax writes
-# Orbax's own names for the tree of a step, for directories without other markers.
-USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _NO_ITEMS = {layout.DESCRIPTOR}
 ABSENT = "it does not exist"
@@ -116,7 +114,7 @@ def is_orbax_directory(path: str) -> bool:
     if is_tree(path, names) or json_file(path, names):
         return True
     items = items_in(path, names)
-    named = names.intersection((*ITEMS_MARKERS, *USUAL_ITEMS, *RANDOM_KEYS))
+    named = names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *RANDOM_KEYS))
     return bool(items and (named or only_orbax_has(items))) or lost_structure(path, names)
 
 
@@ -141,7 +139,7 @@ def is_unfinished(path: str) -> bool:
 
     Temporaries of whole checkpoints do not count: their parents are directories of checkpoints.
     """
-    begun = tuple(item + layout.TEMPORARY for item in USUAL_ITEMS)
+    begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
     return any(name in ITEMS_MARKERS or name.startswith(begun) for name in names_in(path))
 
 

@@ -7,7 +7,7 @@ import importlib
 from typing import cast
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
-from flax_ckpt_compat._core.load_library import load_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 

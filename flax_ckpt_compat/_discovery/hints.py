@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, listing
+from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, saved_steps
 
 _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
@@ -60,7 +60,7 @@ def steps_of_prefix(path: str) -> list[str]:
     parent, prefix = os.path.split(path)
     found = [name for name in os.listdir(parent) if prefix and (steps.split_step(name) or ("",))[0] == prefix]
     names = itertools.islice(module_names.natural_sort(found, signed=False), _MAX_FOLDERS)
-    return [name for name in names if listing.is_checkpoint(os.path.join(parent, name))]
+    return [name for name in names if saved_steps.is_checkpoint(os.path.join(parent, name))]
 
 
 @_quietly
@@ -128,10 +128,10 @@ def _snapshots(directory: str, snapshots: str) -> list[str]:
 
 def _checkpoint_at(folder: str) -> str | None:
     """Return a folder that is a checkpoint or holds some, or the path of its only msgpack file; else None."""
-    if listing.is_checkpoint(folder):
+    if saved_steps.is_checkpoint(folder):
         return folder
     numbered = itertools.islice(_numbered(folder), _MAX_FOLDERS)
-    if any(map(listing.is_checkpoint, numbered)):
+    if any(map(saved_steps.is_checkpoint, numbered)):
         return folder
     return foreign.msgpack_file_in(folder)
 

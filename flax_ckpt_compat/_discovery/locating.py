@@ -27,13 +27,13 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import detect, listing, not_found, step_lookup
+from flax_ckpt_compat._discovery import detect, not_found, saved_steps, step_lookup
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
-_MAY_BE_PARTS = {*detect.USUAL_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
+_MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
 # takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
 _ROUNDS, _SECONDS = 10, 5.0
@@ -58,7 +58,7 @@ class LocatedCheckpoint:
 
 def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
-    checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
+    checkpoint_dir = saved_steps.checkpoint_dir(ckpt_dir, prefix)
     root = paths.absolute(ckpt_dir)
     if step is not None:
         with paths.listing_cache(root):
@@ -66,7 +66,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     return step_lookup.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
-def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
+def _find(root: str, checkpoint_dir: saved_steps.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
     if not _exists(root):
         return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
@@ -114,7 +114,7 @@ def _exists(path: str) -> bool:
     return paths.lexists(path)
 
 
-def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, prefix: str) -> str:
+def _step_path(root: str, checkpoint_dir: saved_steps.CheckpointDir, text: str, prefix: str) -> str:
     path = checkpoint_dir.path(checkpoint_dir.prefix + text)
     if _exists(path):
         return path
@@ -218,7 +218,7 @@ def refresh(ckpt_dir: str, prefix: str) -> bool:
     """See what other machines have changed in a directory of checkpoints, so that all find the same latest one.
 
     Return False if nothing can have changed, or this process cannot look anew."""
-    directory = listing.checkpoint_dir(ckpt_dir, prefix).directory
+    directory = saved_steps.checkpoint_dir(ckpt_dir, prefix).directory
     storage = paths.storage_of(directory)
     if not storage.isdir(directory) or detect.is_certainly_orbax(directory):
         directory = os.path.dirname(directory)

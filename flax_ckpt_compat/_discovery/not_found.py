@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic, directories
-from flax_ckpt_compat._discovery import foreign, hints, listing
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery import foreign, hints, saved_steps
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _ARTIFACT = re.compile(r".*:v\d+", re.DOTALL)  # of Weights & Biases, whose versions are not steps
@@ -83,7 +83,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
         return Absence(f"{none}, as {why}", False, "shorten the prefix")
     if outer := hints.checkpoint_around(checkpoint_dir.directory):
         return Absence(f"{none}, as it is a part of the checkpoint {outer}", False, "pass that path")
-    names = listing.names_in(checkpoint_dir)
+    names = saved_steps.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
         head = prefix.removesuffix(checkpoint_dir.prefix)
@@ -113,5 +113,5 @@ def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[s
     found = filter(None, map(steps.split_step, names))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step
-        if steps.step_of(name, checkpoint_dir.prefix) is None and listing.is_checkpoint(checkpoint_dir.path(name)):
+        if steps.step_of(name, checkpoint_dir.prefix) is None and saved_steps.is_checkpoint(checkpoint_dir.path(name)):
             yield other, step

@@ -101,7 +101,7 @@ class JsonReader(Reader):
                 self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
-                f"{path} is not valid JSON: {error}; restore the file from a copy", path=path
+                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path
             ) from error
 
     def _node(self, value: Any, path: Path) -> Node:

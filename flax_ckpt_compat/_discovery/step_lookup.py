@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat._discovery import detect, listing
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery import detect, saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
@@ -104,7 +104,7 @@ class Directory:
 
         With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
         self.checkpoint_dir, self._tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
-        self.names: list[str] = listing.names_in(checkpoint_dir)
+        self.names: list[str] = saved_steps.names_in(checkpoint_dir)
         self._classified: dict[str, Classified] = {}
 
     @functools.cached_property
@@ -164,7 +164,7 @@ class Directory:
         """
         if self._tolerant or paths.is_url(self.checkpoint_dir.directory):
             return
-        if set(self.names) != set(listing.names_in(self.checkpoint_dir)):
+        if set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
             raise ChangedError
 
     def _entry(self, name: str, text: str, *, managed: bool = False) -> Entry:
@@ -250,7 +250,7 @@ def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
 
 def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:
     if tier is directory.longer:
-        return classified.state is State.COMPLETE and listing.is_checkpoint(classified.entry.path)
+        return classified.state is State.COMPLETE and saved_steps.is_checkpoint(classified.entry.path)
     return _is_listed(directory, classified)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.short_lists import Row, one_line
+from flax_ckpt_compat._core.fold_names import Row, one_line
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
+from flax_ckpt_compat._core.errors import KindMismatchError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
-from flax_ckpt_compat._discovery import detect, opening
+from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -179,12 +180,12 @@ def main_item(opened: opening.Opened) -> str:
     if (usual := _usual_item(opened)) is not None:
         return usual
     if not opened.trees:
-        raise CheckpointError(
+        raise KindMismatchError(
             f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
             "target, or with a dict of these names",
             path=opened.path,
         )
-    raise CheckpointError(
+    raise KindMismatchError(
         f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
         f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
         path=opened.path,
@@ -195,4 +196,4 @@ def _usual_item(opened: opening.Opened) -> str | None:
     """Return the only tree, or else the one with a usual name; None if there is none."""
     if len(opened.trees) == 1:
         return next(iter(opened.trees))
-    return next((name for name in detect.USUAL_ITEMS if name in opened.trees), None)
+    return next((name for name in layout.TREE_ITEMS if name in opened.trees), None)

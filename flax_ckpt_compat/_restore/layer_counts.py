@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core.fold_names import Row, fold
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.short_lists import Row, fold
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 

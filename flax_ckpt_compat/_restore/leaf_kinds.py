@@ -14,8 +14,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.fold_names import Row, listed
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.short_lists import Row, listed
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
@@ -289,7 +289,7 @@ def ambiguous_key(handle: LeafHandle) -> CorruptCheckpointError:
     leaf = show_path(handle.path)
     return CorruptCheckpointError(
         f"{handle.reader.path}: the leaf {leaf!r} may be a typed PRNG key or its raw data, which the lost files "
-        f"array_metadatas/process_* record; restore them from a copy, or give a uint32 array as the target's leaf, "
+        f"array_metadatas/process_* record; restore them from a backup, or give a uint32 array as the target's leaf, "
         f"which gets the raw data, and wrap it with jax.random.wrap_key_data if it was a key",
         path=handle.reader.path,
         leaf=leaf,

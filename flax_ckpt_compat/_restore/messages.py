@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.fold_names import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.short_lists import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.similar_names import Names
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
 from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafK
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, MSGPACK_FILE, STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._restore import casting, shardings

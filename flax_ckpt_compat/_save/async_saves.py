@@ -1,4 +1,4 @@
-"""Run async saves, and wait for them: Flax's AsyncManager; `background_saves` has those that run or failed."""
+"""Run async saves, and wait for them: Flax's AsyncManager; `save_registry` has those that run or failed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
-from flax_ckpt_compat._discovery import listing, locating, not_found
-from flax_ckpt_compat._save import background_saves
-from flax_ckpt_compat._save.background_saves import BackgroundSave
+from flax_ckpt_compat._discovery import locating, not_found, saved_steps
+from flax_ckpt_compat._save import save_registry
+from flax_ckpt_compat._save.save_registry import BackgroundSave
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
@@ -93,7 +93,7 @@ def start(
         future = getattr(manager, "save_future", None)
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
-        background_saves.add(save)
+        save_registry.add(save)
 
 
 def _run(task: Callable[[], Any]) -> None:
@@ -126,17 +126,17 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     """
     from flax_ckpt_compat._save import checkpointer_adapter
 
-    directories = {listing.checkpoint_dir(ckpt_dir, prefix).directory, os.path.dirname(paths.absolute(ckpt_dir))}
+    directories = {saved_steps.checkpoint_dir(ckpt_dir, prefix).directory, os.path.dirname(paths.absolute(ckpt_dir))}
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
-    saves = [save for one in directories for save in background_saves.saves_into(one)]
+    saves = [save for one in directories for save in save_registry.saves_into(one)]
     running = [save for save in saves if save.future is not None and not save.done]
     if running and isinstance(locating.find(ckpt_dir, None, prefix), not_found.Absence):
         for save in running:
             _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:
-        background_saves.raise_failures(directory)
+        save_registry.raise_failures(directory)
 
 
 def _wait_for(save: BackgroundSave, until_begun: float) -> None:
@@ -151,7 +151,7 @@ def wait_for_multiprocess_saves(directory: str) -> None:
     """Wait for this process's multi-process background saves into a directory, before every look-up in it.
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
-    for save in background_saves.saves_into(directory):
+    for save in save_registry.saves_into(directory):
         if save.lookup_timeout is not None and not save.task.runs_here:
             save.wait(save.lookup_timeout)
 
@@ -182,13 +182,13 @@ def _is_within(manager: Any) -> bool:
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
     """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
     thread_pools.wait(future)
-    if _forget(manager, future) and not background_saves.was_raised(future):
+    if _forget(manager, future) and not save_registry.was_raised(future):
         future.result()
 
 
 def _forget(manager: Any, future: Future[Any]) -> bool:
     """Forget a save whose failure is raised now; return False if it was already."""
-    background_saves.mark_seen(future)
+    save_registry.mark_seen(future)
     if manager.save_future is not future:
         return False
     manager.save_future = None
@@ -197,11 +197,11 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
 
 def wait_for_async_saves(directory: str) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    for save in background_saves.saves_into(directory):
+    for save in save_registry.saves_into(directory):
         # A manager without a future may never run its task.
         if save.future is not None and not save.task.runs_here:
             save.wait()
-    background_saves.raise_failures(directory)
+    save_registry.raise_failures(directory)
 
 
 def _start_after_fork() -> None:
@@ -210,7 +210,7 @@ def _start_after_fork() -> None:
         manager._start()
 
 
-if hasattr(os, "register_at_fork"):  # after `background_saves`, which forgets the parent's saves
+if hasattr(os, "register_at_fork"):  # after `save_registry`, which forgets the parent's saves
     os.register_at_fork(after_in_child=_start_after_fork)
 
 
@@ -219,10 +219,10 @@ def _finish_saves() -> None:
     for manager in list(_managers):
         with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
             manager.executor.shutdown(wait=False)
-    for save in background_saves.all_saves():
+    for save in save_registry.all_saves():
         if save.future is not None:
             _wait_for(save, _AT_EXIT_SECONDS)
-    background_saves.log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
+    save_registry.log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 
 with suppress(AttributeError, RuntimeError):  # it is called before threads are waited for; too late at the exit

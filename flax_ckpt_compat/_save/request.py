@@ -12,8 +12,8 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, paths, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
-from flax_ckpt_compat._discovery import listing
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery import saved_steps
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import retention_policy
 
 
@@ -149,7 +149,7 @@ def write_options(settings: config.Settings) -> WriteOptions:
 
 def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     _check_characters(ckpt_dir, prefix)
-    return listing.checkpoint_dir(ckpt_dir, prefix)
+    return saved_steps.checkpoint_dir(ckpt_dir, prefix)
 
 
 def _check_characters(*texts: str) -> None:

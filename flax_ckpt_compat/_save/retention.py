@@ -13,8 +13,8 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._discovery import detect, listing
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery import detect, saved_steps
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention_policy import expired
@@ -51,8 +51,8 @@ def _remove_others(request: SaveRequest) -> None:
     try:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         with paths.listing_cache(checkpoint_dir.directory):
-            names = listing.names_in(checkpoint_dir)
-            ordered = [name for name in listing.complete_steps(checkpoint_dir, names) if name not in others]
+            names = saved_steps.names_in(checkpoint_dir)
+            ordered = [name for name in saved_steps.complete_steps(checkpoint_dir, names) if name not in others]
             if request.name not in ordered:
                 return  # another writer removed it meanwhile, and cleans up itself
             doomed = _to_remove(request, ordered)
@@ -71,8 +71,8 @@ def _remove_others(request: SaveRequest) -> None:
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         message = (
-            f"{request.path} was saved, but old checkpoints could not be removed: {failures[0]}{more}. Correct the "
-            "permissions, and the next save removes them; or delete them yourself"
+            f"{request.path} was saved, but old checkpoints could not be removed: {failures[0]}{more}. The next "
+            "save tries again; or delete them yourself"
         )
         raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
 
@@ -149,7 +149,7 @@ def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], be
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageError]:
     """Remove array folders without a main file, except those that a live writer is about to complete."""
     orphaned = []
-    for name in listing.names_in(checkpoint_dir):
+    for name in saved_steps.names_in(checkpoint_dir):
         main = name.removesuffix(steps.ARRAYS_POSTFIX)
         if main == name or steps.step_of(main, checkpoint_dir.prefix) is None or _has_file(checkpoint_dir, main):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Changed by single operations only: with a lock, a signal handler or a fork that saves could wait for ever.

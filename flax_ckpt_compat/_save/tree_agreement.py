@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.short_lists import one_line
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._save.replica_checksums import sums_of
 from flax_ckpt_compat._trees import prng_keys

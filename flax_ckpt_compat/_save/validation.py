@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, hints, listing, opening, orbax_directory
+from flax_ckpt_compat._discovery import detect, hints, opening, orbax_directory, saved_steps
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import saved_prefixes
@@ -51,13 +51,13 @@ def check(request: SaveRequest) -> Any:
         _check_replaced(request)
         if request.step is not None and not request.overwrite:
             _check_overwrite(request)
-        listing = paths.storage_of(request.directory).current_listing()
+        saved_steps = paths.storage_of(request.directory).current_listing()
     if request.orbax_checkpointer and paths.is_url(request.path):
         remedy = "leave it out: the format is the same"
         raise StorageError(
             f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
         )
-    return listing
+    return saved_steps
 
 
 def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
@@ -65,14 +65,14 @@ def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
 
     ``rename`` renames or uploads; with ``new=True`` it refuses to replace what another writer saved meanwhile.
     """
-    storage, listing = paths.storage_of(request.directory), None
+    storage, saved_steps = paths.storage_of(request.directory), None
     # In a store this would be one more request.
     if request.replace_only_checkpoints or not paths.is_url(request.directory):
         with paths.listing_cache(request.directory):
             _check_replaced(request)
-            listing = storage.current_listing()
+            saved_steps = storage.current_listing()
     try:
-        with storage.offering(listing):
+        with storage.offering(saved_steps):
             rename(new=not request.overwrite)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -155,7 +155,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = steps.step_of(request.name, checkpoint_dir.prefix)
     if step is None:
         return
-    last = listing.newest_step(checkpoint_dir, step, but=saved_prefixes.saved_by_other_prefixes(checkpoint_dir))
+    last = saved_steps.newest_step(checkpoint_dir, step, but=saved_prefixes.saved_by_other_prefixes(checkpoint_dir))
     if last is not None:
         state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
         removed = "" if request.replace_only_checkpoints else " and to remove the steps that are not older"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.escaping import count_of_leaves
 from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.text_formatting import count_of_leaves
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look

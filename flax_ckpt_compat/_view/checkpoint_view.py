@@ -12,11 +12,11 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, similar_names, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.fold_names import Row, shown
 from flax_ckpt_compat._core.paths import as_text
-from flax_ckpt_compat._core.short_lists import Row, shown
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
-from flax_ckpt_compat._discovery import detect, listing, locating, opening
+from flax_ckpt_compat._discovery import detect, locating, opening, saved_steps
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
@@ -57,7 +57,7 @@ def open_checkpoint(
         with ExitStack() as files:
             with locating.unchanged(path):
                 opened = files.enter_context(closing(opening.Opened(path, verify=verify)))
-                checkpoint = Checkpoint(opened, _step_of(opened, listing.checkpoint_dir(ckpt_dir, prefix).prefix))
+                checkpoint = Checkpoint(opened, _step_of(opened, saved_steps.checkpoint_dir(ckpt_dir, prefix).prefix))
             files.pop_all()  # the checkpoint closes them
             return checkpoint
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import count_of_leaves, printable
-from flax_ckpt_compat._core.short_lists import Row, fold_with_members
+from flax_ckpt_compat._core.fold_names import Row, fold_with_members
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 
 Diff = Any  # flax_ckpt_compat._view.diff.Diff, which imports this module
 _MARKS = {"only in a": "-", "only in b": "+"}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._discovery import listing
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.step_lookup import (
     ChangedError,
     Classified,
@@ -62,14 +62,14 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         >>> [(record.step, record.complete) for record in iter_checkpoints("runs")]
         [(1, True), (2, True)]
     """
-    checkpoint_dir = listing.checkpoint_dir(paths.as_text(directory), paths.as_text(prefix, "prefix"))
+    checkpoint_dir = saved_steps.checkpoint_dir(paths.as_text(directory), paths.as_text(prefix, "prefix"))
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     yield from list_again_while_it_changes(checkpoint_dir.directory, lambda last: _records(checkpoint_dir, last))
 
 
-def _records(checkpoint_dir: listing.CheckpointDir, last: bool) -> list[CheckpointRecord]:
+def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
     listed = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
     found = [_record(checkpoint_dir, classified) for classified in everything_of(listed)]
     if None in found and not last:
@@ -77,7 +77,7 @@ def _records(checkpoint_dir: listing.CheckpointDir, last: bool) -> list[Checkpoi
     return [record for record in found if record is not None]
 
 
-def _record(checkpoint_dir: listing.CheckpointDir, classified: Classified) -> CheckpointRecord | None:
+def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: Classified) -> CheckpointRecord | None:
     path, name = classified.entry.path, classified.entry.name
     format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
     storage = paths.storage_of(path)

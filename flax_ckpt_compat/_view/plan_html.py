@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import count_of_leaves, printable
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 from flax_ckpt_compat._view import plan_text
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module

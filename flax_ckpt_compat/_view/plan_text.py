@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import format_size, printable
-from flax_ckpt_compat._core.short_lists import Row, fold, one_line
+from flax_ckpt_compat._core.fold_names import Row, fold, one_line
+from flax_ckpt_compat._core.text_formatting import format_size, printable
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any

@@ -10,8 +10,8 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from flax_ckpt_compat._core.escaping import aligned, counted, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.text_formatting import aligned, counted, format_size, printable
 from flax_ckpt_compat._discovery import not_found
 from flax_ckpt_compat._save.shadow import FOLDER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from flax_ckpt_compat._core.escaping import count_of_leaves, format_size, printable
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view import show_text
 from flax_ckpt_compat._view.plan_html import STYLE, search_box

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import aligned, count_of_leaves, format_size, printable
-from flax_ckpt_compat._core.short_lists import Row, fold_with_members
+from flax_ckpt_compat._core.fold_names import Row, fold_with_members
+from flax_ckpt_compat._core.text_formatting import aligned, count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.tree import show_path
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view.array_stats import Stats

@@ -254,4 +254,4 @@ def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], valu
         return
     leaf = show_path(handle.path)
     message = f"{reader.path}: {leaf}: expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
-    raise CorruptCheckpointError(f"{message}; restore the file from a copy", path=reader.path, leaf=leaf)
+    raise CorruptCheckpointError(f"{message}; restore the file from a backup", path=reader.path, leaf=leaf)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from flax_ckpt_compat._core.escaping import count_of_leaves, counted, format_size, printable
-from flax_ckpt_compat._core.short_lists import Row, one_line, shown
+from flax_ckpt_compat._core.fold_names import Row, one_line, shown
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, counted, format_size, printable
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
 _WORDS = {"ok": "ok", "unverified": "ok*", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}

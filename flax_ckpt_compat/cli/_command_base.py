@@ -107,7 +107,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def _paragraph(error: Exception) -> str:
     from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-    from flax_ckpt_compat._core.escaping import printable
+    from flax_ckpt_compat._core.text_formatting import printable
 
     text = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, CheckpointNotFoundError) and error.path and not error.has_remedy:

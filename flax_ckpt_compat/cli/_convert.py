@@ -17,8 +17,8 @@ import click
 from flax_ckpt_compat._convert import convert
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.import_by_name import load_name
+from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 
 from ._command_base import FailedError, echo, is_terminal, print_json, wrapped
 

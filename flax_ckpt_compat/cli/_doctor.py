@@ -12,8 +12,8 @@ from importlib import metadata
 
 from flax_ckpt_compat import __version__, config
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.escaping import counted, printable
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.text_formatting import counted, printable
 
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
 _OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors", "libcst", "distributed")

@@ -12,8 +12,8 @@ import click
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
-from flax_ckpt_compat._core.escaping import aligned, format_size, printable
-from flax_ckpt_compat._discovery import detect, hints, listing, not_found
+from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._discovery import detect, hints, not_found, saved_steps
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
 from ._command_base import FailedError, echo, is_terminal, print_json
@@ -27,7 +27,7 @@ _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)) 
 
 def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
     """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`."""
-    checkpoint_dir = listing.checkpoint_dir(directory, prefix)
+    checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
     denied: list[StorageError] = []
     if recursive and paths.isdir(checkpoint_dir.directory):
         folders = folders_below(checkpoint_dir, denied, leaves=leaves)
@@ -51,7 +51,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         raise FailedError(printable("\n".join(map(str, denied))))
 
 
-def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursive: bool) -> str:
+def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, prefix: str, *, recursive: bool) -> str:
     """Return why a directory has no checkpoints; raise if it is not a directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not paths.isdir(path):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._discovery import detect, listing, walk
+from flax_ckpt_compat._discovery import detect, saved_steps, walk
 from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
@@ -37,7 +37,9 @@ class Folder(NamedTuple):
     left: list[Leftover]  # what interrupted saves left
 
 
-def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool) -> Folder:
+def folder_of(
+    checkpoint_dir: saved_steps.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool
+) -> Folder:
     """Return a directory with these checkpoints; with ``leaves``, open them."""
     rows = [_row(record, leaves=leaves) for record in records]
     path = checkpoint_dir.directory
@@ -49,7 +51,7 @@ def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[Checkpoin
     )
 
 
-def folders_below(root: listing.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
+def folders_below(root: saved_steps.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
     """Return a directory and those below it that hold anything to list, with checkpoints of every prefix.
 
     ``denied`` is as for `walk.folders_below`."""
@@ -57,7 +59,7 @@ def folders_below(root: listing.CheckpointDir, denied: list[StorageError], *, le
     for path, found in walk.folders_below(root.directory, denied):
         inside = os.path.relpath(path, root.directory)
         shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
-        folder = folder_of(listing.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
+        folder = folder_of(saved_steps.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
         if folder.rows or folder.strangers or folder.left:
             folders.append(folder)
     return folders

@@ -36,7 +36,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
 
     from flax_ckpt_compat._core import paths
     from flax_ckpt_compat._core.errors import StorageError
-    from flax_ckpt_compat._core.escaping import format_size, printable
+    from flax_ckpt_compat._core.text_formatting import format_size, printable
     from flax_ckpt_compat._save import interrupted_saves
 
     found = interrupted_saves.find_leftovers(paths.absolute(directory))

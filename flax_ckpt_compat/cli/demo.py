@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from flax_ckpt_compat._core.escaping import aligned
+from flax_ckpt_compat._core.text_formatting import aligned
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.regex_templates import compile_template, literal
-from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.module_names import linen_names
-from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._rule import Apply, misfit, rule

@@ -14,7 +14,7 @@ import rich.console
 from click.testing import CliRunner
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat.cli import main
 
 EVIL = "w\x1b[2J\x9b31m\u202e\nERROR all is lost\r"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.short_lists import Row, fold, one_line, shown
+from flax_ckpt_compat._core.fold_names import Row, fold, one_line, shown
 
 
 def unfolded(text: str) -> Iterator[str]:

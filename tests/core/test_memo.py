@@ -6,7 +6,7 @@ import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.memo import AddressableMemo, Memo
+from flax_ckpt_compat._core.keyed_cache import AddressableMemo, Memo
 from tests.support.interpreters import run_python
 
 

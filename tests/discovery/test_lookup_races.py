@@ -134,7 +134,7 @@ def test_removal_of_a_named_step_before_each_call(how: str, flag: bool, tmp_path
         except errors.CheckpointNotFoundError as error:
             told.add("removed while it was read" in str(error))
             assert "Matching checkpoint not found" in str(error) or "was removed while it was read" in str(error)
-            assert "from a copy" not in str(error)
+            assert "from a backup" not in str(error)
     assert True in told
 
 

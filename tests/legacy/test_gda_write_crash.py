@@ -14,7 +14,7 @@ import os, shutil, signal, sys, traceback
 import numpy as np, tensorstore
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._core.local import atomic as files
-from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
 from tests.support.trees import to_branches

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import database_index, ocdbt, ocdbt_encoding
+from flax_ckpt_compat.orbax_backend import ocdbt, ocdbt_encoding, open_index
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
@@ -298,14 +298,14 @@ def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) 
     """Its driver reads what only it can: the values are found, not where they lie; links do not lead it out."""
     path = tmp_path / "c"
     _database(path, VALUES, manifest_kind="numbered")
-    found = database_index.open_database(str(path))
+    found = open_index.open_database(str(path))
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
     for file in [file for file in path.rglob("*") if file.is_file()]:
         file.rename(tmp_path / "outside")
         file.symlink_to(tmp_path / "outside")
         with pytest.raises(CorruptCheckpointError, match="outside"):
-            database_index.open_database(str(path))
+            open_index.open_database(str(path))
         (tmp_path / "outside").replace(file)
 
 

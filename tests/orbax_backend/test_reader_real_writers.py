@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import database_index
+from flax_ckpt_compat.orbax_backend import open_index
 from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -197,7 +197,7 @@ def test_reads_what_only_tensorstore_can_index(
     def refuse(*args: object) -> None:
         raise UndecodableError
 
-    monkeypatch.setattr(database_index, "read_entries", refuse)
+    monkeypatch.setattr(open_index, "read_entries", refuse)
     assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
 
 
@@ -208,8 +208,8 @@ def test_a_damaged_database_that_only_tensorstore_can_index(tmp_path: Path, monk
     def refuse(*args: object) -> None:
         raise UndecodableError
 
-    monkeypatch.setattr(database_index, "read_entries", refuse)
-    index = database_index.open_database(str(path))
+    monkeypatch.setattr(open_index, "read_entries", refuse)
+    index = open_index.open_database(str(path))
     for file in path.glob("**/d/*"):
         file.write_bytes(file.read_bytes()[:5])
     for key in ("a/.zarray", "a/0"):
@@ -222,7 +222,7 @@ def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) 
     """Their bytes lie in the database like those of small arrays, and are not the arrays' own: Orbax compresses."""
     tree = {f"a{length}": np.ones(length, np.uint8) for length in range(10, 40)}
     path = WRITERS[writer](tmp_path / "c", tree)
-    index = database_index.open_database(str(path))
+    index = open_index.open_database(str(path))
     chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
     assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
     assert fingerprint(load(path)) == fingerprint(tree)

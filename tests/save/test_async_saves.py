@@ -23,7 +23,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._save import async_saves, background_saves, snapshot
+from flax_ckpt_compat._save import async_saves, save_registry, snapshot
 from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.saves import names, run_python, tree
 
@@ -360,7 +360,7 @@ def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> No
     async_saves.wait_for_async_saves(str(tmp_path))
     assert waited >= 0.2 > time.monotonic() - start - waited
     manager.wait_previous_save()
-    assert calls == [1] and not background_saves.saves_into(str(tmp_path))
+    assert calls == [1] and not save_registry.saves_into(str(tmp_path))
 
 
 class Pool:
@@ -663,7 +663,7 @@ def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
 def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCaptureFixture) -> None:
     """What was raised once is not reported again."""
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
-        background_saves.log_failures()
+        save_registry.log_failures()
     assert caplog.records == []
 
 

@@ -214,7 +214,7 @@ def test_the_interpreter_ends_after_an_interrupted_start(tmp_path: Path) -> None
 IMPORT = """
 import os, signal, sys
 import ml_dtypes, numpy
-from flax_ckpt_compat._core.load_library import load_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 
 def interrupted_after(seconds):
     signal.signal(signal.SIGALRM, signal.default_int_handler)

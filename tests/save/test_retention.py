@@ -21,7 +21,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic, removal
-from flax_ckpt_compat._discovery import listing
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
 from tests.support.saves import names, tree, use_flag
 
@@ -334,7 +334,7 @@ def test_two_writers_that_evict_each_others_leave_something(
     """Where the other one, as its ``overwrite`` or ``keep`` says, removes what was just saved, the rest stays."""
     for step in (1, 2):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    complete_steps = listing.complete_steps
+    complete_steps = saved_steps.complete_steps
 
     def then_evicted(*arguments: Any, **options: Any) -> list[str]:
         found = complete_steps(*arguments, **options)
@@ -342,7 +342,7 @@ def test_two_writers_that_evict_each_others_leave_something(
         shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
         return found if listed else [name for name in found if name != "checkpoint_3"]
 
-    monkeypatch.setattr(listing, "complete_steps", then_evicted)
+    monkeypatch.setattr(saved_steps, "complete_steps", then_evicted)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1, overwrite=True)
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
 

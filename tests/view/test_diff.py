@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
 from flax_ckpt_compat._core import bounded_reads
-from flax_ckpt_compat._core.short_lists import Row, fold, fold_with_members
+from flax_ckpt_compat._core.fold_names import Row, fold, fold_with_members
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat.cli import main
 from tests.support.saves import saved_by_peer as saved

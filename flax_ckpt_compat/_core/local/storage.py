@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, listing, network_file_system
+from flax_ckpt_compat._core.local import atomic, directories, files_below, network_file_system
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -23,7 +23,7 @@ class LocalStorage:
     """The local file system; see `flax_ckpt_compat._core.paths` for the methods."""
 
     is_remote = False
-    files_below = staticmethod(listing.files_below)
+    files_below = staticmethod(files_below.files_below)
     getsize = staticmethod(os.path.getsize)
     delete = staticmethod(os.unlink)
     restore_set_aside = staticmethod(atomic.restore_set_aside)

@@ -14,9 +14,9 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import size_probing, visible_objects
+from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
-from flax_ckpt_compat._core.object_store.scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.local.listing import files_below
+from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
 from flax_ckpt_compat._core.object_store.writer_markers import is_marker as is_marker

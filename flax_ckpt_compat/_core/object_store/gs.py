@@ -26,8 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import retry, split
-from flax_ckpt_compat._core.object_store.scheme import StoreScheme
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import store_error
 

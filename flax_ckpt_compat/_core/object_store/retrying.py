@@ -22,7 +22,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.object_store import credentials, request_timeouts
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 

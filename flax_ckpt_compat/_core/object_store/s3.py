@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.object_store.scheme import StoreScheme
+from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")

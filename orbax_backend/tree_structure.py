@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from flax_ckpt_compat._core import errors, paths
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local.safe_open import stays_inside
-from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .array_items import holds_array_folder, is_single_array, is_typed_key
-from .database_index import holds_array, process_databases
 from .files import Check, corrupt, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
+from .open_index import holds_array, process_databases
 from .shardings import read_shardings
 from .type_annotations import TypeAnnotations, parse_annotations
 
@@ -76,7 +76,7 @@ class Structure:
         what = "the file is missing" if self.strings is None else "it has no such text"
         raise errors.CorruptCheckpointError(
             f"{os.path.join(self.path, layout.STRINGS)}: the leaf {keystr!r} is a str kept in this file, but {what}; "
-            f"restore the file from a copy",
+            f"restore the file from a backup",
             path=self.path,
             leaf=keystr,
         )
@@ -197,7 +197,7 @@ def _missing_structure(path: str) -> Exception:
     return errors.IncompleteCheckpointError(
         f"{path}: expected the structure of the tree in {layout.TREE_METADATA} or, of a release before 0.5, in "
         f"{layout.MSGPACK_FILE}, found {names[:8]}; the save was not finished, or the file was lost: "
-        f"restore it from a copy",
+        f"restore it from a backup",
         path=path,
     )
 

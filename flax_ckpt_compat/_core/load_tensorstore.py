@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import ForkedProcessError, OutOfMemoryError
-from flax_ckpt_compat._core.escaping import format_size
+from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.thread_pools import run_apart
 
 # Address space of TensorStore's library and of each of its threads: it aborts at 60 MiB on two cores (measured).

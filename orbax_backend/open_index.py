@@ -76,11 +76,11 @@ def _missing_manifest(path: str) -> errors.CheckpointError:
     if process_databases(path):
         return errors.IncompleteCheckpointError(
             f"{path}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
-            f"the save was not finished, or the file was lost: restore it from a copy",
+            f"the save was not finished, or the file was lost: restore it from a backup",
             path=path,
         )
     return errors.CorruptCheckpointError(
-        f"{path}: the file {layout.MANIFEST} is missing, without which no array can be found; restore it from a copy",
+        f"{path}: the file {layout.MANIFEST} is missing, without which no array can be found; restore it from a backup",
         path=path,
     )
 

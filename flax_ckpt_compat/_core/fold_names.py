@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.text_formatting import printable
 
 MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.
