@@ -24,6 +24,9 @@ _REMEDIES = {
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
 }
+# FAT, exFAT and NTFS refuse these characters in names, with one of these errors; so do SMB servers.
+_NOT_ON_WINDOWS = re.compile(r'[<>:"\\|?*]')
+_REFUSED_NAME = (errno.EINVAL, errno.ENOENT)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
@@ -123,6 +126,13 @@ def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> Sto
             remedy = f"{_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
     elif number in _REMEDIES:
         reason, remedy = os.strerror(number), _REMEDIES[number].format(folder=folder)
+    elif (
+        number in _REFUSED_NAME
+        and os.path.isdir(folder)
+        and (refused := _NOT_ON_WINDOWS.search(os.path.basename(path)))
+    ):
+        reason = os.strerror(number)
+        remedy = f"the file system of {folder} may not take {refused[0]!r} in names: choose another prefix or directory"
     else:
         reason, remedy = str(error).replace(temporary, path), ""
     if reason.startswith(path):

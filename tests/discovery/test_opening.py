@@ -48,6 +48,18 @@ def test_checkpoints_set_aside_by_others_restore(
         os.rename(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1), path if path.is_dir() else path / "x")
 
 
+def test_what_was_replaced_does_not_come_back_once_its_step_is_evicted(flag: bool, tmp_path: Path) -> None:
+    """Another machine replaced step 1, and was switched off before it had removed the old one."""
+    path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
+    aside = Path(atomic.temporary_path(str(path), "old").replace(temporaries.machine(), "0" * 12))
+    path.rename(aside)
+    Path(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1)).rename(path)
+    checkpoints.save_checkpoint(tmp_path, tree(3), 2, keep=2)
+    assert aside.exists()  # it may be needed while its writer may live
+    checkpoints.save_checkpoint(tmp_path, tree(4), 3, keep=2)
+    assert checkpoints.available_steps(tmp_path) == [2, 3] and not aside.exists()
+
+
 def test_a_checkpoint_that_is_being_replaced_is_waited_for(flag: bool, tmp_path: Path) -> None:
     """A reader between the two renames of a writer gets what that has written."""
     path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))

@@ -156,6 +156,15 @@ def _remove_replaced(replaced: str, final: str) -> None:
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
+def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[str]) -> None:
+    """Remove what was set aside under the names of checkpoints that are removed next, or it would be put back."""
+    for name in names:
+        match = parse(name)
+        if match and match["role"] == "old" and match["name"] in doomed:
+            with suppress(OSError):
+                delete(_never_put_back(os.path.join(directory, name)))
+
+
 def _never_put_back(path: str) -> str:
     """Rename a replaced checkpoint before its deletion, so that `restore_set_aside` never puts back half of it."""
     match = parse(os.path.basename(path))
