@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +20,21 @@ from .checksum_file import Record
 from .zarr import ArrayInfo
 
 _log = logging.getLogger("flax_ckpt_compat")
-_Chunks = list[tuple[str, np.ndarray[Any, Any]]]
 _THREADS = min(8, os.cpu_count() or 1)
 # A multiple of the block's size; large enough for threads to pay.
 _PIECE_BYTES = 16 * checksums.BLOCK_BYTES
+_ZEROS = memoryview(bytes(checksums.BLOCK_BYTES))
+
+
+class _Chunk(NamedTuple):
+    """A chunk that is written."""
+
+    key: str
+    data: np.ndarray[Any, Any]
+    shape: array_boxes.Shape  # as it is stored: at the edge of an array, with zeros behind the data on some axes
+
+
+_Chunks = list[_Chunk]
 
 
 class Recorder:
@@ -44,8 +57,10 @@ class Recorder:
         """Add the chunks of a shard; those that change between `start` and `finish` get no checksums."""
         chunks = self._changing if may_change else self._pending
         for cell, box in array_boxes.cells(shard.index, info.chunks):
-            if array_boxes.overlap(box, shard.index) == box:  # else zarr pads it, or other shards hold the rest
-                chunks.append((prefix + info.chunk_key(cell), shard.data[array_boxes.relative_to(box, shard.index)]))
+            box = array_boxes.overlap(box, array_boxes.full_box(info.shape))
+            if array_boxes.overlap(box, shard.index) == box:  # else other shards hold the rest
+                data = shard.data[array_boxes.relative_to(box, shard.index)]
+                chunks.append(_Chunk(prefix + info.chunk_key(cell), data, info.chunks))
 
     def start(self) -> None:
         """Start to compute the checksums of the large chunks so far, on other threads, before they are written."""
@@ -70,19 +85,42 @@ class Recorder:
 
 
 def _sums(chunks: _Chunks) -> dict[str, bytes]:
-    pieces, found, sums = [], dict[tuple[str, int], bytes](), dict[str, bytes]()
-    for key, chunk in chunks:
-        data = memory.as_bytes(np.ascontiguousarray(chunk))
-        pieces += [(key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
+    pieces: list[tuple[str, int, Any]] = []
+    found, sums = dict[tuple[str, int], bytes](), dict[str, bytes]()
+    for chunk in chunks:
+        if chunk.data.shape != chunk.shape:
+            pieces.append((chunk.key, 0, chunk))
+            continue
+        data = memory.as_bytes(np.ascontiguousarray(chunk.data))
+        pieces += [(chunk.key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
 
-    def add(piece: tuple[str, int, memoryview]) -> None:
+    def add(piece: tuple[str, int, Any]) -> None:
         key, at, data = piece
-        found[key, at] = checksums.of_blocks(data)
+        found[key, at] = _of_padded(data) if isinstance(data, _Chunk) else checksums.of_blocks(data)
 
     in_parallel(add, pieces, _THREADS)
     for key, at, _ in pieces:
         sums[key] = sums.get(key, b"") + found[key, at]
     return sums
+
+
+def _of_padded(chunk: _Chunk) -> bytes:
+    sums = checksums.BlockSums()
+    for part in _padded(chunk.data, chunk.shape):
+        sums.update(part)
+    return sums.encoded()
+
+
+def _padded(data: np.ndarray[Any, Any], shape: array_boxes.Shape) -> Iterator[memoryview]:
+    """Yield the bytes of an array with zeros behind it on each axis, as zarr pads it, in C order."""
+    if data.shape[1:] == shape[1:]:
+        yield memory.as_bytes(np.ascontiguousarray(data))
+    else:
+        for row in data:
+            yield from _padded(row, shape[1:])
+    missing = (shape[0] - len(data)) * math.prod(shape[1:]) * data.itemsize
+    for start in range(0, missing, len(_ZEROS)):
+        yield _ZEROS[: missing - start]
 
 
 def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:

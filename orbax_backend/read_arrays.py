@@ -132,7 +132,7 @@ class ArrayReader:
             if isinstance(value, ByteRange):
                 extents.append((read, value))
                 if verifier is not None:
-                    verifier.expect(read, key, value)
+                    verifier.expect(read, key, value, part.start)
             read.chunks.append((value, part))
             stored += read.nbytes if length is None else length
         if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
