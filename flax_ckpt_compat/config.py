@@ -13,7 +13,7 @@ setting                   values (default first)     meaning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
                                                      subtree, a longer stored sequence, or a target that is not a tree
-                                                     of arrays; what is stored is returned
+                                                     of arrays; what is stored is returned, and sequences cut
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "step array": (
         lambda at: checkpoints.save_checkpoint(at, tree(), TWO),
         STEP,
-        r"step must be one number, found an array of shape \(2,\); if the state is replicated, pass int\(step\[0\]\)",
+        r"step must be one number, or an array of equal ones, found an array of shape \(2,\)$",
     ),
     "step bool": (
         lambda at: checkpoints.save_checkpoint(at, tree(), np.bool_(True)),

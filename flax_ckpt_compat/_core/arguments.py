@@ -26,9 +26,9 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
     if not isinstance(shape, tuple):  # of a class, such as np.float32
         return value
     if (math.prod(shape) != 1) if of_any_rank else shape:
-        remedy = f"; if the state is replicated, pass int({name}[0])" if name == "step" and len(shape) == 1 else ""
-        raise ArgumentError(f"{name} must be one number, {found(value)}{remedy}")
-    if _is_traced(value):
+        expected = "one number, or an array of equal ones" if name == "step" else "one number"
+        raise ArgumentError(f"{name} must be {expected}, {found(value)}")
+    if is_traced(value):
         raise ArgumentError(
             f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "
             "of jit and other transformations"
@@ -59,7 +59,7 @@ def check_function(value: Any, name: str) -> None:
         raise ArgumentError(f"{name} must be a function, {found(value)}")
 
 
-def _is_traced(value: Any) -> bool:
+def is_traced(value: Any) -> bool:
     """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)

@@ -85,6 +85,21 @@ def in_order(names: Iterable[str], prefix: str) -> list[str]:
     return sorted(steps, key=lambda name: (steps[name], name))
 
 
+def of_replicated(step: Any) -> Any:
+    """Return the step of a state that is replicated over devices: one element of an array of which all are equal.
+
+    Flax names the checkpoint after the whole array, ``checkpoint_[3 3]``."""
+    if not getattr(step, "shape", ()) or not hasattr(step, "dtype") or arguments.is_traced(step):
+        return step
+    import numpy as np  # here, because listings of checkpoints do without it
+
+    try:
+        values = np.asarray(step).reshape(-1)
+    except (RuntimeError, TypeError, ValueError):  # deleted, spread over processes, or not an array: refused later
+        return step
+    return values[0] if values.size and (values == values[0]).all() else step
+
+
 def step_text(step: Any) -> str:
     """Validate a step, a number or 0-d array or text such as ``best``, and format it for a checkpoint's name."""
     if isinstance(step, str):

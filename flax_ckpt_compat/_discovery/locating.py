@@ -62,7 +62,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     root = paths.absolute(ckpt_dir)
     if step is not None:
         with paths.listing_cache(root):
-            return _located(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), named=True)
+            return _located(_step_path(root, checkpoint_dir, _text_of(step, checkpoint_dir), prefix), named=True)
     return step_lookup.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
@@ -112,6 +112,15 @@ def _exists(path: str) -> bool:
         return False
     atomic.restore_set_aside(parent, names)
     return paths.lexists(path)
+
+
+def _text_of(step: Any, checkpoint_dir: saved_steps.CheckpointDir) -> str:
+    """Return a step as it is in the checkpoint's name; Flax has whole arrays there."""
+    one = steps.of_replicated(step)
+    as_flax = f"{step}" if one is not step else ""
+    if as_flax and _exists(checkpoint_dir.path(checkpoint_dir.prefix + as_flax)):
+        return as_flax
+    return steps.step_text(one)
 
 
 def _step_path(root: str, checkpoint_dir: saved_steps.CheckpointDir, text: str, prefix: str) -> str:

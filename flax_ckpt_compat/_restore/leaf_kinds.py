@@ -58,6 +58,7 @@ class KindDifference:
     wanted: str  # the target's kind, in a few words
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
+    is_longer: bool = False  # a longer sequence is stored, which is cut
 
     @property
     def what(self) -> str:
@@ -105,8 +106,10 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
     """Return the difference for a stored sequence with more entries than the target's."""
-    hint = "Entries that the target lacks would be dropped; extend the sequence, or drop them with rules.drop."
-    return KindDifference(path, f"a sequence of {stored} entries", f"a sequence of {target}", hint, is_leaf=False)
+    count = stored - target
+    wanted = f"one of {target}, which drops the last {'entry' if count == 1 else f'{count} entries'}"
+    hint = "To keep all entries, extend the target's sequence; to drop them without this message, use rules.drop."
+    return KindDifference(path, f"a sequence of {stored} entries", wanted, hint, is_leaf=False, is_longer=True)
 
 
 def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
@@ -202,7 +205,8 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
     """Return the message for leaves of another kind: a folded list, then the remedies."""
     count = len(differences)
     first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
-    lines = [first + (":" if refused else "; what is stored is returned:")]
+    are_cut = all(difference.is_longer for difference in differences)
+    lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
     lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
     lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
     if refused:
@@ -210,7 +214,8 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
         if leaves and len(leaves) <= _MAX_NAMED:
             named = ", ".join(repr(literal(show_path(path))) for path in leaves)
             lines.append(f"Where the target is right, rules.from_target({named}) keeps its own values.")
-        lines.append("To get what is stored all the same, set kind_mismatch='warn', or restore without a target.")
+        wanted = "the entries that fit" if are_cut else "what is stored all the same"
+        lines.append(f"To get {wanted}, set kind_mismatch='warn'{'' if are_cut else ', or restore without a target'}.")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import arguments, paths, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._discovery import saved_steps
+from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import retention_policy
 
@@ -80,7 +81,12 @@ def of_step(
 
     ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
     """
-    text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
+    one = steps.of_replicated(step)
+    text, checkpoint_dir = steps.step_text(one), _checkpoint_dir(ckpt_dir, prefix)
+    if one is not step:
+        what = f"step is an array of shape {step.shape} of equal numbers, as of a replicated state"
+        log_once(("step", checkpoint_dir.directory), f"{what}: checkpoints are named after that number")
+    step = one
     directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
     if options.get("replace_only_checkpoints") and os.path.basename(directory) == name:
         raise ArgumentError(

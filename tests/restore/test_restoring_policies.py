@@ -129,9 +129,8 @@ def test_extra_leaves_are_dropped(
     dropped = [line for line in lines(log, logging.INFO) if ": not in the target, dropped: " in line]
     assert len(dropped) == 1 and "more/y" in dropped[0]
     warnings = lines(log, logging.WARNING)
-    assert ["x: stored a sequence of 3 entries, target a sequence of 2" in text for text in warnings] == (
-        [True] if container in (list, tuple) else []
-    )
+    shorter = "x: stored a sequence of 3 entries, target one of 2, which drops the last entry"
+    assert [shorter in text for text in warnings] == ([True] if container in (list, tuple) else [])
 
 
 def test_none_in_the_target_takes_what_is_stored(save: Save, flag: bool, tmp_path: Path) -> None:
