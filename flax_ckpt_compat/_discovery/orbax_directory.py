@@ -10,6 +10,7 @@ from contextlib import suppress
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.storage_errors import translated
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
@@ -146,7 +147,8 @@ def items_in(path: str, names: set[str]) -> dict[str, Item]:
     is_marked = bool(names.intersection(ITEMS_MARKERS))
     for name in sorted(names):
         child = os.path.join(path, name)
-        if not paths.isdir(child):
+        # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
+        if temporaries.is_temporary(name) or not paths.isdir(child):
             continue
         inside = names_in(child)
         if is_checkpoint_itself(name, inside, is_marked):

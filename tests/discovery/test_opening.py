@@ -31,6 +31,22 @@ def test_checkpoints_set_aside_by_dead_writers_restore(how: str, flag: bool, tmp
     assert names(tmp_path) == ["checkpoint_1"]
 
 
+@pytest.mark.parametrize("name", ["run_1", "42", "run"])
+def test_what_a_killed_first_save_left_is_not_a_step(name: str, tmp_path: Path) -> None:
+    """A restart in a directory that is named like a step begins anew, as in any other; it raised at each restart."""
+    root = tmp_path / name
+    with use_flag(True):
+        saved = Path(checkpoints.save_checkpoint(root, tree(1), 1))
+    left = Path(atomic.temporary_path(str(saved)))
+    for written_last in ("commit_success.txt", "_CHECKPOINT_METADATA"):
+        (saved / written_last).unlink()
+    (saved / "_begun").touch()
+    saved.rename(left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))
+    target = tree(0)
+    assert checkpoints.restore_checkpoint(root, target) is target
+    assert checkpoints.latest_checkpoint(root) is None
+
+
 @pytest.mark.parametrize("writer", ["of another machine", "that hangs"])
 def test_checkpoints_set_aside_by_others_restore(
     writer: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

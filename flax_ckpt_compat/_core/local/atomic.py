@@ -30,7 +30,7 @@ from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
 _SWAP_SECONDS, _SWAP_POLL_SECONDS = 10.0, 0.005
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EIO)  # EIO: mounts of rclone (measured)
 _NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
 
