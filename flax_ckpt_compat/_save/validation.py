@@ -51,13 +51,13 @@ def check(request: SaveRequest) -> Any:
         _check_replaced(request)
         if request.step is not None and not request.overwrite:
             _check_overwrite(request)
-        saved_steps = paths.storage_of(request.directory).current_listing()
+        listing = paths.storage_of(request.directory).current_listing()
     if request.orbax_checkpointer and paths.is_url(request.path):
         remedy = "leave it out: the format is the same"
         raise StorageError(
             f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
         )
-    return saved_steps
+    return listing
 
 
 def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
@@ -65,14 +65,14 @@ def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
 
     ``rename`` renames or uploads; with ``new=True`` it refuses to replace what another writer saved meanwhile.
     """
-    storage, saved_steps = paths.storage_of(request.directory), None
+    storage, listing = paths.storage_of(request.directory), None
     # In a store this would be one more request.
     if request.replace_only_checkpoints or not paths.is_url(request.directory):
         with paths.listing_cache(request.directory):
             _check_replaced(request)
-            saved_steps = storage.current_listing()
+            listing = storage.current_listing()
     try:
-        with storage.offering(saved_steps):
+        with storage.offering(listing):
             rename(new=not request.overwrite)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):

@@ -69,9 +69,9 @@ def verify(
     root, prefix = paths.absolute(paths.as_text(path)), paths.as_text(prefix, "prefix")
     arguments.check_function(progress, "progress")
     found = _found(root, step, prefix)
-    results = []
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
+    results = []
     with Pool(_AT_ONCE, "flax-ckpt") as pool:
         verify_one = functools.partial(_verify, is_named=found == [root] or step is not None)
         tasks = [pool.submit(verify_one, one) for one in found]

@@ -284,7 +284,7 @@ def test_saving_inside_of_jit_is_refused(flag: bool, tmp_path: Path, function: s
 
 
 def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
-    """The character that no file system takes is a ArgumentError."""
+    """The character that no file system takes is an ArgumentError."""
     for arguments in ({"ckpt_dir": f"{tmp_path}/a\0b"}, {"ckpt_dir": tmp_path, "prefix": "a\0b"}):
         with pytest.raises(errors.ArgumentError):
             ours.save_checkpoint(target=tree(), step=1, **arguments)

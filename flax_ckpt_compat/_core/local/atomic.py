@@ -161,8 +161,7 @@ def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[st
     for name in names:
         match = parse(name)
         if match and match["role"] == "old" and match["name"] in doomed:
-            with suppress(OSError):
-                delete(_never_put_back(os.path.join(directory, name)))
+            _remove_leftover(os.path.join(directory, name))
 
 
 def _never_put_back(path: str) -> str:
