@@ -181,7 +181,8 @@ def detect(path: str) -> DetectedItems:
             path=path,
         )
     if paths.isdir(path):
-        names = set(paths.listdir(path))
+        with translated(path):
+            names = set(paths.listdir(path))
         if is_tree(path, names):
             return DetectedItems(path, {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))})
         note = json_file(path, names)

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     DtypeMismatchError,
     IncompleteCheckpointError,
     KindMismatchError,
@@ -43,6 +44,7 @@ _WAITS_SECONDS, _SHORT_WAITS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.2, 0.0), 3
 _LONGEST_CHAIN = 8  # of causes, which may form a ring
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
+_DAMAGED = CorruptCheckpointError | UnrecognizedFormatError
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 
@@ -177,7 +179,7 @@ def read_found(
             raise
         except Exception as error:
             if waits and _may_be_old_view(found.path, error):
-                if paths.storage_of(found.path).refresh(os.path.dirname(found.path)):
+                if isinstance(error, _DAMAGED) or paths.storage_of(found.path).refresh(os.path.dirname(found.path)):
                     waits = waits[-_SHORT_WAITS:]
                 time.sleep(waits.pop())
                 removed = found.path, error
@@ -212,11 +214,13 @@ def _nothing(
 
 
 def _may_be_old_view(path: str, error: BaseException | None) -> bool:
-    """Return whether a read failed because files are missing, on a network file system, which may show an old view."""
+    """Return whether a read failed because files are missing or look damaged, on a network file system.
+
+    It may show an old view, or parts of two checkpoints while one machine replaces one by the other."""
     if not paths.storage_of(path).is_shared(os.path.dirname(path)):
         return False
     for _ in range(_LONGEST_CHAIN):
-        is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError)
+        is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError | _DAMAGED)
         if is_missing or getattr(error, "errno", None) in (errno.ENOENT, errno.ESTALE):
             return True
         error = None if error is None else error.__cause__

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -27,6 +29,10 @@ _DEFAULT_PREFIXES = ("", "checkpoint_")
 # old list: clients remember one for 20 s (sshfs) or a minute (NFS). After the first rounds, waits grow up to that.
 _ROUNDS, _QUICK_ROUNDS = 20, 4
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 5.0
+# A distributed file system can show a checkpoint that another machine replaces as incomplete, or empty: GlusterFS
+# renames a directory on one server after the other. One that stays so for this long is incomplete.
+_SETTLED_SECONDS, _MAX_KNOWN = 2.0, 1000
+_incomplete_since: OrderedDict[str, float] = OrderedDict()
 
 
 class State(enum.Enum):
@@ -71,6 +77,10 @@ class VanishedError(ChangedError):
     """A listed name is not there."""
 
 
+class UnsettledError(ChangedError):
+    """A checkpoint on a network file system looks incomplete: another machine may be replacing it."""
+
+
 def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result]) -> _Result:
     """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
 
@@ -83,6 +93,9 @@ def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result])
             # Any other missing file was removed between two accesses.
             if number == _ROUNDS - 1 or isinstance(error, CheckpointError):
                 raise
+            if isinstance(error, UnsettledError):
+                _wait_for_other_machines(directory, number)
+                continue
             if number >= _QUICK_ROUNDS and (isinstance(error, VanishedError) or not isinstance(error, ChangedError)):
                 _wait_for_other_machines(directory, number - _QUICK_ROUNDS)
     raise AssertionError
@@ -149,12 +162,17 @@ class Directory:
         yield self.longer
 
     def classify(self, entry: Entry) -> Classified:
-        """Classify an entry; raise `VanishedError` if it has vanished since it was listed."""
+        """Classify an entry; raise `VanishedError` if it has vanished since it was listed.
+
+        Raise `UnsettledError` if it looks incomplete, but another machine may be replacing it."""
         if entry.name not in self._classified:
             self._classified[entry.name] = self._classify(entry)
         classified = self._classified[entry.name]
         if classified.state is State.VANISHED and not self._tolerant:
             raise VanishedError
+        is_settled = _is_settled(classified)
+        if not is_settled and not self._tolerant:
+            raise UnsettledError
         return classified
 
     def check_unchanged(self) -> None:
@@ -199,6 +217,21 @@ class Directory:
             return Classified(entry, State.INCOMPLETE, why)
         # It may have been removed during the check.
         return Classified(entry, State.FOREIGN if paths.lexists(entry.path) else State.VANISHED, foreign)
+
+
+def _is_settled(classified: Classified) -> bool:
+    """Return whether a state can be relied on: not if a checkpoint of a network file system just became incomplete."""
+    path = classified.entry.path
+    if classified.state is not State.INCOMPLETE or classified.why == detect.DENIED:
+        _incomplete_since.pop(path, None)
+        return True
+    if not paths.storage_of(path).is_shared(os.path.dirname(path)):
+        return True
+    now = time.monotonic()
+    since = _incomplete_since.setdefault(path, now)
+    if len(_incomplete_since) > _MAX_KNOWN:
+        _incomplete_since.popitem(last=False)
+    return now - since >= _SETTLED_SECONDS
 
 
 def _order(entry: Entry) -> tuple[float, bool, str]:

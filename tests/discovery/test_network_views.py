@@ -7,13 +7,16 @@ of 335 restores.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flax
 import numpy as np
 import pytest
 
@@ -22,7 +25,7 @@ from flax_ckpt_compat._core.local import network_file_system
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._discovery import locating, step_lookup
 from flax_ckpt_compat._restore import pipeline
-from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
+from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError, StorageError
 from tests.support.saves import names, tree
 
 
@@ -164,6 +167,66 @@ def test_what_is_missing_is_told_once_it_is_certain(run: tuple[Path, Client], fl
         lost.unlink()
         with pytest.raises(CheckpointError, match="missing"):
             checkpoints.restore_checkpoint(folder, tree(0))
+
+
+@pytest.fixture
+def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with steps 1 and 2 of Orbax's format; 2 is empty for now, as GlusterFS shows one that is replaced."""
+    monkeypatch.setattr(LocalStorage, "is_shared", staticmethod(lambda _: True))
+    flax.config.update("flax_use_orbax_checkpointing", True)
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        checkpoints.save_checkpoint(folder, tree(step), step, keep=2)
+    os.rename(folder / "checkpoint_2", tmp_path / "whole")
+    (folder / "checkpoint_2").mkdir()
+    yield folder
+    flax.config.update("flax_use_orbax_checkpointing", False)
+
+
+@pytest.mark.parametrize("there", [(), ("_METADATA",), ("manifest.ocdbt",), ("_METADATA", "d")], ids="+".join)
+def test_a_step_that_is_being_replaced_is_waited_for(replaced: Path, there: tuple[str, ...]) -> None:
+    """Neither the step before it nor the target is what a restore wants, and what is there in part is not damaged."""
+    whole, shown = replaced.with_name("whole"), replaced / "checkpoint_2"
+    for name in there:
+        os.rename(whole / name, shown / name)
+
+    def finish() -> None:
+        for name in names(whole):
+            os.rename(whole / name, shown / name)
+
+    later = threading.Timer(0.4, finish)
+    later.start()
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(replaced, tree(0))["w"], tree(2)["w"])
+    later.join()
+
+
+def test_a_step_that_stays_incomplete_is_skipped(replaced: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is waited for once: after that, the newest complete step is restored without a delay."""
+    for sleeps in (True, False):
+        before = time.monotonic()
+        np.testing.assert_array_equal(checkpoints.restore_checkpoint(replaced, tree(0))["w"], tree(1)["w"])
+        assert (time.monotonic() - before > step_lookup._SETTLED_SECONDS) == sleeps
+    assert "checkpoint_2 (the directory is empty)" in caplog.text
+    assert checkpoints.available_steps(replaced) == [1]
+
+
+def test_a_directory_that_fails_to_list_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GlusterFS answers EBADFD for a directory that it is renaming; an error that stays names the directory."""
+    path = checkpoints.save_checkpoint(tmp_path, tree(1), 1)
+    listdir, failures = os.listdir, 3
+
+    def failing(folder: Any = ".") -> list[str]:
+        nonlocal failures
+        if str(folder) == str(tmp_path) and failures:
+            failures -= 1
+            raise OSError(errno.EBADFD, os.strerror(errno.EBADFD), folder)
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    assert checkpoints.latest_checkpoint(tmp_path) == path
+    failures = 1000
+    with pytest.raises(StorageError, match="File descriptor in bad state"):
+        checkpoints.latest_checkpoint(tmp_path)
 
 
 def test_which_file_systems_are_shared(tmp_path: Path) -> None:

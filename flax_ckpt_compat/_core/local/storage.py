@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,8 @@ from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
+_BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
+_WAITS_SECONDS = (0.01, 0.05, 0.1, 0.3)
 _SMALL_READ = 64 * 2**10  # bytes
 
 
@@ -38,7 +41,7 @@ class LocalStorage:
 
     def listdir(self, path: str) -> list[str]:
         try:
-            return os.listdir(path)
+            return _listdir(path)
         except ValueError as error:
             raise FileNotFoundError(errno.ENOENT, f"no directory can have this name ({error})", path) from error
         except (FileNotFoundError, NotADirectoryError):
@@ -164,6 +167,18 @@ class LocalStorage:
 
     def context(self) -> None:
         """Return None, for TensorStore's default context."""
+
+
+def _listdir(path: str) -> list[str]:
+    """List a directory; again if the file system is renaming it."""
+    for seconds in _WAITS_SECONDS:
+        try:
+            return os.listdir(path)
+        except OSError as error:
+            if error.errno != _BEING_RENAMED:
+                raise
+        time.sleep(seconds)
+    return os.listdir(path)
 
 
 def _why_tensorstore_refuses(path: str) -> str | None:
