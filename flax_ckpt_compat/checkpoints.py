@@ -6,13 +6,14 @@ two backends disagree, both settings of the flag follow legacy Flax; the migrati
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax import core
 
-from flax_ckpt_compat import config
+from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Flax's, as in its own module
 from flax_ckpt_compat._core import arguments, module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
@@ -203,7 +204,7 @@ def restore_checkpoint(
     """
     if gda_manager is not None and hasattr(gda_manager, "wait_until_finished"):
         gda_manager.wait_until_finished()
-    options = RestoreOptions(config.current(), TransformSpec(orbax_transforms))
+    options = RestoreOptions(_settings.current(), TransformSpec(orbax_transforms))
     return restore_pipeline.restore(
         _directory(ckpt_dir), target, step, paths.as_text(prefix, "prefix"), options, orbax_checkpointer or None
     )
@@ -305,3 +306,15 @@ def _checkpoint_path_step(path: str) -> float | None:
 def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     return [os.path.join(checkpoint_dir.shown, entry.name) for entry in step_lookup.all_of(checkpoint_dir)]
+
+
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Return what else Flax's module has: modules that it imports, and helpers that scripts call."""
+        if not name.startswith("__"):
+            try:
+                return vars(importlib.import_module("flax.training.checkpoints"))[name]
+            except Exception:  # noqa: BLE001, S110 - releases of orbax and jax broke it with errors of many types
+                pass
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -134,6 +134,20 @@ def test_step_of_a_path(path: str) -> None:
     assert ours._checkpoint_path_step(path) == theirs._checkpoint_path_step(path)
 
 
+@pytest.mark.parametrize("name", ["_is_orbax_checkpoint", "_remove_invalid_ckpts", "config", "errors", "io", "logging"])
+def test_other_names_of_flax(name: str) -> None:
+    """Scripts use what Flax's module imports, and call its other helpers: these are Flax's own."""
+    assert getattr(ours, name) is getattr(theirs, name)
+
+
+def test_names_that_flax_has_not_either() -> None:
+    """A misspelt name is an AttributeError of this module."""
+    for name in ("save_checkpont", "__path__"):
+        assert not hasattr(ours, name)
+    with pytest.raises(AttributeError, match=r"'flax_ckpt_compat.checkpoints' has no attribute 'save_checkpont'"):
+        ours.save_checkpont  # noqa: B018
+
+
 def test_path_of_a_step() -> None:
     """They also call ``_checkpoint_path``, with numbers and with ``tmp``."""
     for arguments in ((".", 3), ("a/", "tmp", "x_"), ("s3://b", 2.5), ("", 1e20, "")):
