@@ -187,11 +187,15 @@ def _raise_failure(manager: Any, future: Future[Any]) -> None:
 
 
 def _forget(manager: Any, future: Future[Any]) -> bool:
-    """Forget a save whose failure is raised now; return False if it was already."""
+    """Forget the failure of a save that is raised now; return False if it was already.
+
+    The save stays the manager's, as in Flax, whose callers ask for its result after a wait."""
     save_registry.mark_seen(future)
     if manager.save_future is not future:
         return False
-    manager.save_future = None
+    if future.cancelled() or future.exception() is not None:
+        manager.save_future = finished = Future[Any]()
+        finished.set_result(None)
     return True
 
 

@@ -17,16 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core import steps, storage_errors
 from flax_ckpt_compat._core.errors import ProcessTimeoutError
 from flax_ckpt_compat._core.local import atomic, directories, removal, temporaries
 from flax_ckpt_compat.errors import StorageError
-from tests.support.saves import dead_pid, names, run_python
+from tests.support.saves import dead_pid, names, run_python, use_flag
 
 DAY = 24 * 3600
 
@@ -449,6 +452,42 @@ def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: in
     assert not atomic.rename_new(aside, str(tmp_path / "c_1"))
     atomic.remove_stale(str(tmp_path))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
+
+
+@pytest.fixture
+def merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renames of directories as on a mount of rclone: what is there stays beside what comes, or goes."""
+    for name in ("rename", "replace"):
+        real = getattr(os, name)
+
+        def rename(source: Any, target: Any, real: Any = real) -> None:
+            if os.path.isdir(source) and os.path.isdir(target):
+                for inner in os.listdir(source):
+                    os.rename(os.path.join(source, inner), os.path.join(target, inner))
+                os.rmdir(source)
+            else:
+                real(source, target)
+
+        monkeypatch.setattr(os, name, rename)
+
+
+def test_a_name_is_taken_also_where_renames_merge(tmp_path: Path, merging: None, kind: str) -> None:
+    """Two writers of one step: the second one is told."""
+    make(tmp_path / "c_1", "old", kind)
+    make(tmp_path / "new", "new", kind)
+    assert not atomic.rename_new(str(tmp_path / "new"), str(tmp_path / "c_1"))
+    assert (read(tmp_path / "c_1"), read(tmp_path / "new")) == ("old", "new")
+
+
+def test_nothing_of_a_replaced_checkpoint_stays_where_renames_merge(tmp_path: Path, merging: None) -> None:
+    """A file that only the old one has, such as its data, must not lie in the new one."""
+    with use_flag(True):
+        checkpoints.save_checkpoint(tmp_path, {"w": np.zeros(5)}, 1, "c_")
+        old = names(tmp_path / "c_1" / "d")
+        checkpoints.save_checkpoint(tmp_path, {"w": np.arange(3)}, 1, "c_", overwrite=True)
+    assert old and not {*old} & {*names(tmp_path / "c_1" / "d")}
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, None, prefix="c_")["w"], np.arange(3))
+    assert names(tmp_path) == ["c_1"]
 
 
 def test_clean_up_by_two_writers_at_once_is_no_error(

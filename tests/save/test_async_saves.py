@@ -25,7 +25,7 @@ from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import async_saves, save_registry, snapshot
 from flax_ckpt_compat._save.host_copies import Copies
-from tests.support.saves import names, run_python, tree
+from tests.support.saves import names, run_python, tree, use_flag
 
 MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
 
@@ -394,6 +394,26 @@ def test_a_managers_task_runs_and_is_tracked() -> None:
     assert isinstance(manager.executor, ThreadPoolExecutor)
     manager.wait_previous_save()
     manager.wait_previous_save()
+
+
+@pytest.mark.parametrize("checkpoints", [ours, flax_checkpoints], ids=["ours", "flax"])
+def test_a_save_stays_the_managers_after_a_wait(checkpoints: Any, tmp_path: Path) -> None:
+    """Callers wait, and then ask ``save_future`` for the result, or whether it is done."""
+    manager = checkpoints.AsyncManager()
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    manager.wait_previous_save()
+    assert manager.save_future.done() and manager.save_future.exception() is None
+
+
+def test_a_failure_that_was_raised_is_not_the_managers_any_more() -> None:
+    """A result that is asked for after it does not raise it again."""
+    manager = ours.AsyncManager()
+    manager.save_async(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.wait_previous_save()
+    manager.wait_previous_save()
+    assert manager.save_future is not None and manager.save_future.result() is None
 
 
 def test_two_threads_save_two_prefixes(flag: bool, tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
     replaced = None
     try:
         with _renaming(temporary, final):
+            _refuse_contents(temporary, final)
             os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
@@ -222,6 +223,7 @@ def rename_new(path: str, final: str) -> bool:
             if linked:
                 os.link(path, final)
             else:
+                _refuse_contents(path, final)
                 os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
         except OSError as error:
             if is_taken(error, final):
@@ -236,6 +238,17 @@ def rename_new(path: str, final: str) -> bool:
     if linked:  # only now: a power loss must not take both names
         os.unlink(path)
     return True
+
+
+def _refuse_contents(path: str, final: str) -> None:
+    """Raise what POSIX demands of the rename of a directory to one that is not empty, if it is one.
+
+    Mounts of rclone merge the two, and those of WebDAV replace one by the other (both measured)."""
+    if not os.path.isdir(path):
+        return
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(final) as contents:
+        for _ in contents:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), final)
 
 
 @contextmanager
