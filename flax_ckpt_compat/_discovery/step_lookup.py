@@ -147,7 +147,7 @@ class Directory:
     def longer(self) -> list[Entry]:
         """Return numbered names of longer prefixes that begin with this one, in natural order."""
         prefix = self.checkpoint_dir.prefix
-        return self._named(lambda name: steps.is_of_longer_prefix(name, prefix)) if prefix else []
+        return self._named(lambda name: steps.is_of_longer_prefix(name, prefix))
 
     def tiers(self) -> Iterator[Sequence[Entry]]:
         """Yield groups of entries; a group can hold the latest only if all groups before are empty."""

@@ -86,7 +86,7 @@ def test_names_are_in_natural_order(texts: list[str], flag: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("saved", "asked"), [("ckpt_step_", "ckpt_step"), ("run_", "run"), ("checkpoint_", "checkpoint")]
+    ("saved", "asked"), [("ckpt_step_", "ckpt_step"), ("run_", "run"), ("checkpoint_", "checkpoint"), ("c_", "")]
 )
 def test_the_beginning_of_a_prefix(
     saved: str, asked: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -107,7 +107,7 @@ def test_the_beginning_of_a_prefix(
 
 
 def test_the_beginning_of_a_prefix_takes_complete_checkpoints_only(flag: bool, tmp_path: Path) -> None:
-    """Unfinished ones, folders and files of other programs are passed over; with the empty prefix all are."""
+    """Unfinished ones, folders and files of other programs are passed over."""
     checkpoints.save_checkpoint(tmp_path, tree(3), 3, "ckpt_step_")
     (tmp_path / "ckpt_step_4").touch()
     (tmp_path / "ckpt_step_5").mkdir()
@@ -115,7 +115,7 @@ def test_the_beginning_of_a_prefix_takes_complete_checkpoints_only(flag: bool, t
     (tmp_path / "ckpt_step_6" / "weights.bin").write_bytes(b"x")
     (tmp_path / "ckpt_step_7").write_text("loss 0.25\n")
     assert latest_everywhere(tmp_path, "ckpt_step") == "ckpt_step_3"
-    assert latest_everywhere(tmp_path, "") is None
+    assert latest_everywhere(tmp_path, "") == "ckpt_step_3"
 
 
 def test_a_longer_prefix_yields_to_a_name_of_exactly_this_one(flag: bool, tmp_path: Path) -> None:
