@@ -490,6 +490,22 @@ def test_nothing_of_a_replaced_checkpoint_stays_where_renames_merge(tmp_path: Pa
     assert names(tmp_path) == ["c_1"]
 
 
+def test_a_directory_that_may_not_be_listed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename needs no permission to list what it replaces."""
+    real = os.scandir
+
+    def denied(path: Any = ".") -> Any:
+        if str(path) == str(tmp_path / "c_1"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    make(tmp_path / "c_1", "old", "directory")
+    make(tmp_path / "new", "new", "directory")
+    monkeypatch.setattr(os, "scandir", denied)
+    assert not atomic.rename_new(str(tmp_path / "new"), str(tmp_path / "c_1"))
+    assert read(tmp_path / "c_1") == "old"
+
+
 def test_clean_up_by_two_writers_at_once_is_no_error(
     tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,11 +244,17 @@ def _refuse_contents(path: str, final: str) -> None:
     """Raise what POSIX demands of the rename of a directory to one that is not empty, if it is one.
 
     Mounts of rclone merge the two, and those of WebDAV replace one by the other (both measured)."""
-    if not os.path.isdir(path):
-        return
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(final) as contents:
-        for _ in contents:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), final)
+    if os.path.isdir(path) and _has_contents(final):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), final)
+
+
+def _has_contents(path: str) -> bool:
+    """Return whether a path is a directory that is not empty; False if it cannot be listed, where the rename tells."""
+    try:
+        with os.scandir(path) as contents:
+            return any(True for _ in contents)
+    except OSError:
+        return False
 
 
 @contextmanager
