@@ -35,6 +35,7 @@ from flax_ckpt_compat._core.errors import (
     MultiprocessSaveError,
     NameCollisionError,
     OutOfMemoryError,
+    PermissionDeniedError,
     ProcessTimeoutError,
     ReplacedError,
     SettingError,
@@ -52,8 +53,8 @@ __all__ = [
     "ForkedProcessError", "IncompleteCheckpointError", "InvalidCheckpointError", "KindMismatchError",
     "MPACheckpointingRequiredError", "MPARestoreDataCorruptedError", "MPARestoreTargetRequiredError",
     "MissingLeavesError", "MultiprocessRestoreError", "MultiprocessSaveError", "NameCollisionError", "OutOfMemoryError",
-    "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError", "StorageError", "TransformError",
-    "UnrecognizedFormatError", "UnsupportedLeafError",
+    "PermissionDeniedError", "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError",
+    "StorageError", "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError",
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Error classes: one root, the classes that callers of Flax catch, our message, and pickling."""
 
 import copy
+import errno
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "ArgumentError": (ValueError,),
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
+    "PermissionDeniedError": (PermissionError, errors.StorageError),
     "CleanupError": (OSError, errors.StorageError),
     "MultiprocessRestoreError": (RuntimeError,),
     "ConcurrentWriteError": (OSError, errors.StorageError),
@@ -59,6 +62,8 @@ def make(name: str) -> Any:
         extra = {"conversions": ()}
     elif name in ("StorageError", "CleanupError", "ConcurrentWriteError"):
         extra = {"errno": 28}
+    elif name == "PermissionDeniedError":
+        extra = {"errno": 13}
     else:
         extra = {"leaf": "a/b"}
     return kind("the message {with} 100%", path="/p", **extra)
@@ -97,6 +102,7 @@ def test_pickling(name: str, copier: Any) -> None:
     again = copier(error)
     assert type(again) is type(error) and str(again) == str(error)
     assert vars(again) == vars(error)
+    assert getattr(again, "errno", None) == getattr(error, "errno", None)
 
 
 @pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
@@ -109,6 +115,19 @@ def test_new(name: str) -> None:
 def test_flax_own_attributes() -> None:
     """The errno of a refused operation is there, also to whoever catches OSError."""
     assert make("StorageError").errno == 28
+
+
+def test_a_refused_access_is_a_permission_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in Flax, whose callers catch Python's class."""
+    from flax_ckpt_compat import checkpoints
+
+    def refused(*_: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(PermissionError, match="check the permissions") as caught:
+        checkpoints.restore_checkpoint(tmp_path, None)
+    assert type(caught.value) is errors.PermissionDeniedError and caught.value.errno == errno.EACCES
 
 
 def test_public_errors_come_from_where_they_say(tmp_path: Path) -> None:

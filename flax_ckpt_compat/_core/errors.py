@@ -25,6 +25,7 @@ CheckpointError
 ├── ForkedProcessError                       this process was forked after TensorStore was used, which allows none
 ├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
+    ├── PermissionDeniedError(PermissionError)   the system refused access
     ├── CleanupError                         the checkpoint was saved; an older one could not be removed
     └── ConcurrentWriteError                 another process writes or removes the same checkpoint in a store
 
@@ -190,6 +191,8 @@ class ConversionError(CheckpointError, ValueError):
 class StorageError(CheckpointError, OSError):
     """The file system or object store refused an operation; the original error is the cause.
 
+    Where the system refused access, it is a `PermissionDeniedError`.
+
     Attributes:
         errno: the operating system's error number, where there was one.
     """
@@ -197,6 +200,19 @@ class StorageError(CheckpointError, OSError):
     def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
         super().__init__(message, path=path)
         self.errno = errno
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
+        return type(self), self.args, {**vars(self), "errno": self.errno}  # OSError leaves out its number
+
+
+class PermissionDeniedError(StorageError, PermissionError):
+    """The file system refused access; code that was written for Flax catches Python's PermissionError."""
+
+
+def storage_error_of(message: str, *, path: str | None, errno: int | None) -> StorageError:
+    """Return the StorageError of an error number, as `OSError` chooses its class."""
+    kind = PermissionDeniedError if isinstance(OSError(errno or 0, ""), PermissionError) else StorageError
+    return kind(message, path=path, errno=errno)
 
 
 class CleanupError(StorageError):

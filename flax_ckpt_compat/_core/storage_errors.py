@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, storage_error_of
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
@@ -99,7 +99,7 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         message += "; check the disk's space and permissions"
         if "://" in path:
             message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
-    return StorageError(message, path=path, errno=number)
+    return storage_error_of(message, path=path, errno=number)
 
 
 @contextmanager
@@ -136,9 +136,9 @@ def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> Sto
     else:
         reason, remedy = str(error).replace(temporary, path), ""
     if reason.startswith(path):
-        return StorageError(reason, path=path, errno=number)
+        return storage_error_of(reason, path=path, errno=number)
     message = f"{path} could not be saved: {reason}{'; ' + remedy if remedy else ''}"
-    return StorageError(message, path=path, errno=number)
+    return storage_error_of(message, path=path, errno=number)
 
 
 def _space(temporary: str, tree: Node) -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, storage_error_of
 from flax_ckpt_compat._core.local import gda_folder
 from flax_ckpt_compat._core.local.removal import delete as delete
 from flax_ckpt_compat._core.local.removal import discard as discard
@@ -116,7 +116,7 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
             except OSError as error:
                 what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
-                raise StorageError(message, path=original, errno=error.errno) from error
+                raise storage_error_of(message, path=original, errno=error.errno) from error
     return restored
 
 

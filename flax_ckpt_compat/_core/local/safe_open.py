@@ -10,7 +10,7 @@ import os
 import re
 import stat
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, storage_error_of
 
 # In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
@@ -60,7 +60,7 @@ class ContainedFiles:
                 return None
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 raise self._tampered(relative, f"cannot be a file's path ({error.strerror})") from error
-            raise StorageError(f"{file}: {error.strerror}", path=file, errno=error.errno) from error
+            raise storage_error_of(f"{file}: {error.strerror}", path=file, errno=error.errno) from error
         if stat.S_ISREG(status.st_mode):
             return status.st_size
         if not stat.S_ISDIR(status.st_mode):
