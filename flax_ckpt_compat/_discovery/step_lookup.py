@@ -14,10 +14,11 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._discovery import detect, saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -170,8 +171,10 @@ class Directory:
         classified = self._classified[entry.name]
         if classified.state is State.VANISHED and not self._tolerant:
             raise VanishedError
-        is_settled = _is_settled(classified)
-        if not is_settled and not self._tolerant:
+        if not _is_settled(classified) and not self._tolerant:
+            for other in (*self.steps, *self.texts):  # so that one wait is enough for all of them
+                with suppress(StorageError):
+                    _is_settled(self._classify(other))
             raise UnsettledError
         return classified
 
