@@ -11,7 +11,7 @@ import os
 import re
 from contextlib import AbstractContextManager
 
-from flax_ckpt_compat._core.errors import ArgumentError, StorageError, storage_error_of
+from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
@@ -78,7 +78,7 @@ def absolute(path: str) -> str:
         return os.path.abspath(local(path))
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
-        raise storage_error_of(message, path=path, errno=error.errno) from error
+        raise StorageError(message, path=path, errno=error.errno) from error
 
 
 def normal(path: str) -> str:
