@@ -166,15 +166,13 @@ class Directory:
         """Classify an entry; raise `VanishedError` if it has vanished since it was listed.
 
         Raise `UnsettledError` if it looks incomplete, but another machine may be replacing it."""
-        if entry.name not in self._classified:
-            self._classified[entry.name] = self._classify(entry)
-        classified = self._classified[entry.name]
+        classified = self._state_of(entry)
         if classified.state is State.VANISHED and not self._tolerant:
             raise VanishedError
         if not _is_settled(classified) and not self._tolerant:
             for other in (*self.steps, *self.texts):  # so that one wait is enough for all of them
                 with suppress(StorageError):
-                    _is_settled(self._classify(other))
+                    _is_settled(self._state_of(other))
             raise UnsettledError
         return classified
 
@@ -205,6 +203,11 @@ class Directory:
         found.sort(key=_order)
         is_manager = any(detect.is_step_of_manager(entry.path) for entry in reversed(found))
         return found if is_manager else []
+
+    def _state_of(self, entry: Entry) -> Classified:
+        if entry.name not in self._classified:
+            self._classified[entry.name] = self._classify(entry)
+        return self._classified[entry.name]
 
     def _classify(self, entry: Entry) -> Classified:
         why = detect.what_is_missing(entry.path, lists_denied=self._lists_denied)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax
 import numpy as np
 import pytest
 
@@ -26,7 +25,7 @@ from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._discovery import locating, step_lookup
 from flax_ckpt_compat._restore import pipeline
 from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError, StorageError
-from tests.support.saves import names, tree
+from tests.support.saves import names, tree, use_flag
 
 
 class Client:
@@ -170,17 +169,16 @@ def test_what_is_missing_is_told_once_it_is_certain(run: tuple[Path, Client], fl
 
 
 @pytest.fixture
-def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with steps 1 and 2 of Orbax's format; 2 is empty for now, as GlusterFS shows one that is replaced."""
     monkeypatch.setattr(LocalStorage, "is_shared", staticmethod(lambda _: True))
-    flax.config.update("flax_use_orbax_checkpointing", True)
     folder = tmp_path / "run"
-    for step in (1, 2):
-        checkpoints.save_checkpoint(folder, tree(step), step, keep=2)
+    with use_flag(True):
+        for step in (1, 2):
+            checkpoints.save_checkpoint(folder, tree(step), step, keep=2)
     os.rename(folder / "checkpoint_2", tmp_path / "whole")
     (folder / "checkpoint_2").mkdir()
-    yield folder
-    flax.config.update("flax_use_orbax_checkpointing", False)
+    return folder
 
 
 @pytest.mark.parametrize("there", [(), ("_METADATA",), ("manifest.ocdbt",), ("_METADATA", "d")], ids="+".join)
