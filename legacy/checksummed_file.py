@@ -120,6 +120,7 @@ class ChecksummedFile:
             count = os.preadv(self._source.fileno(), rest, offset)
             offset += count
             if not count:
+                self._source.check_end(offset)
                 span = next((span for _, stop, span in parts if stop > offset), None)
                 raise self._changed() if span is None else truncated(self._source, span)
             while rest and count >= len(rest[0]):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from flax_ckpt_compat._core.local.safe_open import check_end
 from flax_ckpt_compat._core.object_store.opened_object import HEAD_BYTES, OpenedObject
-from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .read_ahead import Buffers, Guesses
@@ -71,6 +72,13 @@ class File:
 
     def read(self, length: int, offset: int) -> bytes:
         """Read bytes; fewer only at the end."""
+        data = self._read_once(length, offset)
+        if (missing := min(length, self.size - offset) - len(data)) > 0:  # a system call returns at most 2 GiB
+            rest = bytearray(missing)
+            data += rest[: self.read_into(memoryview(rest), offset + len(data))]
+        return data
+
+    def _read_once(self, length: int, offset: int) -> bytes:
         if length <= self.window_sizes.tiny and self._can_read_uncached:
             try:
                 return self._read_uncached(length, offset)
@@ -97,7 +105,14 @@ class File:
         while count and at < len(target):
             count = os.preadv(self._fd, [target[at:]], offset + at)
             at += count
+        if at < len(target):
+            self.check_end(offset + at)
         return at
+
+    def check_end(self, found: int) -> None:
+        """Raise StorageError if no byte was read at ``found``, though the file still has its size."""
+        with translated(self.path, "read"):
+            check_end(self._fd, found)
 
     def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002
         """Return False; the system caches files."""

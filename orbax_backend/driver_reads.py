@@ -14,6 +14,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.orbax_layout import key_prefix
+from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import tensorstore_context, wait
@@ -75,6 +76,8 @@ class DriverReader:
         except StorageError:
             raise
         except (ValueError, OSError, NotImplementedError) as error:
+            if is_unreadable(error):
+                raise storage_error(self._path, error, "read") from error
             kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
             raise corrupt_array(self._path, read, str(error), kind) from error
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.object_store import request_timeouts
@@ -41,6 +41,15 @@ def refuse_escape(relative: str, path: str) -> None:
             "do not use it",
             path=path,
         )
+
+
+def read_existing(file: str, start: int, stop: int | None, missing: CheckpointError) -> bytes:
+    """Read a range of a file; raise ``missing`` if there is none, and StorageError if it cannot be read."""
+    with translated(file, "read"):
+        try:
+            return paths.read(file, start, stop)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise missing from error
 
 
 class CheckpointFiles:

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, corrupt, refuse_escape
+from .files import ByteRange, CheckpointFiles, corrupt, read_existing, refuse_escape
 
 _MAX_METADATA_BYTES = 1 << 20
 
@@ -58,12 +58,10 @@ class Index(Protocol):
 def read_small(path: str, extent: ByteRange) -> bytes:
     """Read the metadata of an array."""
     full = os.path.join(path, extent.file)
-    try:
-        data = paths.read(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
-    except FileNotFoundError as error:
-        raise errors.CorruptCheckpointError(
-            f"{full}: the file is missing, but the array database refers to it; restore it from a backup", path=full
-        ) from error
+    missing = errors.CorruptCheckpointError(
+        f"{full}: the file is missing, but the array database refers to it; restore it from a backup", path=full
+    )
+    data = read_existing(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES), missing)
     if len(data) != extent.length:
         what = f"{extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}"
         raise corrupt(full, what)

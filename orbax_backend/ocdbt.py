@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, sizes_of
+from .files import ByteRange, CheckpointFiles, read_existing, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
 from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
 from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
@@ -98,7 +98,7 @@ class _Database:
         name = self._base + MANIFEST
         file = self._locate(name)
         self._files.check(name)
-        data = paths.read(file, 0, None if paths.is_url(file) else _MAX_MANIFEST_BYTES)
+        data = read_existing(file, 0, None if paths.is_url(file) else _MAX_MANIFEST_BYTES, _missing(file))
         try:
             root = newest_root(data, self._base, self._budget)
         except ValueError as error:
@@ -143,12 +143,7 @@ class _Database:
     def _read_one(self, node: NodeRef) -> bytes:
         file = self._locate(node.extent.file)
         _, offset, length = node.extent
-        try:
-            data = paths.read(file, offset, offset + length)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{file}: this file of the array database is missing; restore it from a backup", path=file
-            ) from error
+        data = read_existing(file, offset, offset + length, _missing(file))
         if len(data) != length:
             raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))
         return data
@@ -161,3 +156,9 @@ class _Database:
         return CorruptCheckpointError(
             f"{full}: the array database does not decode{at}: {error}; restore the files from a backup", path=full
         )
+
+
+def _missing(file: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{file}: this file of the array database is missing; restore it from a backup", path=file
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -11,6 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import errors, paths
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
 
 from .files import ByteRange, CheckpointFiles, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue, open_files, read_small
@@ -38,10 +40,6 @@ def open_database(path: str, folder: str = "", locate: Callable[[str], str] | No
         if locate is not None:
             raise _undecodable(full, error) from error
         return _DriverIndex(full)
-    except (errors.CorruptCheckpointError, errors.StorageError):
-        raise
-    except OSError as error:
-        raise _undecodable(full, error) from error
 
 
 def holds_array(path: str) -> bool:
@@ -83,6 +81,17 @@ def _missing_manifest(path: str) -> errors.CheckpointError:
         f"{path}: the file {layout.MANIFEST} is missing, without which no array can be found; restore it from a backup",
         path=path,
     )
+
+
+@contextlib.contextmanager
+def _tensorstore_errors(path: str) -> Iterator[None]:
+    """Translate TensorStore's errors about a database."""
+    try:
+        yield
+    except errors.StorageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise storage_error(path, error, "read") if is_unreadable(error) else _undecodable(path, error) from error
 
 
 def _undecodable(path: str, error: Exception) -> errors.CorruptCheckpointError:
@@ -134,25 +143,17 @@ class _DriverIndex(Index):
         self._path = path
         for folder in ("", layout.DATA_DIRECTORY):
             CheckpointFiles(path).check_folder(folder)
-        try:
+        with _tensorstore_errors(path):
             self._store = wait(path, ts.KvStore.open(_database_spec(path, ""), context=tensorstore_context(path, 0)))
             self._keys = frozenset(wait(path, self._store.list()))
-        except errors.StorageError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _undecodable(path, error) from error
 
     def find(self, key: str) -> StoredValue | None:
         return OpaqueValue() if key.encode() in self._keys else None
 
     def get(self, key: str) -> bytes | None:
-        try:
+        with _tensorstore_errors(self._path):
             there = key.encode() in self._keys
             return bytes(wait(self._path, self._store.read(key)).value) if there else None
-        except errors.StorageError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _undecodable(self._path, error) from error
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._path, prefix)

@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import checksums, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.local.safe_open import open_regular
+from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -225,6 +225,8 @@ class ArrayReader:
                 except OSError as error:
                     raise storage_error(os.path.join(self._path, file), error, "read") from error
                 if not count:
+                    with translated(os.path.join(self._path, file), "read"):
+                        check_end(files[file], at)
                     raise self._corrupt(piece.read, f"the file {file} ends too early")
                 rest, at = rest[count:], at + count
             if piece.chunk is not None:
@@ -277,7 +279,7 @@ class ArrayReader:
         with translated(os.path.join(self._path, file), "read"):
             try:
                 yield
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._corrupt(read, f"the file {file} is missing") from error
 
 

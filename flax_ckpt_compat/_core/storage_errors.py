@@ -28,6 +28,7 @@ _REMEDIES = {
 _NOT_ON_WINDOWS = re.compile(r'[<>:"\\|?*]')
 _REFUSED_NAME = (errno.EINVAL, errno.ENOENT)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
@@ -74,12 +75,10 @@ def is_denied(error: StorageError) -> bool:
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it.
 
-    ``doing`` completes "could not be …". TensorStore has the system's error number in its text only."""
+    ``doing`` completes "could not be …"."""
     if isinstance(error, StorageError):
         return error
-    number = getattr(error, "errno", None)
-    if number is None and (found := _OS_ERROR.search(str(error))):
-        number = int(found[1] or found[2])
+    number = _number_of(error)
     message = f"{path} could not be {doing}: " if doing else f"{path}: "
     message += str(getattr(error, "strerror", None) or error)
     if number in _DENIED:
@@ -100,6 +99,20 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         if "://" in path:
             message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
     return storage_error_of(message, path=path, errno=number)
+
+
+def _number_of(error: Exception) -> int | None:
+    """Return the operating system's error number, which TensorStore has in its text only."""
+    number: int | None = getattr(error, "errno", None)
+    found = _OS_ERROR.search(str(error)) if number is None else None
+    return int(found[1] or found[2]) if found else number
+
+
+def is_unreadable(error: Exception) -> bool:
+    """Return whether the system could not read a file, which tells nothing about what it holds.
+
+    A file that is missing, or a directory in its place, is damage of the checkpoint."""
+    return _number_of(error) not in (None, *_NO_FILE)
 
 
 @contextmanager

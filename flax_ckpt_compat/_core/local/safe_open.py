@@ -10,7 +10,8 @@ import os
 import re
 import stat
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError, storage_error_of
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.storage_errors import storage_error
 
 # In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
@@ -27,6 +28,15 @@ def open_regular(path: str) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise StorageError(f"{path}: expected a regular file, found {_kind(mode)}", path=path, errno=errno.EINVAL)
+
+
+def check_end(descriptor: int, found: int) -> None:
+    """Raise OSError if a file is larger than the ``found`` bytes after which nothing could be read.
+
+    Mounts of object stores (rclone) are so while they upload a file that was renamed."""
+    size = os.fstat(descriptor).st_size
+    if found < size:
+        raise OSError(errno.EIO, f"its file system returned {found} of {size} bytes")
 
 
 def stays_inside(relative: str) -> bool:
@@ -60,7 +70,7 @@ class ContainedFiles:
                 return None
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 raise self._tampered(relative, f"cannot be a file's path ({error.strerror})") from error
-            raise storage_error_of(f"{file}: {error.strerror}", path=file, errno=error.errno) from error
+            raise storage_error(file, error, "read") from error
         if stat.S_ISREG(status.st_mode):
             return status.st_size
         if not stat.S_ISDIR(status.st_mode):

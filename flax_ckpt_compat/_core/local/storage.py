@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, directories, files_below, network_file_system
-from flax_ckpt_compat._core.local.safe_open import open_regular
+from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
@@ -107,9 +107,13 @@ class LocalStorage:
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_regular(path), "rb") as file:
             file.seek(start)
+            size = os.fstat(file.fileno()).st_size
             if stop is not None:  # Python allocates all bytes that are asked for
-                stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))
-            return file.read(-1 if stop is None else stop - start)
+                stop = min(stop, max(size, start + _SMALL_READ))
+            data = file.read(-1 if stop is None else stop - start)
+            if start + len(data) < (size if stop is None else min(size, stop)):
+                check_end(file.fileno(), start + len(data))
+            return data
 
     def total_size(self, path: str) -> int:
         files = [path] if not os.path.isdir(path) else []
