@@ -55,7 +55,8 @@ class File:
             raise storage_error(path, error, "read") from error
         self._can_read_uncached = sys.platform == "linux"
         self._closer = weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
+        with translated(path, "read"):
+            status = os.fstat(self._fd)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode) or not self.size:
             self.close()

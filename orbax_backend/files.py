@@ -52,6 +52,12 @@ def read_existing(file: str, start: int, stop: int | None, missing: CheckpointEr
             raise missing from error
 
 
+def list_names(folder: str) -> list[str]:
+    """Return the names in a directory in order, none if there is no directory; raise StorageError if it is refused."""
+    with translated(folder, "listed"):
+        return sorted(paths.listdir(folder)) if paths.isdir(folder) else []
+
+
 class CheckpointFiles:
     """The files of a checkpoint's directory, which its index and its links may not leave."""
 

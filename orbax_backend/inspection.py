@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.backend import Inspection
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import Path
 
-from .files import read_json
+from .files import list_names, read_json
 from .key_index import Index
 from .tree_structure import Structure, arrays_listed
 from .zarr import ArrayInfo
@@ -114,7 +114,7 @@ def _problem(what: str, info: ArrayInfo) -> str:
 def _listed(folder: str) -> Mapping[str, Sequence[tuple[str, object]]]:
     """Return stored name → every file that lists it, and the chunk shape that it gives."""
     found: dict[str, list[tuple[str, object]]] = {}
-    for file in sorted(paths.listdir(folder)) if paths.isdir(folder) else ():
+    for file in list_names(folder):
         for name, chunks, _ in arrays_listed(folder, file):
             found.setdefault(name, []).append((file, chunks))
     return found

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
 
-from .files import ByteRange, CheckpointFiles, tensorstore_context, wait
+from .files import ByteRange, CheckpointFiles, list_names, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue, open_files, read_small
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
@@ -50,8 +50,7 @@ def holds_array(path: str) -> bool:
 
 def process_databases(path: str) -> list[str]:
     """Return the names of process databases, which a save merges at its end."""
-    names = paths.listdir(path) if paths.isdir(path) else []
-    return [name for name in names if name.startswith(layout.PROCESS_PREFIX)]
+    return [name for name in list_names(path) if name.startswith(layout.PROCESS_PREFIX)]
 
 
 def _unmerged_database(path: str, names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .array_items import holds_array_folder, is_single_array, is_typed_key
-from .files import Check, corrupt, read_ahead, read_json
+from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
 from .shardings import read_shardings
@@ -138,8 +138,7 @@ def _holds_database(path: str) -> bool:
     if paths.isfile(os.path.join(path, layout.MANIFEST)):
         return True
     nodes = os.path.join(path, layout.DATA_DIRECTORY)
-    names = paths.listdir(nodes) if paths.isdir(nodes) else []
-    return any(_DATABASE_FILE.fullmatch(name) for name in names) or bool(process_databases(path))
+    return any(_DATABASE_FILE.fullmatch(name) for name in list_names(nodes)) or bool(process_databases(path))
 
 
 def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
@@ -186,7 +185,7 @@ def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> L
 def _missing_structure(path: str) -> Exception:
     if not paths.isdir(path):
         return errors.CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
-    names = sorted(paths.listdir(path))
+    names = list_names(path)
     ours = {layout.MANIFEST, layout.STEP_METADATA, layout.SHARDING, layout.STRINGS, layout.DATA_DIRECTORY} & set(names)
     if not ours:
         return errors.UnrecognizedFormatError(
@@ -221,7 +220,7 @@ def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None
     directory = os.path.join(path, layout.ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
     listed = {entry.name for entry in entries if entry.value_type == layout.JAX_ARRAY and not entry.skipped}
-    for file in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
+    for file in list_names(directory):
         if listed and listed <= impls.keys():
             break
         impls.update({name: impl for name, _, impl in arrays_listed(directory, file)})

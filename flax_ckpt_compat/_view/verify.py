@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, orbax_directory, walk
@@ -176,7 +177,8 @@ def _strange_names(opened: opening.Opened) -> list[str]:
     if "" in opened.items:
         return []  # its reader knows
     known = {*opened.items, *STEP_FILES}
-    strange = sorted(name for name in paths.listdir(opened.path) if name not in known)
+    with translated(opened.path, "listed"):
+        strange = sorted(name for name in paths.listdir(opened.path) if name not in known)
     return [
         f"{name} (an item of an unknown kind: not verified)" if paths.isdir(os.path.join(opened.path, name)) else name
         for name in strange

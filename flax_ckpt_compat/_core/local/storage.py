@@ -19,6 +19,8 @@ from flax_ckpt_compat._core.storage_errors import storage_error, translated
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
 _WAITS_SECONDS = (0.01, 0.05, 0.1, 0.3)
+# Errors of a path that is not there, or that the file system takes for no name. Of a stale one, see `lexists`.
+_CANNOT_BE_THERE = ABSENT - {errno.ESTALE} | {errno.EINVAL, errno.EILSEQ}
 _SMALL_READ = 64 * 2**10  # bytes
 
 
@@ -47,9 +49,9 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:
-            if error.errno not in ABSENT:
+            # `lexists` raises if it is the mount that is stale.
+            if error.errno not in ABSENT or (error.errno == errno.ESTALE and self.lexists(path)):
                 raise
-            self.lexists(path)  # raises if it is the mount that is stale
             why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
             raise FileNotFoundError(errno.ENOENT, why, path) from error
 
@@ -174,12 +176,12 @@ class LocalStorage:
 
 
 def _listdir(path: str) -> list[str]:
-    """List a directory; again if the file system is renaming it."""
+    """List a directory; again if the file system is renaming it, or another machine has replaced it meanwhile."""
     for seconds in _WAITS_SECONDS:
         try:
             return os.listdir(path)
         except OSError as error:
-            if error.errno != _BEING_RENAMED:
+            if error.errno not in (_BEING_RENAMED, errno.ESTALE):
                 raise
         time.sleep(seconds)
     return os.listdir(path)
@@ -204,6 +206,9 @@ def _mode(path: str) -> int:
         # Otherwise only this path is refused, such as the mount point of another user.
         if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
             raise storage_error(path, error) from error
-    except (OSError, ValueError):
+    except ValueError:  # a NUL in the path
         pass
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_THERE:
+            raise storage_error(path, error, "found") from error
     return 0
