@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, stores
+from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, reads, stores
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
@@ -44,6 +44,11 @@ WITH_SHIM = (
         "errors",
         "a call fails once (EIO, ENOSPC), or the disk stays full from it on",
         _calls("EIO", "ENOSPC", "a disk that stays full"),
+    ),
+    Experiment(
+        "reads",
+        "a call that reads fails once (EIO, ESTALE): the latest is restored, or steps are listed",
+        reads.at_calls,
     ),
     Experiment("power", "power lost during or after a save", power.lose_power),
     Experiment(

@@ -6,8 +6,9 @@
 
 static char root[PATH_MAX];
 static size_t root_length;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static __thread int inside;
+/* Not every library uses these. */
+__attribute__((unused)) static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+__attribute__((unused)) static __thread int inside;
 
 #define REAL(name, ...) ((__typeof__(&name))real(#name))(__VA_ARGS__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _HEADER = Path(__file__).with_name("preload.h")
-_SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "network.c")]  # the first sees calls first
+_SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "network.c", "reads.c")]  # the first sees calls first
 
 
 class Action(enum.IntEnum):
@@ -81,7 +81,8 @@ def is_loaded() -> bool:
 def _loaded() -> Any:
     shim = ctypes.CDLL(None)
     shim.shim_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
-    shim.shim_disarm.restype = ctypes.c_long
+    shim.shim_disarm.restype = shim.reads_disarm.restype = ctypes.c_long
+    shim.reads_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
     return shim
 
 
@@ -106,6 +107,16 @@ class Network(enum.IntEnum):
 def network(directory: str, rules: Network) -> None:
     """Let a directory have the rules of NFS, for this process and its forks."""
     _loaded().network_rules(os.fsencode(os.path.realpath(directory)), int(rules))
+
+
+def arm_reads(directory: str, at: int = 0, errno: int = 0) -> None:
+    """Watch what is read below a directory from now on: files, names and their status; let the ``at``-th call fail."""
+    _loaded().reads_arm(os.fsencode(os.path.realpath(directory)), at, errno)
+
+
+def disarm_reads() -> int:
+    """Stop; return how many calls there were."""
+    return int(_loaded().reads_disarm())
 
 
 def mark(text: str) -> None:

@@ -54,6 +54,13 @@ def test_nothing_of_ours_is_lost(scale: float) -> None:
 
 @needs_shim
 @pytest.mark.slow
+def test_what_cannot_be_read_is_neither_absent_nor_damaged() -> None:
+    """Each call that reads fails once: never the target, nor an older step, nor an error that blames the checkpoint."""
+    _command("--ours", "--only=reads")
+
+
+@needs_shim
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.015])
 def test_nothing_of_two_processes_is_lost(scale: float) -> None:
     """Whichever of the two is hit, and wherever."""

@@ -1,0 +1,69 @@
+"""A look at a directory that fails says nothing of what is there: no target, no older step, no word of damage.
+
+`python -m tests.reliability --only reads` does the same below Python, beside real Flax."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.errors import StorageError
+from tests.support.saves import use_flag
+
+_CALLS = ("stat", "lstat", "listdir", "open")
+_TARGET = {"a": np.zeros(3)}
+
+
+class _Failing:
+    """Counts the calls of `os` below a directory, and lets the n-th fail."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, at: int = 0, number: int = errno.EIO):
+        self._folder, self._at, self._number, self.calls = str(folder), at, number, 0
+        for name in _CALLS:
+            patch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **options: Any) -> Any:
+            if str(path).startswith(self._folder):
+                self.calls += 1
+                if self.calls == self._at:
+                    raise OSError(self._number, os.strerror(self._number), str(path))
+            return real(path, *rest, **options)
+
+        return call
+
+
+def _restore(folder: Path) -> float:
+    return float(checkpoints.restore_checkpoint(folder, _TARGET)["a"][0])
+
+
+def _latest(folder: Path) -> float:
+    return float(str(checkpoints.latest_checkpoint(folder)).rpartition("_")[2])
+
+
+@pytest.mark.parametrize("look", [_restore, _latest])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN], ids=errno.errorcode.get)
+@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
+def test_each_look_fails_once(flag, number, look, tmp_path):
+    """The latest step, or a StorageError: a stale name is looked up again, and a dead mount is no empty directory."""
+    with use_flag(flag):
+        for step in (1, 2, 3):
+            checkpoints.save_checkpoint(tmp_path, {"a": np.full(3, float(step))}, step)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = _Failing(tmp_path, patch)
+            assert look(tmp_path) == 3
+        assert calls.calls > 2
+        for at in range(1, calls.calls + 1):
+            with pytest.MonkeyPatch.context() as patch:
+                _Failing(tmp_path, patch, at, number)
+                try:
+                    assert look(tmp_path) == 3, at
+                except StorageError as error:
+                    assert error.errno == number, (at, error)

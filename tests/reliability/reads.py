@@ -1,0 +1,89 @@
+"""Let each call that reads a directory of checkpoints fail, while the latest of them is looked up and restored."""
+
+from __future__ import annotations
+
+import errno
+import random
+import tempfile
+from collections.abc import Callable
+
+from flax_ckpt_compat.errors import CheckpointError, StorageError
+from tests.reliability import forks, shim
+from tests.reliability.extent import Extent
+from tests.reliability.judge import quiet, text_of
+from tests.reliability.tally import Tally
+from tests.reliability.workloads import Save, System
+
+_STEPS = (1, 2, 3)
+_ERRORS = ("EIO", "ESTALE")
+
+
+def at_calls(system: System, tally: Tally, extent: Extent) -> None:
+    """Fail each call once with each error, or as many of them as the extent says."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        saved = forks.run(lambda: _save_all(system, folder))
+        assert not saved.error and not saved.code, saved
+        batches = []
+        for look in (_restore, _list_steps):
+            calls, wrong = _count(system, folder, look)
+            assert not wrong, wrong
+            cases = [(name, at) for name in _ERRORS for at in range(1, calls + 1)]
+            chosen = random.Random(look.__name__).sample(cases, extent.times(len(cases)))
+            batches += [((look, calls), [case]) for case in chosen]
+        for (look, calls), [(name, at)] in extent.through(batches, tally):
+            tally.add(_case(system, folder, look, name, at), f"{look.__name__}, {name} at call {at} of {calls}")
+
+
+def _save_all(system: System, folder: str) -> None:
+    system.use()
+    for number, step in enumerate(_STEPS, 1):
+        Save(step).run(system, f"{folder}/run", number)
+
+
+def _restore(system: System, folder: str) -> str:
+    restored = system.restore(folder)
+    if restored is None:
+        return "nothing: it returns the target, although checkpoints are there"
+    found = system.number_of(restored)
+    return "" if found == len(_STEPS) else f"lost: the value {found} is restored, expected {len(_STEPS)}"
+
+
+def _list_steps(system: System, folder: str) -> str:
+    found = sorted(system.steps(folder))
+    return "" if found == list(_STEPS) else f"lost: the steps are {found}"
+
+
+def _count(system: System, folder: str, look: Callable[[System, str], str]) -> tuple[int, str]:
+    def count() -> tuple[int, str]:
+        system.use()
+        shim.arm_reads(f"{folder}/run")
+        wrong = look(system, f"{folder}/run")
+        return shim.disarm_reads(), wrong
+
+    ended = forks.run(count)
+    assert ended.value, ended
+    return int(ended.value[0]), str(ended.value[1])
+
+
+def _case(system: System, folder: str, look: Callable[[System, str], str], name: str, at: int) -> str:
+    def hit() -> str:
+        system.use()
+        shim.arm_reads(f"{folder}/run", at, getattr(errno, name))
+        try:
+            with quiet():
+                return look(system, f"{folder}/run") or "same"
+        except Exception as error:
+            return _judge(system, error)
+        finally:
+            shim.disarm_reads()
+
+    ended = forks.run(hit)
+    if ended.hung or ended.code:
+        return "hung: it never returned" if ended.hung else f"crash: it ended with {ended.code}"
+    return ended.error or str(ended.value)
+
+
+def _judge(system: System, error: Exception) -> str:
+    if not system.is_ours or isinstance(error, StorageError):
+        return "found"
+    return f"{'blamed' if isinstance(error, CheckpointError) else 'raw'}: {text_of(error)}"
