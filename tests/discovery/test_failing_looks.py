@@ -55,7 +55,7 @@ def test_each_look_fails_once(flag, number, look, tmp_path):
     """The latest step, or a StorageError: a stale name is looked up again, and a dead mount is no empty directory."""
     with use_flag(flag):
         for step in (1, 2, 3):
-            checkpoints.save_checkpoint(tmp_path, {"a": np.full(3, float(step))}, step)
+            checkpoints.save_checkpoint(tmp_path, {"a": np.full(3, float(step))}, step, keep=3)
         with pytest.MonkeyPatch.context() as patch:
             calls = _Failing(tmp_path, patch)
             assert look(tmp_path) == 3

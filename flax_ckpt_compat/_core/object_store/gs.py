@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import http.client
 import json
 import logging
 import os
@@ -192,12 +193,12 @@ def _send(request: urllib.request.Request, timeout: float) -> tuple[int, dict[st
     ssl_context = _ssl_context() if request.type == "https" else None
     try:
         with urllib.request.urlopen(request, timeout=min(timeout, _TIMEOUT), context=ssl_context) as answer:  # noqa: S310
-            return answer.status, json.loads(answer.read())
+            return answer.status, _content_of(answer)
     except urllib.error.HTTPError as error:
         if error.code >= _SERVER_FAILED or error.code in _TRANSIENT_CODES:
             raise _TransientError(f"UNAVAILABLE: {error.reason} (HTTP {error.code})") from error
         return error.code, _error_content(error)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if is_of_handler(error):
             raise
         raise _UnreachableError(f"UNAVAILABLE: {error}") from error
@@ -209,12 +210,22 @@ def _ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context(cafile=os.environ.get("TENSORSTORE_CA_BUNDLE"))
 
 
+def _content_of(answer: Any) -> dict[str, Any]:
+    """Return the JSON object of a response; raise OSError if it was cut, and ValueError if it has none."""
+    try:
+        found = json.loads(answer.read())
+    except http.client.HTTPException as error:  # which is no OSError
+        raise ConnectionError(f"the answer was cut: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object in the answer, found a {type(found).__name__}")
+    return found
+
+
 def _error_content(error: urllib.error.HTTPError) -> dict[str, Any]:
     try:
-        found = json.loads(error.read())
+        return _content_of(error)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def token() -> str | None:
@@ -254,7 +265,7 @@ def _credentials_file() -> str | None:
 
 
 def _from_file(file: str) -> tuple[float, str | None]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         with open(file, encoding="utf-8") as opened:
             content = json.load(opened)
         if content.get("type") == "authorized_user":
@@ -266,7 +277,7 @@ def _from_file(file: str) -> tuple[float, str | None]:
 
 def _from_metadata_server() -> tuple[float, str | None]:
     server = os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         request = urllib.request.Request(f"http://{server}/{_METADATA}", headers={"Metadata-Flavor": "Google"})
         return _request_token(request, _METADATA_TIMEOUT)
     return _NO_TOKEN_FOR, None
@@ -274,5 +285,5 @@ def _from_metadata_server() -> tuple[float, str | None]:
 
 def _request_token(request: urllib.request.Request, timeout: float) -> tuple[float, str | None]:
     with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
-        found: dict[str, Any] = json.loads(answer.read())
+        found = _content_of(answer)
     return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])
