@@ -28,6 +28,8 @@ class Names:
     def nearest(self, wanted: str) -> list[str]:
         """Return at most two names that are akin where they differ; with the same last part if any name has it."""
         names = self._by_last.get(_last(wanted)) or self._names
+        if _last(wanted).isdecimal():  # an item of a list is like no other name
+            names = [name for name in names if _last(name).isdecimal()]
         if len(names) > _MAX_COMPARED:
             pairs = _pairs_of(wanted)
             names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._similarity(name, pairs))

@@ -119,7 +119,7 @@ class LocalStorage:
 
     def total_size(self, path: str) -> int:
         files = [path] if not os.path.isdir(path) else []
-        files += [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        files += [os.path.join(folder, name) for folder, _, names in os.walk(path, onerror=_raise_failure) for name in names]
         total = 0
         for file in files:
             try:
@@ -173,6 +173,12 @@ class LocalStorage:
 
     def context(self) -> None:
         """Return None, for TensorStore's default context."""
+
+
+def _raise_failure(error: OSError) -> None:
+    """Raise the error of a listing, unless the directory was removed meanwhile, or may not be listed."""
+    if error.errno not in ABSENT and not isinstance(error, PermissionError):
+        raise error
 
 
 def _listdir(path: str) -> list[str]:
