@@ -112,9 +112,12 @@ def test_new(name: str) -> None:
     assert type(kind.__new__(kind)) is kind
 
 
-def test_flax_own_attributes() -> None:
-    """The errno of a refused operation is there, also to whoever catches OSError."""
-    assert make("StorageError").errno == 28
+def test_attributes_of_os_errors() -> None:
+    """What callers that catch OSError print is there, and the text is the message alone."""
+    error, theirs = make("StorageError"), OSError(28, os.strerror(28), "/p")
+    for name in ("errno", "strerror", "filename"):
+        assert getattr(error, name) == getattr(theirs, name)
+    assert str(error) == "the message {with} 100%"
 
 
 def test_a_refused_access_is_a_permission_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

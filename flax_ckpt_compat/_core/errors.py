@@ -35,6 +35,7 @@ re-exports all of these. Each class inherits the built-in that callers of Flax a
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -195,11 +196,23 @@ class StorageError(CheckpointError, OSError):
 
     Attributes:
         errno: the operating system's error number, where there was one.
+        strerror: its text, where there was one.
+        filename: the same as ``path``.
     """
 
     def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
         super().__init__(message, path=path)
         self.errno = errno
+
+    if not TYPE_CHECKING:  # OSError has them as values, and makes its text of them where they are set
+
+        @property
+        def strerror(self) -> str | None:
+            return None if self.errno is None else os.strerror(self.errno)
+
+        @property
+        def filename(self) -> str | None:
+            return self.path
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
         return type(self), self.args, {**vars(self), "errno": self.errno}  # OSError leaves out its number

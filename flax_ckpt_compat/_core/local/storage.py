@@ -119,7 +119,8 @@ class LocalStorage:
 
     def total_size(self, path: str) -> int:
         files = [path] if not os.path.isdir(path) else []
-        files += [os.path.join(folder, name) for folder, _, names in os.walk(path, onerror=_raise_failure) for name in names]
+        for folder, _, names in os.walk(path, onerror=_raise_failure):
+            files += [os.path.join(folder, name) for name in names]
         total = 0
         for file in files:
             try:
