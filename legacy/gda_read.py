@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, is_unreadable, storage_error, store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
 # Bytes of arrays that are read at the same time.
@@ -168,6 +168,8 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     except (CorruptCheckpointError, StorageError):
         raise
     except (*TENSORSTORE_ERRORS, MemoryError) as error:
+        if is_unreadable(error):
+            raise storage_error(array.folder, error, "read") from error
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
 
 

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local import atomic, gda_folder
+from flax_ckpt_compat._core.local import atomic, gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_file
 from flax_ckpt_compat._core.object_store import client, multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
@@ -170,7 +170,7 @@ def _check_and_sync(base: str, array: DistributedArray) -> None:
     listed = set(os.listdir(folder))
     # On network file systems a listing may be stale, so check unlisted names directly too.
     missing = [name for name in array.chunk_names() if name not in listed]
-    _require(base, array, [name for name in missing if not os.path.exists(os.path.join(folder, name))])
+    _require(base, array, [name for name in missing if not presence.exists(os.path.join(folder, name))])
     sync_file(os.path.join(folder, ZARR2_METADATA))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.thread_pools import Once, in_parallel, start_thread
 from flax_ckpt_compat._core.tree import Shard
@@ -126,8 +127,8 @@ def _padded(data: np.ndarray[Any, Any], shape: array_boxes.Shape) -> Iterator[me
 def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
     """Complete the record of a finished database's chunks with what lies in its folder; return full path → content."""
     data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
-    record.data_files = frozenset(os.listdir(data) if os.path.isdir(data) else ())
-    if os.path.exists(manifest):
+    record.data_files = frozenset(os.listdir(data) if presence.isdir(data) else ())
+    if presence.exists(manifest):
         with open(manifest, "rb") as file:
             record.add_files(path, {manifest: file.read()})
     return {os.path.join(folder, CHECKSUMS): record.encode()}

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
-from flax_ckpt_compat._core.local import atomic, syncing
+from flax_ckpt_compat._core.local import atomic, presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.object_store import request_timeouts
 from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_failure
@@ -72,7 +72,7 @@ class CheckpointFiles:
 
     def check_folder(self, folder: str) -> None:
         """Check all files directly in a local directory."""
-        if self._local is not None and os.path.isdir(os.path.join(self._path, folder)):
+        if self._local is not None and presence.isdir(os.path.join(self._path, folder)):
             self._local.check_folder(folder)
 
 

@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store import multiprocess
@@ -62,7 +63,7 @@ def write(
     is_primary = process.index == 0
     if upload is not None and not is_primary:
         begin(path, plan, options, process)
-    if not os.path.isdir(path):
+    if not presence.isdir(path):
         raise StorageError(
             f"process {process.index} does not find {path}, which process 0 made: all processes must save to one "
             f"directory that they share, on a network file system or an object store",
@@ -144,7 +145,7 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
 
     def is_written(name: str) -> bool:
         file = os.path.join(name, layout.MANIFEST)
-        return os.path.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
+        return presence.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
     with translated(path, "written", TENSORSTORE_ERRORS):
         top = Database(path, None if upload is None else upload.folder, merges=True)

@@ -22,6 +22,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError
 from flax_ckpt_compat._core.jax_shards import start_transfer
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -162,7 +163,7 @@ def finish_arrays(path: str, database: Database | None) -> None:
 def sync_database(path: str) -> None:
     """Sync the directory of a database's data files, which exists if any value was written, and what is not synced."""
     files = os.path.join(path, layout.DATA_DIRECTORY)
-    if not os.path.isdir(files):
+    if not presence.isdir(files):
         return
     if can_sync_directories(path):
         sync_directory(files)

@@ -10,6 +10,7 @@ import re
 from flax_ckpt_compat._core import errors, paths, steps
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy, may_be_msgpack_tree
@@ -36,6 +37,7 @@ STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers na
 _NO_ITEMS = {layout.DESCRIPTOR}
 ABSENT = "it does not exist"
 DENIED = "permission to list it is denied"
+_REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,16 @@ def what_is_missing(path: str, *, lists_denied: bool = False) -> str | None:
 
     Names and sizes tell, and the metadata of a tree that has neither a database nor a folder.
     If the system refuses to list it, return `DENIED` with ``lists_denied``, else raise StorageError."""
+    why = _look_once(path, lists_denied)
+    for _ in range(_REPLACEMENTS):
+        if why != ABSENT or paths.is_url(path) or not presence.exists(path):
+            break
+        why = _look_once(path, lists_denied)
+    return why
+
+
+def _look_once(path: str, lists_denied: bool) -> str | None:
+    """See `what_is_missing`; return `ABSENT`, too, if another process replaces the checkpoint during the look."""
     try:
         with translated(path):
             if not paths.isdir(path):

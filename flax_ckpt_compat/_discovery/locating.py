@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.local import atomic, directories
+from flax_ckpt_compat._core.local import atomic, directories, presence
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import detect, not_found, saved_steps, step_lookup
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -284,7 +284,7 @@ def unchanged(path: str) -> Iterator[None]:
 
     def check(cause: Exception | None = None) -> None:
         now = _identity(path)
-        if now != before and None not in (now, before) and os.path.isdir(path):
+        if now != before and None not in (now, before) and presence.isdir(path):
             raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path) from cause
 
     try:

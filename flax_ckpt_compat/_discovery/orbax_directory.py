@@ -10,7 +10,7 @@ from contextlib import suppress
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.storage_errors import translated
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
@@ -43,7 +43,7 @@ def names_in(path: str) -> set[str]:
 
 def holds_files(path: str) -> bool:
     """Return whether a path is a file or a link, or a directory with one at any depth; a commit file does not count."""
-    if paths.isfile(path) or os.path.islink(path):
+    if paths.isfile(path) or presence.islink(path):
         return True
     names = names_in(path).difference((layout.COMMIT_FILE,))
     return any(holds_files(os.path.join(path, name)) for name in names)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
-from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save import validation
@@ -31,7 +31,7 @@ _PUBLISHED = "published"
 
 def written_path(path: str) -> str:
     """Return the path for a checkpointer to write to: a temporary one if ``path`` exists, which stays restorable."""
-    return atomic.staging_path(path) if os.path.lexists(path) else path
+    return atomic.staging_path(path) if presence.lexists(path) else path
 
 
 def save(request: SaveRequest, target: Any, written: str | None = None, coordinator: Coordinator | None = None) -> None:
@@ -89,7 +89,7 @@ def is_async(checkpointer: Any) -> bool:
 
 def _publish(request: SaveRequest, written: str) -> None:
     """Publish what was committed, and retain."""
-    if not os.path.lexists(written):
+    if not presence.lexists(written):
         return
     try:
         with translated(written):

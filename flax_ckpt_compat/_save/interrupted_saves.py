@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
+from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.object_store import removal
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
@@ -70,7 +70,7 @@ def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Lef
     stale = set(atomic.stale_names(folder, names))
     for name in names:
         path = os.path.join(folder, name)
-        if not os.path.lexists(path):
+        if not presence.lexists(path):
             continue
         if temporaries.is_temporary(name):
             match = temporaries.parse(name)
@@ -78,7 +78,7 @@ def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Lef
             kept = "" if name in stale else "its writer may be running"
             what = f"unfinished save of {match['name']}"
             if match["role"] == "old":
-                is_there = os.path.lexists(os.path.join(folder, match["name"]))
+                is_there = presence.lexists(os.path.join(folder, match["name"]))
                 what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
             yield Leftover(path, what, _size(path), kept)
         elif TEMPORARY in name:
@@ -100,7 +100,7 @@ def _of_others(path: str, what: str) -> Leftover:
 
 def _is_orphan(folder: str) -> bool:
     """Return whether a folder holds the arrays of a msgpack file that does not exist."""
-    if not os.path.isdir(folder) or os.path.isfile(folder.removesuffix(steps.ARRAYS_POSTFIX)):
+    if not presence.isdir(folder) or presence.isfile(folder.removesuffix(steps.ARRAYS_POSTFIX)):
         return False
     if not detect.is_only_arrays(folder):
         return False

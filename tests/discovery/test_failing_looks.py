@@ -1,4 +1,4 @@
-"""A look at a directory that fails says nothing of what is there: no target, no older step, no word of damage.
+"""A look at a directory that fails says nothing of what is there: no target, no older step, no word of damage, no loss.
 
 `python -m tests.reliability --only reads` does the same below Python, beside real Flax."""
 
@@ -67,3 +67,68 @@ def test_each_look_fails_once(flag, number, look, tmp_path):
                     assert look(tmp_path) == 3, at
                 except StorageError as error:
                     assert error.errno == number, (at, error)
+
+
+def _values(folder: Path) -> dict[float, float]:
+    """Return step → value of all that is there."""
+    return {
+        float(step): float(checkpoints.restore_checkpoint(folder, _TARGET, step)["a"][0])
+        for step in checkpoints.available_steps(folder)
+    }
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=errno.errorcode.get)
+@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
+def test_each_look_of_a_save_fails_once(flag, number, tmp_path):
+    """The save succeeds, or raises StorageError; then each step has its old value or the new one."""
+
+    def save(at: int) -> tuple[int, StorageError | None, dict[float, float]]:
+        folder = tmp_path / str(at)
+        for step in (1, 2, 3):
+            checkpoints.save_checkpoint(folder, {"a": np.full(3, float(step))}, step, keep=3)
+        with pytest.MonkeyPatch.context() as patch:
+            calls, failure = _Failing(folder, patch, at, number), None
+            try:
+                checkpoints.save_checkpoint(folder, {"a": np.full(3, 20.0)}, 2, keep=1, overwrite=True)
+            except StorageError as error:
+                failure = error
+        return calls.calls, failure, _values(folder)
+
+    with use_flag(flag):
+        count, failure, values = save(0)
+        assert failure is None and values == {2: 20} and count > 5
+        for at in range(1, count + 1):
+            _, failure, values = save(at)
+            if failure is None:
+                assert values == {2: 20}, at
+            elif 20 not in values.values():
+                assert values == {1: 1, 2: 2, 3: 3}, (at, failure)
+            else:  # it failed to remove others
+                assert values.items() <= {1: 1, 2: 20, 3: 3}.items(), (at, failure)
+
+
+def test_a_step_that_others_replace_during_a_look_is_complete(tmp_path, caplog):
+    """Between two renames of another process, a name is missing for a moment."""
+    with use_flag(True):
+        for step in (1, 2):
+            checkpoints.save_checkpoint(tmp_path, _TARGET, step, keep=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", _missing_once(os.listdir, str(tmp_path / "checkpoint_1")))
+        assert checkpoints.available_steps(tmp_path) == [1, 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", _missing_once(os.listdir, str(tmp_path / "checkpoint_1")))
+        checkpoints.save_checkpoint(tmp_path, _TARGET, 3, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    assert not caplog.messages
+
+
+def _missing_once(real: Callable[..., Any], missing: str) -> Callable[..., Any]:
+    failed = []
+
+    def call(path: Any = ".") -> Any:
+        if str(path) == missing and not failed:
+            failed.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
+        return real(path)
+
+    return call

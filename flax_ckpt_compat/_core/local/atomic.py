@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError, storage_error_of
-from flax_ckpt_compat._core.local import gda_folder
+from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.removal import delete as delete
 from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
@@ -41,7 +41,7 @@ def stale_names(directory: str, names: Iterable[str]) -> list[str]:
     for name in names:
         path = os.path.join(directory, name)
         match = parse(name)
-        if match and os.path.lexists(path) and not is_alive(match, path):
+        if match and presence.lexists(path) and not is_alive(match, path):
             stale.append(name)
     return stale
 
@@ -101,13 +101,13 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
         if not match or match["role"] != "old":
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
-        if os.path.lexists(original):
+        if presence.lexists(original):
             continue
         if is_alive(match, path):
             _wait_for_writer(path, original)
-        if os.path.lexists(original):
+        if presence.lexists(original):
             restored.append(match["name"])
-        elif os.path.lexists(path):
+        elif presence.lexists(path):
             try:
                 if rename_new(path, original):
                     restored.append(match["name"])
@@ -123,7 +123,7 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
 def _wait_for_writer(aside: str, original: str) -> None:
     """Wait while a checkpoint is set aside and nothing has its name: for milliseconds, unless its writer hangs."""
     end = time.monotonic() + _SWAP_SECONDS
-    while os.path.lexists(aside) and not os.path.lexists(original) and time.monotonic() < end:
+    while presence.lexists(aside) and not presence.lexists(original) and time.monotonic() < end:
         time.sleep(_SWAP_POLL_SECONDS)
 
 
@@ -217,7 +217,7 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
 
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
-    linked = not os.path.isdir(path) and not os.path.islink(path)
+    linked = not presence.isdir(path) and not presence.islink(path)
     with _renaming(path, final):
         try:
             if linked:
@@ -230,7 +230,7 @@ def rename_new(path: str, final: str) -> bool:
                 return False
             if error.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(final):
+            if presence.lexists(final):
                 return False
             os.rename(path, final)  # a file system without hard links
             linked = False
@@ -244,7 +244,7 @@ def _refuse_contents(path: str, final: str) -> None:
     """Raise what POSIX demands of the rename of a directory to one that is not empty, if it is one.
 
     Mounts of rclone merge the two, and those of WebDAV replace one by the other (both measured)."""
-    if os.path.isdir(path) and _has_contents(final):
+    if presence.isdir(path) and _has_contents(final):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), final)
 
 
@@ -263,7 +263,7 @@ def _renaming(path: str, final: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_DIRECTORY_RENAMES or not os.path.isdir(path):
+        if error.errno not in _NO_DIRECTORY_RENAMES or not presence.isdir(path):
             raise
         message = (
             f"{final} could not get its name: {error.strerror}, as the file system does not rename directories. If it "
@@ -294,7 +294,7 @@ def _clear(final: str) -> None:
     if not is_empty(aside):
         rename_new(aside, final)
         raise _taken(final)
-    if os.path.isdir(aside):
+    if presence.isdir(aside):
         os.rmdir(aside)
     else:
         os.unlink(aside)
@@ -302,12 +302,12 @@ def _clear(final: str) -> None:
 
 def is_empty(path: str) -> bool:
     """Return whether a local path is an empty directory or file; False for links."""
-    if os.path.islink(path):
+    if presence.islink(path):
         return False
     try:
-        if os.path.isdir(path):
+        if presence.isdir(path):
             return not os.listdir(path)
-        return os.path.isfile(path) and os.path.getsize(path) == 0
+        return presence.isfile(path) and os.path.getsize(path) == 0
     except OSError as error:
         if error.errno not in ABSENT:
             raise

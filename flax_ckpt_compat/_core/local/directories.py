@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -16,10 +17,10 @@ def make_directory(path: str) -> None:
     with translated(path):
         missing = []
         head = path
-        while head and not os.path.isdir(head):
+        while head and not presence.isdir(head):
             if (dangling := dangling_link(head)) is not None:
                 raise StorageError(dangling, path=head, errno=errno.ENOENT)
-            if os.path.isfile(head):
+            if presence.isfile(head):
                 message = f"{head} is a file; a directory was expected"
                 raise StorageError(message, path=head, errno=errno.ENOTDIR)
             missing.append(head)
@@ -34,6 +35,6 @@ def make_directory(path: str) -> None:
 
 def dangling_link(path: str) -> str | None:
     """Return where a local link leads if nothing is there, with a remedy; None for all else."""
-    if not os.path.islink(path) or os.path.exists(path):
+    if not presence.islink(path) or presence.exists(path):
         return None
     return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"

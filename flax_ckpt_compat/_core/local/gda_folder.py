@@ -15,7 +15,7 @@ import shutil
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
@@ -33,7 +33,7 @@ def begin(temporary: str) -> None:
     final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
     folder = folder_of(temporary)
     os.mkdir(folder)
-    taken = final is None or os.path.lexists(final) or os.path.lexists(folder_of(final))
+    taken = final is None or presence.lexists(final) or presence.lexists(folder_of(final))
     if generation is not None and taken:
         os.mkdir(os.path.join(folder, generation))
 
@@ -41,7 +41,7 @@ def begin(temporary: str) -> None:
 def generation_prefix(temporary: str) -> str:
     """Return the prefix of the arrays' paths in the file, as `begin` chose it: empty, or a generation and a slash."""
     generation = temporaries.generation_of(temporary)
-    return f"{generation}/" if generation and os.path.isdir(os.path.join(folder_of(temporary), generation)) else ""
+    return f"{generation}/" if generation and presence.isdir(os.path.join(folder_of(temporary), generation)) else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ def place_arrays(temporary: str, final: str) -> Move:
     """Move the arrays of a finished temporary to the place that the renamed file refers to."""
     identity = _identity(temporary)
     own, folder, generation = folder_of(temporary), folder_of(final), generation_prefix(temporary).rstrip("/")
-    if os.path.isdir(own) and not generation:
+    if presence.isdir(own) and not generation:
         _rename_folder(own, folder)
         return Move(temporary, final, identity, renamed=True)
-    if not generation and not os.path.isdir(folder):
+    if not generation and not presence.isdir(folder):
         return Move(temporary, final, identity)
     move = Move(temporary, final, identity, generation or None, _link_marker(temporary), replaces=True)
     if generation:
@@ -88,7 +88,7 @@ def _rename_folder(own: str, folder: str) -> None:
 
 def _link_marker(temporary: str) -> str | None:
     marker = temporaries.link_marker_of(temporary)
-    if marker is None or os.path.isdir(temporary):
+    if marker is None or presence.isdir(temporary):
         return None
     try:
         os.link(temporary, marker)
@@ -119,7 +119,7 @@ def undo(move: Move) -> None:
         if move.renamed:
             os.rename(folder_of(move.final), folder_of(move.temporary))
         if move.generation is not None:
-            if os.path.isdir(generation := os.path.join(folder_of(move.final), move.generation)):
+            if presence.isdir(generation := os.path.join(folder_of(move.final), move.generation)):
                 shutil.rmtree(generation)
             _remove_empty(folder_of(move.final))
         if move.marker is not None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import gda_folder
+from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import GONE, abandon, temporary_path
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
@@ -100,7 +100,7 @@ def _hide(path: str) -> str | None:
 
     On overlayfs, directories of lower layers, such as those of a container's image, cannot be renamed: they get a mark
     that makes them incomplete for all readers of ours, and keep their path."""
-    if os.path.islink(path) or not os.path.isdir(path):
+    if presence.islink(path) or not presence.isdir(path):
         os.unlink(path)
         return None
     aside = temporary_path(path)
@@ -133,11 +133,11 @@ def delete(path: str) -> None:
     is_gone = False
     try:
         with translated(path), suppress(*GONE):
-            if os.path.isdir(path) and not os.path.islink(path):
+            if presence.isdir(path) and not presence.islink(path):
                 _delete_tree(path)
             else:
                 os.unlink(path)
-        is_gone = not os.path.lexists(path)
+        is_gone = not presence.lexists(path)
     finally:
         if not is_gone:
             abandon(path)
@@ -167,7 +167,7 @@ def remove_temporary(temporary: str) -> None:
     for path in (temporary, gda_folder.folder_of(temporary)):
         for _ in range(_TRIES):  # late processes of the same save may remove it at the same time
             with suppress(StorageError, OSError):
-                if os.path.lexists(path):
+                if presence.lexists(path):
                     # If the save failed while it was published, this may be what it replaced.
                     sync_directory(os.path.dirname(path))
                     delete(path)

@@ -11,16 +11,14 @@ from contextlib import nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, files_below, network_file_system
+from flax_ckpt_compat._core.local import atomic, directories, files_below, network_file_system, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.storage_errors import translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
 _WAITS_SECONDS = (0.01, 0.05, 0.1, 0.3)
-# Errors of a path that is not there, or that the file system takes for no name. Of a stale one, see `lexists`.
-_CANNOT_BE_THERE = ABSENT - {errno.ESTALE} | {errno.EINVAL, errno.EILSEQ}
 _SMALL_READ = 64 * 2**10  # bytes
 
 
@@ -62,20 +60,11 @@ class LocalStorage:
         return stat.S_ISREG(_mode(path))
 
     def lexists(self, path: str) -> bool:
-        try:
-            os.lstat(path)
-        except OSError as error:
-            # Linux looks a stale name up again: what is stale then is the mount, or the directory that it is in.
-            if error.errno in ABSENT and error.errno != errno.ESTALE:
-                return False
-            raise storage_error(path, error) from error
-        except ValueError:  # a NUL in the path
-            return False
-        return True
+        return presence.lexists(path)
 
     def why_too_long(self, path: str) -> str | None:
         folder = path
-        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        while not presence.isdir(folder) and folder != os.path.dirname(folder):
             folder = os.path.dirname(folder)
         names = path[len(folder) :].split(os.sep)
         for one in (path, *(os.path.join(folder, name) for name in names)):
@@ -118,7 +107,7 @@ class LocalStorage:
             return data
 
     def total_size(self, path: str) -> int:
-        files = [path] if not os.path.isdir(path) else []
+        files = [path] if not presence.isdir(path) else []
         for folder, _, names in os.walk(path, onerror=_raise_failure):
             files += [os.path.join(folder, name) for name in names]
         total = 0
@@ -208,14 +197,9 @@ def _why_tensorstore_refuses(path: str) -> str | None:
 def _mode(path: str) -> int:
     """Return the mode of a local path, following links; 0 if it does not exist."""
     try:
-        return os.stat(path).st_mode
-    except PermissionError as error:
+        return presence.mode(path)
+    except PermissionError:
         # Otherwise only this path is refused, such as the mount point of another user.
         if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
-            raise storage_error(path, error) from error
-    except ValueError:  # a NUL in the path
-        pass
-    except OSError as error:
-        if error.errno not in _CANNOT_BE_THERE:
-            raise storage_error(path, error, "found") from error
+            raise
     return 0

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -68,7 +69,7 @@ def _longest_name(directory: str) -> int:
 
 def is_taken(error: OSError, path: str) -> bool:
     """Return whether a rename to a path failed because of what is there. SFTP, and so sshfs, tells that as EPERM."""
-    return error.errno in _TAKEN or (error.errno == errno.EPERM and os.path.lexists(path))
+    return error.errno in _TAKEN or (error.errno == errno.EPERM and presence.lexists(path))
 
 
 def staging_path(path: str) -> str:

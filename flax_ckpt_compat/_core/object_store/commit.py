@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
@@ -72,7 +72,7 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
 
     With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
     ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
-    if os.path.isdir(staged):
+    if presence.isdir(staged):
         lease, replaced, arrays = _begin_alone(url) if new else None, client.NO_OBJECT, list[str]()
         if lease is None:
             replaced, initial, arrays = _what_is_there(url, new=new)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
@@ -122,7 +123,7 @@ def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
 
 def check_sizes(path: str, url: str) -> None:
     """Raise StorageError if a local file, or a file of a directory, is too large for one object."""
-    if os.path.isdir(path):
+    if presence.isdir(path):
         remedy = (
             "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
         )
