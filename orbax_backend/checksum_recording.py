@@ -43,16 +43,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.record = Record()  # the result, whose chunks are complete once `finish` has returned
+        self.nbytes = 0  # of all chunks so far, as they are written
         self._pending: _Chunks = []
         self._changing: _Chunks = []  # those that others may write to meanwhile
         # Those of `start`, and their checksums before they are written.
         self._started: _Chunks = []
         self._before: dict[str, bytes] = {}
         self._computed: Once | None = None
+        self._after: Once | None = None  # checksums of `_started` once it is written
 
     def add_bytes(self, key: str, data: bytes) -> None:
         """Add a small chunk."""
         self.record.chunks[key] = checksums.of_blocks(data)
+        self.nbytes += len(data)
 
     def add_shard(self, prefix: str, info: ArrayInfo, shard: Shard, *, may_change: bool = False) -> None:
         """Add the chunks of a shard; those that change between `start` and `finish` get no checksums."""
@@ -62,6 +65,7 @@ class Recorder:
             if array_boxes.overlap(box, shard.index) == box:  # else other shards hold the rest
                 data = shard.data[array_boxes.relative_to(box, shard.index)]
                 chunks.append(_Chunk(prefix + info.chunk_key(cell), data, info.chunks))
+                self.nbytes += math.prod(info.chunks) * data.itemsize
 
     def start(self) -> None:
         """Start to compute the checksums of the large chunks so far, on other threads, before they are written."""
@@ -72,13 +76,22 @@ class Recorder:
             self._computed = Once(_sums, pending)
             start_thread(self._computed.run, "flax-ckpt-sums")
 
+    def written(self) -> None:
+        """Start to compute the checksums again of what others may write to: files have its bytes, and are being synced.
+
+        They may still lack some of the last bytes, as many as the index has, which is written with the chunks."""
+        if self._started and self._after is None:
+            self._after = Once(_sums, self._started)
+            start_thread(self._after.run, "flax-ckpt-sums")
+
     def finish(self) -> None:
         """Wait until those that were started are computed, and drop their memory; call it when they are written."""
         computed, self._computed = self._computed, None
         started, self._started = self._started, []
+        again, self._after = self._after or Once(_sums, started), None
         if computed is not None:
             self.record.chunks |= computed.result()
-        after, before = _sums(started), self._before
+        after, before = again.result(), self._before
         self.record.chunks |= {key: sums for key, sums in after.items() if sums == before[key]}
         if changed := [key for key, sums in after.items() if sums != before[key]]:
             what = "changed while it was saved, so the checkpoint has a mixture of its values, without a checksum"

@@ -50,7 +50,7 @@ _COMPRESS_FROM_BYTES = _INLINE_BYTES + 1
 _INDEX_BYTES = 256 << 20
 # What is read while it is written is committed in parts of this size, while the next part is read.
 _BATCH_BYTES = 16 << 20
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.004
 _WRITEBACK_FROM_BYTES = 8 << 20
 
 
@@ -223,10 +223,11 @@ class Database:
         self._committed = self._transaction.commit_async()
 
     def finish_commit(self) -> None:
-        """Wait until what was committed is written and synced, and its checksums are known."""
+        """Wait until what was committed, if anything, is written and synced, and its checksums are known."""
+        if self._committed is None:
+            return
         try:
-            if self._committed is not None:
-                wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
+            wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY), self._recorder)
         finally:
             if self._recorder is not None:
                 self._recorder.finish()
@@ -268,23 +269,31 @@ def file_locator(local: str, url: str) -> Callable[[str], str]:
     return lambda file: f"{url}/{file}" if file.startswith(PROCESS_PREFIX) else os.path.join(local, file)
 
 
-def wait_with_writeback(future: Any, directory: str) -> None:
-    """Wait for TensorStore's future; meanwhile start the kernel's writeback of growing files, which only saves time."""
+def wait_with_writeback(future: Any, directory: str, recorder: Recorder | None = None) -> None:
+    """Wait for TensorStore's future; meanwhile start the kernel's writeback of growing files, which only saves time.
+
+    Tell ``recorder`` when the files of the directory have all bytes that it knows."""
     started: dict[int, int] = {}
     future.force()
     # Not by the future's own timeout: a TimeoutError may be of the program, whose signal handler limits a save's time.
     ended = thread_pools.end_of(future)
     while not ended.wait(_POLL_SECONDS):
         with suppress(OSError):
-            _start_writeback(directory, started)
+            written = _start_writeback(directory, started)
+            if recorder is not None and written >= recorder.nbytes:
+                recorder.written()
     future.result()
 
 
-def _start_writeback(directory: str, started: dict[int, int]) -> None:
-    """Hand over what files have grown by; ``started`` is by inode, as files get their final names at the end."""
+def _start_writeback(directory: str, started: dict[int, int]) -> int:
+    """Hand over what files have grown by, and return the size of all.
+
+    ``started`` is by inode, as files get their final names at the end."""
+    total = 0
     with os.scandir(directory) as entries:
         for entry in entries:
             size, start = entry.stat().st_size, started.get(entry.inode(), 0)
+            total += size
             if size - start >= _WRITEBACK_FROM_BYTES:
                 descriptor = os.open(entry.path, os.O_RDONLY)
                 try:
@@ -292,3 +301,4 @@ def _start_writeback(directory: str, started: dict[int, int]) -> None:
                 finally:
                     os.close(descriptor)
                 started[entry.inode()] = size
+    return total

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import ocdbt_writer
+from flax_ckpt_compat.orbax_backend import checksum_recording, ocdbt_writer
 
 
 @pytest.fixture
@@ -64,6 +64,31 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
     ends = [0, *(offset + length for offset, length in told)]
     assert [offset for offset, _ in told] == ends[:-1]
     assert ends[-1] == step * steps
+
+
+def test_the_recorder_learns_that_all_bytes_are_in_files(tmp_path: Path) -> None:
+    """Before the end, so that checksums are computed while the disk syncs, and not while bytes are missing."""
+    promise, future = ts.Promise.new()
+    sizes: list[int] = []
+
+    class Recorder(checksum_recording.Recorder):
+        def written(self) -> None:
+            sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+
+    def grow() -> None:
+        for number in range(4):
+            (tmp_path / str(number)).write_bytes(bytes(1000))
+            time.sleep(0.03)
+        while not sizes:
+            time.sleep(0.01)
+        promise.set_result(None)
+
+    recorder, thread = Recorder(), threading.Thread(target=grow)
+    recorder.add_bytes("a/0", bytes(2500))
+    thread.start()
+    ocdbt_writer.wait_with_writeback(future, str(tmp_path), recorder)
+    thread.join()
+    assert min(sizes) >= 2500
 
 
 @pytest.mark.parametrize("can_sync", [True, False])
