@@ -34,6 +34,7 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     ``total_size``: bytes in a file, or in all files below a directory; 0 if it does not exist.
     ``prefetch_sizes``, ``prefetch_emptiness``, ``prefetch_contents``: request many in parallel, in `listing_cache`.
     ``current_listing``, ``offering``: hand the listing of a `listing_cache` to the next one; None on a local disk.
+    ``watching``: yield a function that returns whether a checkpoint was replaced since the block began.
     ``offering_after_commit``: hand it the listing that `publish` makes behind its commit.
     ``temporary_path``: a local path for a checkpoint that `publish` publishes.
     ``discard``: remove checkpoints durably; a crash in the middle leaves no part of one. Return path → failure.

@@ -60,15 +60,25 @@ def what_is_missing(path: str, *, lists_denied: bool = False) -> str | None:
     Names and sizes tell, and the metadata of a tree that has neither a database nor a folder.
     If the system refuses to list it, return `DENIED` with ``lists_denied``, else raise StorageError."""
     why = _look_once(path, lists_denied)
+    storage = paths.storage_of(path)
     for _ in range(_REPLACEMENTS):
-        if why != ABSENT or paths.is_url(path) or not presence.exists(path):
+        if why is None or storage.is_remote:
             break
+        # What another process replaces meanwhile may be listed while its contents are deleted.
+        before = storage.identity(path)
         why = _look_once(path, lists_denied)
+        if storage.identity(path) == before:
+            break
     return why
 
 
+def is_gone(path: str, why: str | None) -> bool:
+    """Return whether a path that `what_is_missing` gave ``why`` for was removed; links to nothing stay there."""
+    return why == ABSENT and not presence.islink(path)
+
+
 def _look_once(path: str, lists_denied: bool) -> str | None:
-    """See `what_is_missing`; return `ABSENT`, too, if another process replaces the checkpoint during the look."""
+    """See `what_is_missing`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
     try:
         with translated(path):
             if not paths.isdir(path):

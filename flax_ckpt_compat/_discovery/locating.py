@@ -26,8 +26,9 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.local import atomic, directories, presence
-from flax_ckpt_compat._core.storage_errors import is_denied
+from flax_ckpt_compat._core.local import atomic, directories
+from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
+from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
 from flax_ckpt_compat._discovery import detect, not_found, saved_steps, step_lookup
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
@@ -109,8 +110,13 @@ def _exists(path: str) -> bool:
         return False
     parent = os.path.dirname(path)
     try:
-        names = os.listdir(parent)
-    except (OSError, ValueError):  # missing, not listable, or no name of a file: the path does not exist
+        names = paths.listdir(parent)
+    except ValueError:  # a NUL in the path
+        return False
+    except OSError as error:
+        failure = storage_error(parent, error, "listed")
+        if not is_denied(failure) and error.errno not in CANNOT_BE_THERE:
+            raise failure from error
         return False
     atomic.restore_set_aside(parent, names)
     return paths.lexists(path)
@@ -246,7 +252,8 @@ def _has_changed(
     found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
 ) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
-    if not is_there(found.path) or _identity(found.path) != before or _is_rewritten(found, error):
+    is_replaced = isinstance(error, ReplacedError) or _is_rewritten(found, error)
+    if is_replaced or not is_there(found.path) or _identity(found.path) != before:
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
@@ -267,9 +274,8 @@ def _is_rewritten(found: LocatedCheckpoint, error: Exception) -> bool:
     if getattr(error, "errno", None) == errno.ESTALE:
         return True
     storage = paths.storage_of(found.path)
-    with storage.offering(found.listing), storage.listing_cache(found.path):
-        before = storage.files_below(found.path)
-    return found.listing is not None and sorted(before) != sorted(storage.files_below(found.path))
+    with storage.offering(found.listing), storage.watching(found.path) as is_replaced:
+        return found.listing is not None and is_replaced()
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
@@ -280,21 +286,18 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 @contextmanager
 def unchanged(path: str) -> Iterator[None]:
     """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two."""
-    before = _identity(path)
-
-    def check(cause: Exception | None = None) -> None:
-        now = _identity(path)
-        if now != before and None not in (now, before) and presence.isdir(path):
+    with paths.storage_of(path).watching(path) as is_replaced:
+        cause = None
+        try:
+            yield
+        except _POLICY_ERRORS:
+            raise
+        except Exception as error:
+            if not is_replaced():
+                raise
+            cause = error
+        if cause is not None or is_replaced():
             raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path) from cause
-
-    try:
-        yield
-    except _POLICY_ERRORS:
-        raise
-    except Exception as error:
-        check(error)
-        raise
-    check()
 
 
 def is_there(path: str) -> bool:

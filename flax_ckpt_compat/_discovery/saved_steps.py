@@ -69,7 +69,9 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
             if missing is None:
                 complete.append(name)
             # Otherwise another process has just evicted it, or it is not a checkpoint.
-            elif missing == detect.DENIED or (paths.lexists(path) and not detect.foreign_look(path)):
+            elif missing == detect.DENIED or (
+                not detect.is_gone(path, missing) and paths.lexists(path) and not detect.foreign_look(path)
+            ):
                 broken.append(f"{name} ({missing})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))

@@ -215,8 +215,7 @@ class Directory:
             return Classified(entry, State.FOREIGN, "a file")
         if why is None:
             return Classified(entry, State.COMPLETE)
-        is_there = why != detect.ABSENT if paths.is_url(entry.path) else paths.lexists(entry.path)
-        if not is_there:
+        if detect.is_gone(entry.path, why) or not (paths.is_url(entry.path) or paths.lexists(entry.path)):
             return Classified(entry, State.VANISHED, why)
         foreign = detect.foreign_look(entry.path) if why != detect.DENIED else None
         if foreign is None:

@@ -15,7 +15,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import StorageError
-from tests.support.saves import use_flag
+from tests.support.saves import set_aside, use_flag
 
 _CALLS = ("stat", "lstat", "listdir", "open")
 _TARGET = {"a": np.zeros(3)}
@@ -107,28 +107,21 @@ def test_each_look_of_a_save_fails_once(flag, number, tmp_path):
                 assert values.items() <= {1: 1, 2: 20, 3: 3}.items(), (at, failure)
 
 
-def test_a_step_that_others_replace_during_a_look_is_complete(tmp_path, caplog):
-    """Between two renames of another process, a name is missing for a moment."""
-    with use_flag(True):
-        for step in (1, 2):
-            checkpoints.save_checkpoint(tmp_path, _TARGET, step, keep=3)
+@pytest.mark.parametrize("named", ["step", "path"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=errno.errorcode.get)
+def test_a_search_for_what_was_set_aside_fails(named, number, tmp_path):
+    """A named checkpoint that a dead writer set aside is put back: no target where its directory is not listed."""
+    with use_flag(False):
+        path = Path(checkpoints.save_checkpoint(tmp_path, {"a": np.full(3, 1.0)}, 1))
+    set_aside(path)
+
+    def fail(folder: Any = ".") -> Any:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    where, step = (path, None) if named == "path" else (tmp_path, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "listdir", _missing_once(os.listdir, str(tmp_path / "checkpoint_1")))
-        assert checkpoints.available_steps(tmp_path) == [1, 2]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "listdir", _missing_once(os.listdir, str(tmp_path / "checkpoint_1")))
-        checkpoints.save_checkpoint(tmp_path, _TARGET, 3, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_2", "checkpoint_3"]
-    assert not caplog.messages
-
-
-def _missing_once(real: Callable[..., Any], missing: str) -> Callable[..., Any]:
-    failed = []
-
-    def call(path: Any = ".") -> Any:
-        if str(path) == missing and not failed:
-            failed.append(path)
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), missing)
-        return real(path)
-
-    return call
+        patch.setattr(os, "listdir", fail)
+        with pytest.raises(StorageError) as raised:
+            checkpoints.restore_checkpoint(where, _TARGET, step)
+        assert raised.value.errno == number
+    assert checkpoints.restore_checkpoint(where, _TARGET, step)["a"][0] == 1

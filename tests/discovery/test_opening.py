@@ -11,13 +11,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
 from flax_ckpt_compat._core.local import atomic, storage, temporaries
-from tests.support.saves import dead_pid, names, tree, use_flag
-
-
-def set_aside(path: Path) -> None:
-    """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
-    old = Path(atomic.temporary_path(str(path), "old"))
-    path.rename(old.with_name(old.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))
+from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
 
 
 @pytest.mark.parametrize("how", ["directory", "step", "own path"])

@@ -28,6 +28,14 @@ def reader(system: System, tally: Tally, extent: Extent, url: str = "") -> None:
             _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
 
 
+def overwrites(system: System, tally: Tally, extent: Extent, url: str = "") -> None:
+    """Restore the latest of two steps again and again while another process overwrites it: never the older step."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        run = url or f"{folder}/run"
+        with forks.running(lambda: _overwrite(system, folder, run)):
+            _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
+
+
 def writers(system: System, tally: Tally, extent: Extent) -> None:
     """The same while two processes save the same steps with ``overwrite=True``, as scripts do by mistake."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
@@ -40,12 +48,22 @@ def writers(system: System, tally: Tally, extent: Extent) -> None:
 def _rotate(system: System, notes: str, folder: str, *, overwrite: bool = False, mine: int = 0) -> None:
     system.use()
     for step in range(1, 1_000_000):
-        try:
-            Save(step, 2, overwrite).run(system, folder, mine + step)
-        except Exception as error:
-            with open(f"{notes}/failures", "a", encoding="utf-8") as file:
-                file.write(f"blocked: the save: {text_of(error)}\n")
+        _save(Save(step, 2, overwrite), system, notes, folder, mine + step)
         time.sleep(_PAUSE * (2 if mine else 1))  # the steps of two writers drift apart
+
+
+def _overwrite(system: System, notes: str, folder: str) -> None:
+    system.use()
+    for number in range(1, 1_000_000):
+        _save(Save(min(number, 2), overwrite=number > 2), system, notes, folder, number)
+
+
+def _save(save: Save, system: System, notes: str, folder: str, number: int) -> None:
+    try:
+        save.run(system, folder, number)
+    except Exception as error:
+        with open(f"{notes}/failures", "a", encoding="utf-8") as file:
+            file.write(f"blocked: the save: {text_of(error)}\n")
 
 
 def _watch(

@@ -60,11 +60,21 @@ WITH_SHIM = (
     Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
     Experiment("network calls", "a network file system (NFS's rules): killed at a call", network.at_calls),
     Experiment("network reader", "the same: restored while another process saves with keep=2", network.reader),
+    Experiment(
+        "network overwrites",
+        "the same: restored while another process overwrites the latest of two steps",
+        network.overwrites,
+    ),
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),
-    Experiment("reader s3", "the same, on `s3://`", stores.reader("s3"), SYSTEMS[:2]),
-    Experiment("reader gs", "the same, on `gs://`", stores.reader("gs"), SYSTEMS[:2]),
+    Experiment("reader s3", "the same, on `s3://`", stores.on("s3", concurrent.reader), SYSTEMS[:2]),
+    Experiment("reader gs", "the same, on `gs://`", stores.on("gs", concurrent.reader), SYSTEMS[:2]),
+    Experiment(
+        "overwrites", "restored while another process overwrites the latest of two steps", concurrent.overwrites
+    ),
+    Experiment("overwrites s3", "the same, on `s3://`", stores.on("s3", concurrent.overwrites), SYSTEMS[:2]),
+    Experiment("overwrites gs", "the same, on `gs://`", stores.on("gs", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
     Experiment(
         "bytes",

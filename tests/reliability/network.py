@@ -21,3 +21,8 @@ def reader(system: System, tally: Tally, extent: Extent) -> None:
     for rules in (Network.ONE_MACHINE, Network.OTHER_MACHINE):
         half = dataclasses.replace(extent, scale=extent.scale / 2)
         concurrent.reader(dataclasses.replace(system, network=rules), tally, half)
+
+
+def overwrites(system: System, tally: Tally, extent: Extent) -> None:
+    """Restore beside a process that overwrites the latest step, on the same machine."""
+    concurrent.overwrites(dataclasses.replace(system, network=Network.ONE_MACHINE), tally, extent)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.reliability import concurrent, forks
+from tests.reliability import forks
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import System
@@ -20,14 +20,14 @@ _PATIENCE = 300.0  # seconds until a server is there
 _POLL = 0.05
 
 
-def reader(scheme: str) -> Callable[[System, Tally, Extent], None]:
-    """Return the experiment of that name on the store of a scheme; it does nothing where its server cannot run."""
+def on(scheme: str, experiment: Callable[..., None]) -> Callable[[System, Tally, Extent], None]:
+    """Return an experiment on the store of a scheme; it does nothing where its server cannot run."""
 
     def run(system: System, tally: Tally, extent: Extent) -> None:
         with _serving(scheme) as (url, environment):
             if url:
                 there = dataclasses.replace(system, environment=tuple(environment.items()))
-                concurrent.reader(there, tally, extent, f"{url}/run")
+                experiment(there, tally, extent, f"{url}/run")
 
     return run
 

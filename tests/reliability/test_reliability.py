@@ -71,8 +71,10 @@ def test_nothing_of_two_processes_is_lost(scale: float) -> None:
 @pytest.mark.parametrize("scale", [0.008])
 def test_readers_beside_writers_and_a_soak(scale: float) -> None:
     """Every restore finds a whole checkpoint, on disks and in stores, and nothing piles up in the process."""
-    stores = ("reader s3", "reader gs") if version("tensorstore") >= (0, 1, 86) else ()
-    names = ("reader", *stores, "network calls", "network reader", "writers", "soak")
+    in_stores = ("reader s3", "reader gs", "overwrites s3", "overwrites gs")
+    stores = in_stores if version("tensorstore") >= (0, 1, 86) else ()
+    rows = ("reader", "overwrites", "network calls", "network reader", "network overwrites", "writers", "soak")
+    names = (*rows, *stores)
     _command("--ours", "--scale", scale, *(f"--only={name}" for name in names))
 
 

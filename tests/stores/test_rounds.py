@@ -250,7 +250,7 @@ COSTS: dict[tuple[str, str], dict[str, tuple[int, int, float]]] = {
         "overwrite": (17, 38, 1.05),
         "latest_checkpoint": (1, 1, 0.02),
         "available_steps": (1, 1, 0.02),
-        "restore": (4, 6, 1.05),
+        "restore": (5, 7, 1.05),
     },
     ("gs", "msgpack"): {
         "save": (7, 9, 1.05),
@@ -266,7 +266,7 @@ COSTS: dict[tuple[str, str], dict[str, tuple[int, int, float]]] = {
         "overwrite": (16, 34, 1.15),
         "latest_checkpoint": (1, 1, 0.02),
         "available_steps": (1, 1, 0.02),
-        "restore": (4, 6, 1.05),
+        "restore": (5, 7, 1.05),
     },
 }
 

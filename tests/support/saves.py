@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
+from flax_ckpt_compat._core.local import atomic
 from tests.support.interpreters import run_python as run_python
 from tests.support.interpreters import start_python as start_python
 
@@ -68,3 +69,9 @@ def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> st
     flax.config.update("flax_use_orbax_checkpointing", False)
     with pytest.warns(DeprecationWarning):
         return flax_checkpoints.save_checkpoint(directory, tree, 1)
+
+
+def set_aside(path: Path) -> None:
+    """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
+    old = Path(atomic.temporary_path(str(path), "old"))
+    path.rename(old.with_name(old.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError, storage_error_of
 from flax_ckpt_compat._core.local import gda_folder, presence
+from flax_ckpt_compat._core.local.removal import STILL_OPEN
 from flax_ckpt_compat._core.local.removal import delete as delete
 from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
@@ -30,6 +31,7 @@ from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
 _SWAP_SECONDS, _SWAP_POLL_SECONDS = 10.0, 0.005
+_REPLACED_SECONDS = 0.02
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EIO)  # EIO: mounts of rclone (measured)
 _NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -89,21 +91,19 @@ def has_live_writer(path: str) -> bool:
     return False
 
 
-def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
-    """Put back checkpoints that a writer set aside before it died; return their names.
+def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
+    """Put back checkpoints that a writer set aside before it died; return their names, unless they are in ``names``.
 
     Without them, a look-up would find nothing, and a program go on from initial values. So it waits for a writer that
-    may be alive, and returns the names that it has given meanwhile, too. One that takes longer than that fails when it
-    finds the name taken, and nothing is lost."""
+    may be alive, and returns the names that are there since, too. One that takes longer than that fails when it finds
+    the name taken, and nothing is lost."""
     restored = []
     for name in names:
         match = parse(name)
         if not match or match["role"] != "old":
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
-        if presence.lexists(original):
-            continue
-        if is_alive(match, path):
+        if not presence.lexists(original) and is_alive(match, path):
             _wait_for_writer(path, original)
         if presence.lexists(original):
             restored.append(match["name"])
@@ -117,7 +117,11 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
                 what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
                 raise storage_error_of(message, path=original, errno=error.errno) from error
-    return restored
+    if any(name.startswith(STILL_OPEN) for name in names):
+        # The client of a network file system takes two renames to replace what is open.
+        time.sleep(_REPLACED_SECONDS)
+        restored += os.listdir(directory)
+    return list(set(restored).difference(names))
 
 
 def _wait_for_writer(aside: str, original: str) -> None:

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.storage_errors import storage_error
 
 # Nothing is there, or the file system does not accept the name. ESTALE is not among them: Linux looks a stale name up
 # again, so that what is stale then is the mount, or the directory that the name is in.
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ}
+CANNOT_BE_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ}
 
 
 def mode(path: str, *, follow: bool = True) -> int:
@@ -23,7 +23,7 @@ def mode(path: str, *, follow: bool = True) -> int:
     except ValueError:  # a NUL in the path
         return 0
     except OSError as error:
-        if error.errno not in _ABSENT:
+        if error.errno not in CANNOT_BE_THERE:
             raise storage_error(path, error, "found") from error
         return 0
 

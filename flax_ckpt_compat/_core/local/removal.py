@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
-_STILL_OPEN = (".nfs", ".fuse_hidden")  # of NFS and of FUSE: sshfs, s3fs, ntfs-3g, …
+STILL_OPEN = (".nfs", ".fuse_hidden")  # of NFS and of FUSE: sshfs, s3fs, ntfs-3g, …
 _DOOMED = "removed" + TEMPORARY
 _LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
 
@@ -157,7 +157,7 @@ def _delete_tree(path: str) -> None:
         shutil.rmtree(path, onexc=go_on)
     else:
         shutil.rmtree(path, onerror=go_on)
-    if failures and not all(name.startswith(_STILL_OPEN) for _, _, names in os.walk(path) for name in names):
+    if failures and not all(name.startswith(STILL_OPEN) for _, _, names in os.walk(path) for name in names):
         raise failures[0]
 
 

@@ -6,8 +6,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -90,6 +90,16 @@ class LocalStorage:
             return None
         # A new directory often takes the number of one that was removed just before.
         return status.st_dev, status.st_ino, status.st_ctime_ns
+
+    @contextmanager
+    def watching(self, path: str) -> Iterator[Callable[[], bool]]:
+        before = self.identity(path)
+
+        def is_replaced() -> bool:
+            now = self.identity(path)
+            return now != before and None not in (now, before) and presence.isdir(path)
+
+        yield is_replaced
 
     def version(self, path: str) -> bytes:
         status = os.stat(path)

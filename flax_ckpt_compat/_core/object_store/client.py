@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import size_probing, visible_objects
+from flax_ckpt_compat._core.object_store import size_probing, thread_cache, visible_objects
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
@@ -77,6 +77,22 @@ def listing_cache(url: str) -> Iterator[None]:
         cache.listings.pop()
         if not cache.listings:
             cache.clear_objects()
+
+
+@contextmanager
+def watching(url: str) -> Iterator[Callable[[], bool]]:
+    """Yield a function that lists a folder, and returns whether its checkpoint was replaced since it was listed.
+
+    The list before is that of the enclosing `listing_cache`, or of the next one."""
+    before, listing = known_keys(url), cache.offered
+    if before is None and listing is not None:
+        before = listing.below(url, every=True)
+    if before is None:
+        before = fresh_keys(url)
+        listing = Listing(url, before, visible_objects.visible(before), {})
+    with thread_cache.offering(listing):
+        # An object is read in one version; of an empty folder, nothing is.
+        yield lambda: bool(before) and visible_objects.is_replaced(before, fresh_keys(url))
 
 
 def keys(url: str) -> list[str]:

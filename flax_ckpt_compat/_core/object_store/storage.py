@@ -25,6 +25,7 @@ class ObjectStorage:
     version = staticmethod(client.version)
     delete = staticmethod(client.delete)
     listing_cache = staticmethod(client.listing_cache)
+    watching = staticmethod(client.watching)
     current_listing = staticmethod(thread_cache.current_listing)
     offering = staticmethod(thread_cache.offering)
     offering_after_commit = staticmethod(thread_cache.offering_after_commit)

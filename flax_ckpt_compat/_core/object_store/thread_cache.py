@@ -20,6 +20,16 @@ class Listing(NamedTuple):
     visible: list[str]
     emptiness: dict[str, bool]
 
+    def below(self, url: str, *, every: bool) -> list[str] | None:
+        """Return the keys below ``url`` if the listing covers it: the visible ones, or ``every`` one."""
+        inside = self.keys if every else self.visible
+        if url == self.root:
+            return inside
+        if not url.startswith(self.root + "/"):
+            return None
+        inner = url[len(self.root) + 1 :] + "/"
+        return [key[len(inner) :] for key in inside if key.startswith(inner)]
+
 
 class _Cache(threading.local):
     """Answers of this thread's requests by URL; ``offered`` is the listing that `client.listing_cache` uses next.
@@ -38,13 +48,10 @@ class _Cache(threading.local):
     def keys(self, url: str, *, every: bool = False) -> list[str] | None:
         """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
         every = every or visible_objects.is_in_next_folder(url)
-        for root, found, visible, _ in self.listings:
-            inside = found if every else visible
-            if url == root:
-                return inside
-            if url.startswith(root + "/"):
-                inner = url[len(root) + 1 :] + "/"
-                return [key[len(inner) :] for key in inside if key.startswith(inner)]
+        for listing in self.listings:
+            found = listing.below(url, every=every)
+            if found is not None:
+                return found
         return None
 
     def clear_objects(self) -> None:

@@ -77,6 +77,14 @@ def visible(keys: list[str]) -> list[str]:
     return sorted({seen for key in keys if (seen := _visible_key(key, chosen)) is not None})
 
 
+def is_replaced(before: list[str], now: list[str]) -> bool:
+    """Return whether a folder's checkpoint was replaced, or partly removed, between two lists of all its keys.
+
+    What a running save adds is not part of it yet. A new checkpoint has other names of data, or is in ``_next…``."""
+    old, new = ({key for key in visible(keys) if not key.startswith(f"{layout.BEGUN}.")} for keys in (before, now))
+    return current_folder(before) != current_folder(now) or not old <= new
+
+
 def _visible_key(key: str, chosen: dict[str, str]) -> str | None:
     match = _NEXT.fullmatch(key)
     if match:
