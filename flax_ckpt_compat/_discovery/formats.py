@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import cast
+import sys
+from typing import Any, cast
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
+from flax_ckpt_compat._core.thread_pools import run_apart
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 
@@ -16,11 +18,19 @@ _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 def backend_for(format: Format) -> Backend:
     """Return the backend that reads and writes a format."""
     if format is Format.MSGPACK:
-        return cast(Backend, importlib.import_module(_LEGACY).BACKEND)
+        return cast(Backend, _imported(_LEGACY).BACKEND)
     load_tensorstore()
     # Directories of Orbax before 0.5.16 hold a msgpack file.
-    return cast(Backend, importlib.import_module(_ORBAX).OrbaxBackend(_open_msgpack))
+    return cast(Backend, _imported(_ORBAX).OrbaxBackend(_open_msgpack))
 
 
 def _open_msgpack(path: str) -> Reader:
-    return cast(Reader, importlib.import_module(_LEGACY).open_part_of_orbax(path))
+    return cast(Reader, _imported(_LEGACY).open_part_of_orbax(path))
+
+
+def _imported(name: str) -> Any:
+    """Import a module on another thread: a signal handler that saves while it is imported here gets half of it."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        return run_apart(functools.partial(importlib.import_module, name), "flax-ckpt-import")
+    return module

@@ -83,7 +83,8 @@ def longer_rows(paths: Iterable[Path], longer: Node, shorter: Node) -> dict[tupl
         count, wanted = len(rows[place][stem]), len(rows[place][stem]) + len(numbers)
         last = leaf_shapes(node_at(shorter, (*place, f"{stem}{count - 1}")))
         others = [leaf_shapes(node_at(longer, (*place, f"{stem}{number}"))) for number in range(count, wanted)]
-        if numbers == set(range(count, wanted)) and last and all(one == last for one in others):
+        is_longer = _rows(node_at(longer, place)).get(stem) == set(range(wanted))  # and not the same row from 1 on
+        if is_longer and numbers == set(range(count, wanted)) and last and all(one == last for one in others):
             found[place, stem] = count, wanted
     return found
 

@@ -263,7 +263,9 @@ def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
         return False
     if wants_array(target):
         return cast or isinstance(target, jax.ShapeDtypeStruct)
-    return cast and (type(target) in _PYTHON or isinstance(target, np.generic))
+    # Python's integers have no limit, and no dtype.
+    is_same = type(target) in _PYTHON and _PYTHON[type(target)] is kind
+    return cast and not is_same and (type(target) in _PYTHON or isinstance(target, np.generic))
 
 
 def wants_array(target: Any) -> bool:
@@ -271,9 +273,12 @@ def wants_array(target: Any) -> bool:
     return isinstance(target, _ARRAYS) and not prng_keys.is_prng_key(target)
 
 
-def number_dtype(number: Any) -> np.dtype[Any]:
-    """Return the dtype of a numpy scalar, or the one that holds a Python number's type."""
-    return number.dtype if isinstance(number, np.generic) else np.dtype(type(number))
+def number_dtype(number: Any, stored: np.dtype[Any] | None) -> np.dtype[Any]:
+    """Return the dtype of a numpy scalar, or the one that a stored number is cast to for a Python number."""
+    if isinstance(number, np.generic):
+        return number.dtype
+    is_integer = type(number) is int and stored is not None and stored.kind in "iu"
+    return stored if is_integer else np.dtype(type(number))  # type: ignore[return-value]
 
 
 def stored_dtype(handle: LeafHandle) -> np.dtype[Any] | None:

@@ -87,7 +87,7 @@ class LeafPlanner:
             leaf.cast = self._wanted_dtype(target)
             leaf.cast = None if leaf.cast == dtype else leaf.cast
         elif leaf_kinds.is_converted(kind, target, self._casts):
-            leaf.cast = target.dtype if leaf_kinds.wants_array(target) else leaf_kinds.number_dtype(target)
+            leaf.cast = target.dtype if leaf_kinds.wants_array(target) else leaf_kinds.number_dtype(target, dtype)
         else:
             return leaf
         leaf.sharding = shardings.wanted(target, on_device)

@@ -152,3 +152,15 @@ def test_a_longer_fraction_is_no_longer_range() -> None:
     for value, lost in ((65024.0, False), (1e38, True)):
         assert cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float16)) is lost
         assert not cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("value", [2**63 + 5, 2**64 - 1, -(2**63), 7])
+@pytest.mark.parametrize("kind", [int, np.uint64])
+def test_integers_of_python_have_no_limit(kind: Any, value: int, flag: bool, tmp_path: Path) -> None:
+    """A target's int takes each stored one, though int64, numpy's dtype of an int, ends at 2**63."""
+    if kind is np.uint64 and value < 0:
+        value += 2**64
+    with use_flag(flag), config.override(dtype="target"):
+        checkpoints.save_checkpoint(tmp_path, {"seed": kind(value)}, 1)
+        restored = checkpoints.restore_checkpoint(tmp_path, {"seed": 0})["seed"]
+    assert type(restored) is int and restored == value

@@ -165,6 +165,16 @@ def ruled(message: str) -> Any:
     return eval(source, {"rules": rules})
 
 
+def test_layers_that_are_numbered_from_one(tmp_path: Path) -> None:
+    """They are as many as stored: the error told of one more, and its rule gave each layer the values of the next."""
+    layers = [{"kernel": np.full((4, 4), float(n))} for n in range(3)]
+    checkpoints.save_checkpoint(tmp_path, {f"Dense_{n}": layer for n, layer in enumerate(layers)}, 1)
+    target = {f"Dense_{n + 1}": {"kernel": np.zeros((4, 4))} for n in range(3)}
+    with pytest.raises(MissingLeavesError) as caught:
+        restore(tmp_path, target)
+    assert "Build the model" not in str(caught.value) and "Dense_(3)" not in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["stacked", "numbered", "list"])
 def test_more_layers(flag: bool, tmp_path: Path, kind: str) -> None:
     """Both numbers are told, and the rule that is named keeps the stored layers before those of the target."""

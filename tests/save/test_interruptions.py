@@ -241,6 +241,37 @@ def test_an_interrupted_import_of_tensorstore(tmp_path: Path) -> None:
     assert run_python(IMPORT, fresh=True)[0] == "[0, 0, 0]\n"
 
 
+DURING_IMPORT = """
+import os, signal, sys, time
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints
+signal.alarm(30)
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
+save = lambda step: checkpoints.save_checkpoint(sys.argv[1], {"w": np.full(3, step)}, step, keep=5)
+signal.signal(signal.SIGTERM, lambda *_: save(2))
+
+class Preempted:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+sys.meta_path.insert(0, Preempted())
+save(1)
+assert not any(isinstance(one, Preempted) for one in sys.meta_path)
+print(checkpoints.available_steps(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_handler_saves_while_the_first_save_imports(flag: bool, tmp_path: Path) -> None:
+    """It found half of the imported module: an AttributeError, and the last state of a preempted job was lost."""
+    module = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if flag else "flax_ckpt_compat.legacy.encode"
+    out, _ = run_python(DURING_IMPORT, tmp_path, flag, module, fresh=True)
+    assert "2" in out
+
+
 FORKED = """
 import os, signal, sys
 import flax, numpy as np
