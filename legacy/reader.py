@@ -125,11 +125,8 @@ class MsgpackReader(Reader):
                 if isinstance(source, StoredObject) and whole and read_object(source, spans, values):
                     return
             runs = runs_of(source, spans)
-            if source.is_local and nbytes <= 2 * _PIECE:
-                for run in runs:
-                    read_run(source, values, run)
-            else:
-                in_parallel(functools.partial(read_run, source, values), runs, source.threads, in_runs=source.is_local)
+            threads = 1 if source.is_local and nbytes <= 2 * _PIECE else source.threads
+            in_parallel(functools.partial(read_run, source, values), runs, threads, in_runs=source.is_local)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:

@@ -156,17 +156,13 @@ class StoredObject:
         self._guesses.record(offset, length)
         if (known := self.cached(length, offset)) is not None:
             return known
-        found = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()], b"")
-
-        def request(span: tuple[int, int]) -> None:
-            found[span] = self._object.read(*span)
-
-        in_parallel(request, list(found), _AT_ONCE)
-        self._ahead = Buffers(sum(map(len, found.values())))
-        for (start, _), data in found.items():
-            self._cache.add(start, data)
-            self._ahead.add(start, data)
-        return found[offset, offset + length]
+        spans = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()])
+        data = in_parallel(lambda span: self._object.read(*span), spans, _AT_ONCE)
+        self._ahead = Buffers(sum(map(len, data)))
+        for (start, _), part in zip(spans, data, strict=True):
+            self._cache.add(start, part)
+            self._ahead.add(start, part)
+        return data[0]
 
     def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""

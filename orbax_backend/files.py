@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 # TensorStore retries by itself for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
+AT_ONCE = 16  # requests to a store
 # Raises if a file of the checkpoint, by name and content, is damaged.
 Check = Callable[[str, bytes], object]
 
@@ -136,19 +137,15 @@ def corrupt(file: str, what: str) -> CorruptCheckpointError:
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
     """Return file → its size, or the error; query stores concurrently."""
-    sizes: dict[str, int | OSError] = {}
+    sizes = in_parallel(_size_of, files, AT_ONCE if any(map(paths.is_url, files)) else 1)
+    return dict(zip(files, sizes, strict=True))
 
-    def look(file: str) -> None:
-        try:
-            sizes[file] = paths.getsize(file)
-        except OSError as error:
-            sizes[file] = error
 
-    local = [file for file in files if not paths.is_url(file)]
-    for file in local:
-        look(file)
-    in_parallel(look, [file for file in files if paths.is_url(file)])
-    return sizes
+def _size_of(file: str) -> int | OSError:
+    try:
+        return paths.getsize(file)
+    except OSError as error:
+        return error
 
 
 def tensorstore_context(path: str, cache_bytes: int) -> Any:

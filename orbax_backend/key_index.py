@@ -98,13 +98,11 @@ class _StoreIndex(Index):
     def __init__(self, url: str) -> None:
         self._url = url
         self._keys = frozenset(client.keys(url))
-        self._metadata: dict[str, bytes] = {}
-        in_parallel(
-            self._prefetch, [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
-        )
+        found = [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
+        self._metadata = dict(zip(found, in_parallel(self._read, found), strict=True))
 
-    def _prefetch(self, key: str) -> None:
-        self._metadata[key] = client.read(f"{self._url}/{key}")
+    def _read(self, key: str) -> bytes:
+        return client.read(f"{self._url}/{key}")
 
     def find(self, key: str) -> StoredValue | None:
         # Byte ranges would cost one request for each object.
@@ -114,7 +112,7 @@ class _StoreIndex(Index):
     def get(self, key: str) -> bytes | None:
         if key in self._metadata:
             return self._metadata[key]
-        return client.read(f"{self._url}/{key}") if self.find(key) is not None else None
+        return self._read(key) if self.find(key) is not None else None
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         refuse_escape(prefix, self._url)

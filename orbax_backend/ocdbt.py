@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, read_existing, sizes_of
+from .files import AT_ONCE, ByteRange, CheckpointFiles, read_existing, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
 from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
 from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
@@ -114,17 +114,7 @@ class _Database:
                 raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
             self._seen.add(node.extent)
         self._check_lengths(nodes)
-        found: dict[int, bytes] = {}
-
-        def read(number: int) -> None:
-            found[number] = self._read_one(nodes[number])
-
-        if paths.is_url(self._path):
-            in_parallel(read, range(len(nodes)))
-        else:
-            for number in range(len(nodes)):
-                read(number)
-        return [found[number] for number in range(len(nodes))]
+        return in_parallel(self._read_one, nodes, AT_ONCE if paths.is_url(self._path) else 1)
 
     def _check_lengths(self, nodes: list[NodeRef]) -> None:
         """Check that local files contain the nodes, before memory is allocated."""
