@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorstore as ts
 
 from flax_ckpt_compat._core import array_boxes
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import key_prefix
-from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
+from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import tensorstore_context, wait
@@ -68,18 +68,14 @@ class DriverReader:
                 wanted = [(start, copies) for start, (_, copies) in by_chunk(group).items()]
                 in_parallel(functools.partial(_read_chunk, self._path, store), wanted, THREADS)
 
-    @contextlib.contextmanager
-    def _tensorstore_errors(self, read: ArrayRead) -> Iterator[None]:
+    def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
         """Translate TensorStore's errors about one array."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except (ValueError, OSError, NotImplementedError) as error:
-            if is_unreadable(error):
-                raise storage_error(self._path, error, "read") from error
+
+        def damaged(error: Exception) -> CorruptCheckpointError:
             kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
-            raise corrupt_array(self._path, read, str(error), kind) from error
+            return corrupt_array(self._path, read, str(error), kind)
+
+        return read_errors(self._path, damaged, (ValueError, OSError, NotImplementedError))
 
 
 def corrupt_array(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -12,7 +13,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import errors, paths
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.safe_open import stays_inside
-from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
+from flax_ckpt_compat._core.storage_errors import read_errors
 
 from .files import ByteRange, CheckpointFiles, list_names, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue, open_files, read_small
@@ -82,15 +83,9 @@ def _missing_manifest(path: str) -> errors.CheckpointError:
     )
 
 
-@contextlib.contextmanager
-def _tensorstore_errors(path: str) -> Iterator[None]:
+def _tensorstore_errors(path: str) -> contextlib.AbstractContextManager[None]:
     """Translate TensorStore's errors about a database."""
-    try:
-        yield
-    except errors.StorageError:
-        raise
-    except (ValueError, OSError) as error:
-        raise storage_error(path, error, "read") if is_unreadable(error) else _undecodable(path, error) from error
+    return read_errors(path, functools.partial(_undecodable, path), (ValueError, OSError))
 
 
 def _undecodable(path: str, error: Exception) -> errors.CorruptCheckpointError:
