@@ -55,20 +55,10 @@ NUMBERS = {
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
 
 
-def map_header(count: int) -> bytes:
-    """Encode the header of a map of ``count`` pairs."""
-    return bytes((0x80 | count,)) if count < 16 else _sized(count, (None, 0xDE, 0xDF))
-
-
-def ext_header(code: int, length: int) -> bytes:
-    """Encode the header of an extension value of ``length`` bytes."""
-    return (_FIXEXT.get(length) or _sized(length, (0xC7, 0xC8, 0xC9))) + bytes((code,))
-
-
-def _sized(length: int, codes: tuple[int | None, int, int]) -> bytes:
+def _sized(length: int, codes: tuple[int, int, int]) -> bytes:
     """Encode a header with the shortest length field that fits, as msgpack's own packer does."""
     one, two, four = codes
-    if one is not None and length < 2**8:
+    if length < 2**8:
         return struct.pack(">BB", one, length)
     if length < 2**16:
         return struct.pack(">BH", two, length)
@@ -81,7 +71,8 @@ def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> byt
     nbytes = math.prod(shape) * dtype.itemsize
     pack = msgpack.Packer().pack
     inner = b"\x93" + pack(shape) + pack(dtypes.dtype_name(dtype)) + _sized(nbytes, (0xC4, 0xC5, 0xC6))
-    return ext_header(code, len(inner) + nbytes) + bytes(inner)
+    length = len(inner) + nbytes
+    return (_FIXEXT.get(length) or _sized(length, (0xC7, 0xC8, 0xC9))) + bytes((code,)) + bytes(inner)
 
 
 @dataclasses.dataclass(slots=True)

@@ -52,7 +52,7 @@ class MsgpackReader(Reader):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
-            with memory.pause_gc(enabled=self._source.is_local):
+            with memory.pause_gc(enabled=isinstance(self._source, File)):
                 unpacked = None if of_orbax else unpack(self._source, self, self._sums)
                 self.tree: Node = unpacked or parse(Window(self._source), self, of_orbax=of_orbax)
         except BaseException as error:
@@ -116,6 +116,7 @@ class MsgpackReader(Reader):
 
     def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
         source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])
+        is_local = isinstance(source, File)
         with translated(self.path, "read"):
             if self._verify and spans and not (sums is not None and sums.is_verified):
                 whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
@@ -125,8 +126,8 @@ class MsgpackReader(Reader):
                 if isinstance(source, StoredObject) and whole and read_object(source, spans, values):
                     return
             runs = runs_of(source, spans)
-            threads = 1 if source.is_local and nbytes <= 2 * _PIECE else source.threads
-            in_parallel(functools.partial(read_run, source, values), runs, threads, in_runs=source.is_local)
+            threads = 1 if is_local and nbytes <= 2 * _PIECE else source.threads
+            in_parallel(functools.partial(read_run, source, values), runs, threads, in_runs=is_local)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:
@@ -140,12 +141,8 @@ class MsgpackReader(Reader):
     def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
         """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
         handle = one if isinstance(one, LeafHandle) else _rows(one)
-        if handle is None or handle.in_gda_folder or self._sums is None:
-            return
-        if self._verify and not self._sums.is_verified:
-            with translated(self.path, "read"):
-                for offset, nbytes in _ranges(handle, self._source.size):
-                    self._sums.verify_range(offset, offset + nbytes)
+        if handle is not None and self._verify and self._sums is not None:
+            self.verify_checksums(handle)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
@@ -258,10 +255,8 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
     if handle.dtype is None or type(locator) not in (int, tuple) or not is_contiguous:
         return None
-    nbytes, start = (
-        math.prod(shape) * handle.dtype.itemsize,
-        array_boxes.offset(handle.shape, part.index) * handle.dtype.itemsize,
-    )
+    itemsize = handle.dtype.itemsize
+    nbytes, start = math.prod(shape) * itemsize, array_boxes.offset(handle.shape, part.index) * itemsize
     found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
     return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)
 

@@ -43,14 +43,13 @@ class File:
     window_sizes = WindowSizes(first=4 * 2**10, tiny=192, smallest=8 * 2**10, largest=256 * 2**10, read_over=0)
     # Two more than CPUs: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
-    is_local = True
 
     def __init__(self, path: str):
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise _not_found(path) from error
+        except FileNotFoundError:
+            raise
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
         self._can_read_uncached = sys.platform == "linux"
@@ -58,9 +57,10 @@ class File:
         with translated(path, "read"):
             status = os.fstat(self._fd)
         self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode) or not self.size:
+        if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise _not_a_file(path) if not stat.S_ISREG(status.st_mode) else _empty(path)
+            message = f"{path}: expected a msgpack file, found something that is not a file"
+            raise CorruptCheckpointError(message, path=path)
 
     @property
     def is_closed(self) -> bool:
@@ -115,10 +115,6 @@ class File:
         with translated(self.path, "read"):
             check_end(self._fd, found)
 
-    def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002
-        """Return False; the system caches files."""
-        return False
-
     def close(self) -> None:
         """Close the file."""
         self._closer()
@@ -134,18 +130,12 @@ class StoredObject:
         first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
     threads = 16
-    is_local = False
 
     def __init__(self, url: str):
         self.path = url
         self.is_closed = False
-        try:
-            self._object = OpenedObject(url)
-        except FileNotFoundError as error:
-            raise _not_found(url) from error
+        self._object = OpenedObject(url)
         self.size = self._object.size
-        if not self.size:
-            raise _empty(url)
         # What was read for the structure: it contains most small arrays.
         self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
         self._cache.add(0, self._object.head)
@@ -204,19 +194,16 @@ Source = File | StoredObject
 
 def open_source(path: str) -> Source:
     """Open a path or URL; raise if nothing is there, or it is empty or no file."""
-    return StoredObject(path) if paths.is_url(path) else File(path)
-
-
-def _not_found(path: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"{path}: no such checkpoint; list the directory for others", path=path)
-
-
-def _not_a_file(path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is not a file", path=path)
-
-
-def _empty(path: str) -> CorruptCheckpointError:
-    message = (
-        f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another checkpoint"
-    )
-    return CorruptCheckpointError(message, path=path)
+    try:
+        source = StoredObject(path) if paths.is_url(path) else File(path)
+    except FileNotFoundError as error:
+        message = f"{path}: no such checkpoint; list the directory for others"
+        raise CheckpointNotFoundError(message, path=path) from error
+    if not source.size:
+        source.close()
+        raise CorruptCheckpointError(
+            f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another "
+            "checkpoint",
+            path=path,
+        )
+    return source

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 from . import format
 from .checksummed_file import ChecksummedFile
 from .encoded_leaves import prng_key
-from .source import Source
+from .source import File, Source
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -32,7 +32,7 @@ _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
-    if not source.is_local or source.size > _MAX_SIZE:
+    if not isinstance(source, File) or source.size > _MAX_SIZE:
         return None
     if not all(_is_dense(source.read(size, 0)) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE):
         return None
