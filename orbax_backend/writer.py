@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -59,7 +60,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     encoding, lists_arrays = encoding_of(options), encode_metadata.has_jax_arrays(plan)
     begin(path)
     recorder = Recorder() if options.checksums else None
-    database = start_arrays(path, encode_metadata.arrays(plan), encoding, recorder)
+    database = start_arrays(path, [(entry.name, stored) for entry, stored in plan.arrays], encoding, recorder)
     try:
         if lists_arrays:
             make_directory(os.path.join(path, layout.ARRAY_METADATAS))
@@ -139,7 +140,7 @@ def start_arrays(
     """
     if not arrays:
         return None
-    start_transfers(arrays)
+    start_transfers([stored for _, stored in arrays])
     with translated(path, "written", TENSORSTORE_ERRORS):
         database = Database(path, recorder=recorder)
         reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
@@ -188,10 +189,10 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     sync_directory(path)
 
 
-def start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
+def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
     jax = sys.modules.get("jax")
-    sources = [stored.source for _, stored in arrays if stored.value_type == layout.JAX_ARRAY]
+    sources = [stored.source for stored in arrays if stored.value_type == layout.JAX_ARRAY]
     # default_backend() initializes jax's backends, which numpy arrays do not need.
     if jax is None or not sources or jax.default_backend() == "cpu":
         return
