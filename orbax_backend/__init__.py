@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
 from .msgpack_file import OpenMsgpack
-from .reader import open_checkpoint
+from .reader import OrbaxReader
 from .save_plan import SavePlan, make_plan
 
 __all__ = ["OrbaxBackend"]
@@ -45,4 +45,4 @@ class OrbaxBackend:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
         use_tensorstore(path)
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
-            return open_checkpoint(path, self._open_msgpack, verify=verify)
+            return OrbaxReader(path, self._open_msgpack, verify=verify)

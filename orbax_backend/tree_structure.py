@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -82,34 +83,24 @@ class Structure:
         )
 
 
-def read_structure(path: str, open_msgpack: OpenMsgpack | None, check: Check | None = None) -> Structure:
+def read_structure(
+    path: str, open_msgpack: OpenMsgpack | None, check: Check | None, on_failure: contextlib.ExitStack
+) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
-    ``open_msgpack`` opens that file. In our own directories it holds nothing that ``_METADATA`` lacks, and is not read.
+    ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
+    ``_METADATA`` lacks, and is not read.
     """
     read_ahead(
         path, (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS]))
     )
-    metadata = read_json(path, layout.TREE_METADATA, check)
-    annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, layout.TREE_METADATA))
+    file, metadata = os.path.join(path, layout.TREE_METADATA), read_json(path, layout.TREE_METADATA, check)
+    fields = metadata or {}
+    annotations = parse_annotations(fields.get("custom_metadata"), file)
     aggregate = open_aggregate(path, open_msgpack) if annotations is None else None
-    try:
-        return _structure(path, metadata, annotations, aggregate, check)
-    except BaseException:
-        if aggregate is not None:
-            aggregate.reader.close()
-        raise
-
-
-def _structure(
-    path: str,
-    metadata: dict[str, Any] | None,
-    annotations: TypeAnnotations | None,
-    aggregate: Aggregate | None,
-    check: Check | None,
-) -> Structure:
-    file = os.path.join(path, layout.TREE_METADATA)
-    use_ocdbt = (metadata or {}).get("use_ocdbt")
+    if aggregate is not None:
+        on_failure.callback(aggregate.reader.close)
+    use_ocdbt = fields.get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(path)
@@ -121,8 +112,8 @@ def _structure(
         path=path,
         entries=entries,
         use_ocdbt=use_ocdbt,
-        zarr3=(metadata or {}).get("use_zarr3") is True,
-        fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
+        zarr3=fields.get("use_zarr3") is True,
+        fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
         annotations=annotations,
         strings=_read_strings(path, entries, check),
         key_impls={} if annotations is not None else _read_key_impls(path, entries),
