@@ -65,7 +65,7 @@ class DriverReader:
         for group, store in shared:
             with self._tensorstore_errors(group[0]):
                 # Each chunk is decoded once for all boxes in it.
-                wanted = [(start, copies) for start, (_, copies) in by_chunk(group).items()]
+                wanted = [(part.start, copies) for part, _, copies in by_chunk(group)]
                 in_parallel(functools.partial(_read_chunk, self._path, store), wanted, THREADS)
 
     def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
@@ -104,7 +104,7 @@ def _share_chunks(group: Sequence[ArrayRead]) -> bool:
     return (
         len(group) > 1
         and all(read.complete for read in group)
-        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
+        and any(len(copies) > 1 for _, _, copies in by_chunk(group))
     )
 
 

@@ -111,7 +111,7 @@ class _Database:
             self._files.check(node.extent.file)
             if node.extent in self._seen:
                 # Forty levels of shared nodes would make a tree of 2**40 keys.
-                raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
+                raise self._corrupt_node(node, "one parent of the B-tree node was expected, found two")
             self._seen.add(node.extent)
         self._check_lengths(nodes)
         return in_parallel(self._read_one, nodes, AT_ONCE if paths.is_url(self._path) else 1)
@@ -125,26 +125,26 @@ class _Database:
             size = sizes.get(files[file])
             if length > MAX_DECODED_BYTES:
                 problem = f"at most {MAX_DECODED_BYTES} bytes were expected, found {length}"
-                raise self._corrupt_node(node, ValueError(problem))
+                raise self._corrupt_node(node, problem)
             if isinstance(size, int) and offset + length > size:
                 problem = f"a file of at least {offset + length} bytes was expected, found one of {size}"
-                raise self._corrupt_node(node, ValueError(problem))
+                raise self._corrupt_node(node, problem)
 
     def _read_one(self, node: NodeRef) -> bytes:
         file = self._locate(node.extent.file)
         _, offset, length = node.extent
         data = read_existing(file, offset, offset + length, _missing(file))
         if len(data) != length:
-            raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))
+            raise self._corrupt_node(node, f"{length} bytes were expected, found {len(data)}")
         return data
 
-    def _corrupt_node(self, node: NodeRef, error: ValueError) -> CorruptCheckpointError:
-        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", error)
+    def _corrupt_node(self, node: NodeRef, problem: object) -> CorruptCheckpointError:
+        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", problem)
 
-    def _corrupt(self, file: str, at: str, error: ValueError) -> CorruptCheckpointError:
+    def _corrupt(self, file: str, at: str, problem: object) -> CorruptCheckpointError:
         full = self._locate(file)
         return CorruptCheckpointError(
-            f"{full}: the array database does not decode{at}: {error}; restore the files from a backup", path=full
+            f"{full}: the array database does not decode{at}: {problem}; restore the files from a backup", path=full
         )
 
 

@@ -107,9 +107,7 @@ class ArrayReader:
                 self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier)
         return True
 
-    def _locate(
-        self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None = None
-    ) -> int:
+    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones."""
