@@ -16,7 +16,6 @@ from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
 from .checksummed_file import ChecksummedFile
-from .encoded_leaves import prng_key
 from .source import File, Source
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
@@ -112,7 +111,7 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
                 children[key] = _leaf(value, path, reader)
     for children, path in keys:
         branch = children[path[-1]]
-        children[path[-1]] = prng_key(branch, path) or branch
+        children[path[-1]] = format.prng_key(branch, path) or branch
     return Branch(document)
 
 
