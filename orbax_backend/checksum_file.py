@@ -22,8 +22,7 @@ from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIF
 from flax_ckpt_compat._core.storage_errors import translated
 
 from .files import ByteRange, refuse_escape
-from .key_index import StoredValue
-from .open_index import process_databases
+from .open_index import StoredValue, process_databases
 
 _VERSION = 1
 

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import tensorstore_context, wait
-from .key_index import Index
+from .open_index import Index
 from .read_plan import ArrayRead, Copy, by_chunk, scatter
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))

@@ -130,9 +130,9 @@ def read_ahead(path: str, names: Collection[str]) -> None:
             storage.prefetch_contents([file for name in names if storage.isfile(file := os.path.join(path, name))])
 
 
-def corrupt(file: str, what: str) -> CorruptCheckpointError:
-    """Return the error for a file that does not decode."""
-    return CorruptCheckpointError(f"{file}: {what}; restore the file from a backup", path=file)
+def corrupt(file: str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
+    """Return the error for a file that is damaged or missing."""
+    return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=file)
 
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:

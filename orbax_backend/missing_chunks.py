@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import show_path
 
 from .encode_leaves import EncodedLeaf
 from .files import ByteRange
-from .key_index import Index, StoredValue
+from .open_index import Index, StoredValue
 from .save_plan import Entry, SavePlan
 from .zarr import ArrayInfo, Encoding, parse_array_metadata
 

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import AT_ONCE, ByteRange, CheckpointFiles, read_existing, sizes_of
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
 from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
 from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
@@ -142,13 +142,9 @@ class _Database:
         return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", problem)
 
     def _corrupt(self, file: str, at: str, problem: object) -> CorruptCheckpointError:
-        full = self._locate(file)
-        return CorruptCheckpointError(
-            f"{full}: the array database does not decode{at}: {problem}; restore the files from a backup", path=full
-        )
+        what = f"the array database does not decode{at}: {problem}"
+        return corrupt(self._locate(file), what, "restore the files from a backup")
 
 
 def _missing(file: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{file}: this file of the array database is missing; restore it from a backup", path=file
-    )
+    return corrupt(file, "this file of the array database is missing", "restore it from a backup")

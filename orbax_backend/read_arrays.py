@@ -23,7 +23,7 @@ from .checksum_file import Checksums
 from .chunk_checksums import Verifier
 from .driver_reads import THREADS, DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
-from .key_index import Index, OpaqueValue, StoredValue
+from .open_index import Index, OpaqueValue, StoredValue
 from .read_plan import (
     PIECE_BYTES,
     ArrayRead,

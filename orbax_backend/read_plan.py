@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
 from .files import ByteRange
-from .key_index import OpaqueValue, StoredValue
+from .open_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo
 
 _Array = np.ndarray[Any, Any]

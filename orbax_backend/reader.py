@@ -20,10 +20,9 @@ from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
-from .key_index import Index
 from .leaf_handles import LeafDescriptions, corrupt_leaf
 from .msgpack_file import OpenMsgpack
-from .open_index import open_index
+from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, checked_data
 from .tree_structure import Structure, read_structure
