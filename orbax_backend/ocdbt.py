@@ -17,8 +17,18 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
-from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
-from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
+from .ocdbt_nodes import (
+    Entries,
+    LeafNode,
+    LeafRows,
+    NodeRef,
+    RowEntries,
+    children_of,
+    entries_of,
+    files_of,
+    newest_root,
+    open_node,
+)
 
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -78,7 +88,7 @@ class _Database:
         for leaf in leaves:
             with self._decoding(leaf.node):
                 if leaf.count:
-                    found.append(LeafRows(leaf.columns, leaf.files.names, leaf.node.prefix, leaf.count))
+                    found.append(LeafRows(leaf))
         with self._decoding(leaves[0].node):
             return RowEntries(found)
 

@@ -29,7 +29,7 @@ from .files import (
 )
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
-from .ocdbt_keys import Entries, RowEntries, ends_of
+from .ocdbt_nodes import Entries, RowEntries, ends_of
 
 _MAX_METADATA_BYTES = 1 << 20
 
