@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from . import encode_metadata, writer
+from . import writer
 from .checksum_recording import Recorder, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sizes_of, sync_directory, write_file, write_files
@@ -37,10 +37,7 @@ def begin(
     path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: MultiprocessUpload | None = None
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    writer.encoding_of(options)
-    writer.begin(path)
-    if encode_metadata.has_jax_arrays(plan):
-        make_directory(os.path.join(path, layout.ARRAY_METADATAS))
+    writer.begin(path, plan, options)
 
 
 def write(
@@ -63,18 +60,11 @@ def write(
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
-    recorder, files = Recorder() if options.checksums else None, dict[str, bytes]()
+    recorder = Recorder() if options.checksums else None
     database = writer.start_arrays(own, arrays, encoding, recorder, is_primary)
     try:
         # All processes would upload the same list.
-        if encode_metadata.has_jax_arrays(plan) and (is_primary or upload is None):
-            files |= writer.array_metadatas(path, plan, encoding, process.index)
-            write_files(files)
-            sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
-        if is_primary:
-            found = writer.tree_files(path, plan, options)
-            write_files(found)
-            files |= found
+        files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
     finally:
         writer.finish_arrays(own, database)
     if recorder is not None:
