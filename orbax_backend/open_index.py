@@ -53,7 +53,7 @@ class Index(Protocol):
         return [self.find(key) for key in keys]
 
     def get(self, key: str) -> bytes | None:
-        """Read a small value; return None if the key is absent."""
+        """Read the metadata of an array; return None if the key is absent."""
         ...
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
@@ -274,10 +274,7 @@ class _StoreIndex(Index):
         self._url = url
         self._keys = frozenset(client.keys(url))
         found = [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
-        self._metadata = dict(zip(found, in_parallel(self._read, found), strict=True))
-
-    def _read(self, key: str) -> bytes:
-        return client.read(f"{self._url}/{key}")
+        self._metadata = dict(zip(found, in_parallel(lambda key: client.read(f"{url}/{key}"), found), strict=True))
 
     def find(self, key: str) -> StoredValue | None:
         # Byte ranges would cost one request for each object.
@@ -285,9 +282,9 @@ class _StoreIndex(Index):
         return OpaqueValue() if key in self._keys else None
 
     def get(self, key: str) -> bytes | None:
-        if key in self._metadata:
-            return self._metadata[key]
-        return self._read(key) if self.find(key) is not None else None
+        if key not in self._metadata and self.find(key) is None:
+            return None
+        return self._metadata[key]
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         refuse_escape(prefix, self._url)
