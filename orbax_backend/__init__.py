@@ -26,8 +26,8 @@ class OrbaxBackend:
     sorts_multiprocess = False
     write_event: str | None = None
 
-    def __init__(self, open_msgpack: OpenMsgpack | None = None) -> None:
-        """Store the opener for the msgpack file of old releases; without one, their directories are refused."""
+    def __init__(self, open_msgpack: OpenMsgpack) -> None:
+        """Store the opener for the msgpack file of old releases."""
         self._open_msgpack = open_msgpack
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:

@@ -137,11 +137,12 @@ def corrupt(file: str, what: str, remedy: str = "restore the file from a backup"
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
     """Return file → its size, or the error; query stores concurrently."""
-    sizes = in_parallel(_size_of, files, AT_ONCE if any(map(paths.is_url, files)) else 1)
+    sizes = in_parallel(size_of, files, AT_ONCE if any(map(paths.is_url, files)) else 1)
     return dict(zip(files, sizes, strict=True))
 
 
-def _size_of(file: str) -> int | OSError:
+def size_of(file: str) -> int | OSError:
+    """Return the size of a file, or the error."""
     try:
         return paths.getsize(file)
     except OSError as error:

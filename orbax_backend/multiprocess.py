@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from . import writer
 from .checksum_recording import Recorder, file_of_database
 from .encode_leaves import EncodedLeaf
-from .files import make_directory, sizes_of, sync_directory, write_file, write_files
+from .files import make_directory, size_of, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
 from .ocdbt_writer import Database, file_locator
 from .open_index import open_database
@@ -135,8 +135,7 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
 
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUpload | None) -> None:
     if upload is None:
-        known = functools.cache(lambda file: sizes_of([file])[file])
-        check_complete(path, plan, encoding, open_database(path), lambda file: known(os.path.join(path, file)))
+        check_complete(path, plan, encoding, open_database(path), lambda file: size_of(os.path.join(path, file)))
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder

@@ -39,7 +39,7 @@ class OrbaxReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, path: str, open_msgpack: OpenMsgpack | None, *, verify: bool) -> None:
+    def __init__(self, path: str, open_msgpack: OpenMsgpack, *, verify: bool) -> None:
         """Open a directory and read its structure; see `Backend.open`.
 
         ``open_msgpack`` opens the msgpack file of old releases."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class LeafEntry(NamedTuple):
     write_shape: Any  # shape of what was written at once, unchecked; None of releases without ``array_metadatas``
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Structure:
     """The content of a checkpoint's JSON files."""
 
@@ -56,15 +57,12 @@ class Structure:
     is_single_array: bool  # whether it is an item of one array, without a tree
     is_typed_key: bool  # whether that array is the data of a typed PRNG key
     aggregate: Aggregate | None  # msgpack file of old releases, or None
-    check: Check | None = None  # checks a file's content before it is decoded, or None
-    _shardings: dict[str, str] | None = None
+    check: Check | None  # checks a file's content before it is decoded, or None
 
-    @property
+    @functools.cached_property
     def shardings(self) -> dict[str, str]:
         """Return name → JSON text of the sharding; read the file at first use."""
-        if self._shardings is None:
-            self._shardings = read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
-        return self._shardings
+        return read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
 
     def text(self, entry: LeafEntry) -> str:
         """Return the text of a string leaf; raise if it is missing."""
@@ -84,7 +82,7 @@ class Structure:
 
 
 def read_structure(
-    path: str, open_msgpack: OpenMsgpack | None, check: Check | None, on_failure: contextlib.ExitStack
+    path: str, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
 ) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
