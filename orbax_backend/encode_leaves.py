@@ -12,6 +12,7 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from flax_ckpt_compat._core.tree import (
     HostCopy,
@@ -86,10 +87,7 @@ class EncodedLeaf:
         if array.dtype == self.dtype:
             return array
         # Only dtypes that jax lacks are stored with one more axis, and their arrays are never sharded.
-        shape = array.shape if array.ndim == len(self.shape) else self.shape
-        if array.nbytes == 0:
-            return np.empty(shape, self.dtype)
-        return array.reshape(-1).view(self.dtype).reshape(shape)
+        return view_as(array, self.dtype, array.shape if array.ndim == len(self.shape) else self.shape)
 
 
 def all_of(array: np.ndarray[Any, Any]) -> Shard:
