@@ -13,9 +13,9 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
 
@@ -48,17 +48,14 @@ class MsgpackReader(Reader):
         self.path = path
         self._source = open_source(path)
         try:
-            with translated(path, "read"):
+            with translated(path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
-            with memory.pause_gc(enabled=isinstance(self._source, File)):
                 unpacked = None if of_orbax else unpack(self._source, self, self._sums)
                 self.tree: Node = unpacked or parse(Window(self._source), self, of_orbax=of_orbax)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise storage_error(path, error, "read") from error
             raise
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
