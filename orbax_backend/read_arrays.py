@@ -197,8 +197,10 @@ class ArrayReader:
         files: dict[str, int] = {}
         try:
             for piece in pieces:
-                if piece.extent.file not in files:
-                    files[piece.extent.file] = self._open_file(piece)
+                file = piece.extent.file
+                if file not in files:
+                    with self._reading(piece.read, file):
+                        files[file] = open_regular(os.path.join(self._path, file))
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
                 in_parallel(functools.partial(self._read_piece, files, verifier), pieces, THREADS, in_runs=True)
                 return
@@ -207,10 +209,6 @@ class ArrayReader:
         finally:
             for fd in files.values():
                 os.close(fd)
-
-    def _open_file(self, piece: Piece) -> int:
-        with self._reading(piece.read, piece.extent.file):
-            return open_regular(os.path.join(self._path, piece.extent.file))
 
     def _read_piece(self, files: dict[str, int], verifier: Verifier | None, piece: Piece) -> None:
         buffer, checksum = piece.buffer(), 0

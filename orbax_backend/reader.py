@@ -144,9 +144,7 @@ class OrbaxReader(Reader):
             for box in self.boxes(handle, _CHECKED_BYTES):
                 self.read([ArraySlice(handle, box)])
             return True
-        return recorded.record() is not None and self._arrays.verify(
-            ArrayRead(handle.name, handle.path, leaf.layouts.whole), recorded
-        )
+        return recorded.record() is not None and self._arrays.verify(_array_read(handle), recorded)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
