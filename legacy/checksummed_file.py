@@ -6,7 +6,6 @@ cache.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -117,15 +116,10 @@ class ChecksummedFile:
 
     def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[Part]) -> None:
         """Read consecutive bytes into pieces of memory."""
-        rest = list(pieces)
-        while rest:
-            count = os.preadv(self._source.fileno(), rest, offset)
-            offset += count
-            if not count:
-                self._source.check_end(offset)
-                span = next((span for _, stop, span in parts if stop > offset), None)
-                raise self._changed() if span is None else truncated(self._source, span)
-            memory.drop_first(rest, count)
+        count = self._source.read_pieces(pieces, offset)
+        if count < sum(map(len, pieces)):
+            span = next((span for _, stop, span in parts if stop > offset + count), None)
+            raise self._changed() if span is None else truncated(self._source, span)
 
     def _verify(self, units: Iterable[int], parts: dict[int, list[Part]]) -> None:
         """Compare the checksums of blocks whose units are all known with the recorded ones."""

@@ -9,9 +9,10 @@ import os
 import stat
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.safe_open import check_end
 from flax_ckpt_compat._core.object_store.opened_object import HEAD_BYTES, OpenedObject
@@ -102,18 +103,22 @@ class File:
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Fill memory and return the number of bytes; fewer only at the end."""
-        count = at = os.preadv(self._fd, [target], offset)
-        while count and at < len(target):
-            count = os.preadv(self._fd, [target[at:]], offset + at)
-            at += count
-        if at < len(target):
-            self.check_end(offset + at)
-        return at
+        return self.read_pieces([target], offset)
 
-    def check_end(self, found: int) -> None:
-        """Raise StorageError if no byte was read at ``found``, though the file still has its size."""
-        with translated(self.path, "read"):
-            check_end(self._fd, found)
+    def read_pieces(self, pieces: Iterable[memoryview], offset: int) -> int:
+        """Fill pieces of memory with consecutive bytes and return their number; fewer only at the end.
+
+        Raise StorageError if no more are read, though the file still has its size."""
+        rest, at = [piece for piece in pieces if piece], offset
+        while rest:
+            count = os.preadv(self._fd, rest, at)
+            at += count
+            if not count:
+                with translated(self.path, "read"):
+                    check_end(self._fd, at)
+                break
+            memory.drop_first(rest, count)
+        return at - offset
 
     def close(self) -> None:
         """Close the file."""
