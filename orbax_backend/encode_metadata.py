@@ -88,7 +88,7 @@ def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool
 
 def has_jax_arrays(plan: SavePlan) -> bool:
     """Return whether there are jax arrays, which ``_sharding`` and ``array_metadatas`` list."""
-    return any(stored.value_type == JAX_ARRAY for _, stored in plan.arrays)
+    return JAX_ARRAY in {stored.value_type for _, stored in plan.arrays}
 
 
 def _jax_arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
