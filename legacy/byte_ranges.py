@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import show_path
 
-from .source import Source
+from .source import File, Source
 
 # All sizes in bytes. Largest gap to read over (mostly keys and headers), and largest joint read.
 _GAP = 512
@@ -39,10 +39,10 @@ def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
     """Group neighbours into joint reads."""
     runs: list[list[Span]] = []
     alone: list[list[Span]] = []
-    gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _store_run(spans))
+    gap, longest = (_GAP, _RUN) if isinstance(source, File) else (_STORE_GAP, _store_run(spans))
     first = end = -gap - 1
     for span in sorted(spans, key=offset_of):
-        if span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes):
+        if span.target is not None if isinstance(source, File) else source.is_cached(span.offset, span.nbytes):
             alone.append([span])  # what is cached between its neighbours does not part them
             continue
         if span.offset - end > gap or span.offset + span.nbytes - first > longest:
@@ -50,7 +50,7 @@ def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
             first = span.offset
         runs[-1].append(span)
         end = max(end, span.offset + span.nbytes)
-    return sorted(runs + alone, key=lambda run: run[0].offset) if source.is_local else runs + alone
+    return sorted(runs + alone, key=lambda run: run[0].offset) if isinstance(source, File) else runs + alone
 
 
 def _store_run(spans: list[Span]) -> int:

@@ -6,7 +6,6 @@ cache.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -37,8 +36,10 @@ Part = tuple[int, int, Span]  # start and stop in the file
 
 def open_checksums(source: Source) -> ChecksummedFile | None:
     """Return the recorded checksums of a file; None if there are none."""
-    sums = file_checksums.recorded(source.fileno()) if isinstance(source, File) else None
-    return ChecksummedFile(source, sums) if sums is not None and isinstance(source, File) else None
+    if not isinstance(source, File):
+        return None
+    sums = file_checksums.recorded(source.fileno())
+    return None if sums is None else ChecksummedFile(source, sums)
 
 
 class ChecksummedFile:
@@ -107,7 +108,7 @@ class ChecksummedFile:
                 checksum = checksums.crc32(piece, checksum)
             self._units[unit] = checksum
         for part in overlapping:
-            data = _new_bytes(part[1] - part[0])
+            data = np.empty(part[1] - part[0], np.uint8).data
             self._fill([data], part[0], [part])
             copied.append((part, data))
         if copied:
@@ -115,18 +116,10 @@ class ChecksummedFile:
 
     def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[Part]) -> None:
         """Read consecutive bytes into pieces of memory."""
-        rest = list(pieces)
-        while rest:
-            count = os.preadv(self._source.fileno(), rest, offset)
-            offset += count
-            if not count:
-                self._source.check_end(offset)
-                span = next((span for _, stop, span in parts if stop > offset), None)
-                raise self._changed() if span is None else truncated(self._source, span)
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if count:
-                rest[0] = rest[0][count:]
+        count = self._source.read_pieces(pieces, offset)
+        if count < sum(map(len, pieces)):
+            span = next((span for _, stop, span in parts if stop > offset + count), None)
+            raise self._changed() if span is None else truncated(self._source, span)
 
     def _verify(self, units: Iterable[int], parts: dict[int, list[Part]]) -> None:
         """Compare the checksums of blocks whose units are all known with the recorded ones."""
@@ -175,10 +168,6 @@ def parts_by_unit(spans: Iterable[Span], values: list[Any], size: int) -> dict[i
     return parts
 
 
-def _new_bytes(length: int) -> memoryview:
-    return memory.as_bytes(np.empty(length, np.uint8))
-
-
 def _lay_out(
     parts: Iterable[Part], first: int, last: int
 ) -> tuple[list[memoryview], list[tuple[Part, memoryview]], list[Part]]:
@@ -195,7 +184,7 @@ def _lay_out(
     def close_gap(stop: int) -> None:
         if stop == at:
             return
-        gap = _new_bytes(stop - at)
+        gap = np.empty(stop - at, np.uint8).data
         pieces.append(gap)
         copied.extend((part, gap[part[0] - at : part[1] - at]) for part in waiting)
         waiting.clear()

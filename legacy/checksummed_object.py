@@ -39,9 +39,8 @@ def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) 
 def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, again: bool) -> int:
     """Read everything and return its CRC-32C; ``again`` reads also what opening has read."""
     parts, starts = parts_by_unit(spans, values, _UNIT), range(0, source.size, _UNIT)
-    sums: dict[int, int] = {}
 
-    def read(start: int) -> None:
+    def read(start: int) -> int:
         length, wanted = min(_UNIT, source.size - start), parts.get(start // _UNIT, [])
         cached = None if again else source.cached(length, start)
         data = source.read_again(length, start) if cached is None else cached
@@ -50,14 +49,13 @@ def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, aga
         view = memoryview(data)
         if cached is None and source.contradicts(view, start):
             raise _changed(source)
-        sums[start] = checksums.crc32c(data)
         copy_parts([(part, view[part[0] - start : part[1] - start]) for part in wanted], values)
+        return int(checksums.crc32c(data))
 
-    in_parallel(read, starts, source.threads)
     found = 0
-    for start in starts:
+    for start, checksum in zip(starts, in_parallel(read, starts, source.threads), strict=True):
         nbytes = min(_UNIT, source.size - start)
-        found = checksums.combine(found, sums[start], nbytes, checksums.CRC32C_POLYNOMIAL)
+        found = checksums.combine(found, checksum, nbytes, checksums.CRC32C_POLYNOMIAL)
     return found
 
 

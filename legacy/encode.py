@@ -14,7 +14,7 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,
@@ -51,9 +51,7 @@ def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
     with translated(path, "written"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            writer = _Writer(fd, BlockSums() if sums else None)
-            writer.write(tree)
-            writer.finish()
+            _Writer(fd, BlockSums() if sums else None).write(tree)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -67,7 +65,8 @@ class _Writer:
         # Sums a batch while it is written.
         self._pool = Pool(1, "flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
-        self._pack = msgpack.Packer(strict_types=True).pack
+        packer = msgpack.Packer(strict_types=True)
+        self._pack, self._map_header = packer.pack, packer.pack_map_header
         self._small = bytearray()
         self._pieces: list[memoryview] = []
         self._buffered = 0
@@ -75,6 +74,7 @@ class _Writer:
         self._copies, self._copied_bytes = np.empty(0, np.uint8), 0
 
     def write(self, tree: Node) -> None:
+        """Write the tree, and record the checksums."""
         pack, put, small = self._pack, self._put, min(_COPY_BELOW, format.MAX_CHUNK_SIZE)
         jax_types: dict[type, bool] = {np.ndarray: False, Branch: False}
         stack: list[Iterator[tuple[str | None, Node]]] = [iter([(None, tree)])]
@@ -83,7 +83,7 @@ class _Writer:
                 key = b"" if name is None else pack(name)
                 kind = type(node)
                 if kind is Branch:
-                    put(key + format.map_header(len(node.children)))
+                    put(key + self._map_header(len(node.children)))
                     stack.append(iter(node.children.items()))
                     break
                 if kind not in jax_types:
@@ -97,6 +97,8 @@ class _Writer:
             else:
                 stack.pop()
         self._flush()
+        if self._sums is not None:
+            file_checksums.record(self._fd, self._sums.encoded())
 
     def _write_leaf(self, leaf: Any, *, is_own: bool = False) -> None:
         """Write a leaf; an array that is not our own may change meanwhile."""
@@ -113,11 +115,10 @@ class _Writer:
             array = np.asarray(leaf)
             self._put(format.array_header(format.EXT_NUMPY_SCALAR, (), array.dtype) + array.tobytes())
         elif type(leaf) is KeyData:
-            self._put(format.map_header(2) + self._pack(format.KEY_IMPL) + self._pack(leaf.impl) + self._pack("data"))
+            self._put(self._map_header(2) + self._pack(format.KEY_IMPL) + self._pack(leaf.impl) + self._pack("data"))
             self._write_leaf(leaf.data)
         elif isinstance(leaf, complex):
-            payload = self._pack([leaf.real, leaf.imag])
-            self._put(format.ext_header(format.EXT_COMPLEX, len(payload)) + payload)
+            self._put(self._pack(msgpack.ExtType(format.EXT_COMPLEX, self._pack([leaf.real, leaf.imag]))))
         elif not hasattr(leaf, "dtype"):
             self._put(self._pack(leaf))
         elif leaf.nbytes > format.MAX_CHUNK_SIZE:
@@ -130,11 +131,11 @@ class _Writer:
         """Write Flax's map for arrays over its limit: shape and flat chunks, both as maps of '0', '1', …"""
         pack, dtype = self._pack, array.dtype
         step, size = max(1, format.MAX_CHUNK_SIZE // dtype.itemsize), math.prod(array.shape)
-        self._put(format.map_header(3) + pack(format.CHUNK_FLAG) + pack(True))
-        self._put(pack("shape") + format.map_header(len(array.shape)))
+        self._put(self._map_header(3) + pack(format.CHUNK_FLAG) + pack(True))
+        self._put(pack("shape") + self._map_header(len(array.shape)))
         for axis, length in enumerate(array.shape):
             self._put(pack(str(axis)) + pack(length))
-        self._put(pack("chunks") + format.map_header(math.ceil(size / step)))
+        self._put(pack("chunks") + self._map_header(math.ceil(size / step)))
         at = 0
         for piece in pieces(array):
             rest = piece.reshape(-1)
@@ -189,33 +190,23 @@ class _Writer:
         """Write everything; one system call may write less than it is given (2 GiB at most on Linux)."""
         self._end_small()
         pieces = self._pieces
-        summed = self._pool.submit(self._sum, list(pieces)) if self._buffered >= _SUM_IN_THREAD_FROM else None
-        if summed is None:
-            self._sum(pieces)
+        submit = self._pool.submit if self._buffered >= _SUM_IN_THREAD_FROM else Once
+        summed = submit(self._sum, list(pieces))
         while pieces:
             written = os.writev(self._fd, pieces)
             if not written:
                 raise OSError("the file system accepted no bytes")
-            while pieces and written >= len(pieces[0]):
-                written -= len(pieces.pop(0))
-            if written:
-                pieces[0] = pieces[0][written:]
+            memory.drop_first(pieces, written)
         # The disk writes while the next batch is prepared, so the final sync is short.
         atomic.start_writeback(self._fd, self._written, self._buffered)
         self._written += self._buffered
         self._buffered = self._copied_bytes = 0
-        if summed is not None:
-            summed.result()
+        summed.result()
 
     def _sum(self, pieces: list[memoryview]) -> None:
         if self._sums is not None:
             for piece in pieces:
                 self._sums.update(piece)
-
-    def finish(self) -> None:
-        """Record the checksums."""
-        if self._sums is not None:
-            file_checksums.record(self._fd, self._sums.encoded())
 
 
 def _on_host(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Define the msgpack format: extension codes, reserved names, limits, and the payloads of extension values."""
+"""Define the msgpack format: extension codes, reserved names, limits, extension values, and maps that are one leaf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, steps
-from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
 # numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
@@ -55,20 +56,10 @@ NUMBERS = {
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
 
 
-def map_header(count: int) -> bytes:
-    """Encode the header of a map of ``count`` pairs."""
-    return bytes((0x80 | count,)) if count < 16 else _sized(count, (None, 0xDE, 0xDF))
-
-
-def ext_header(code: int, length: int) -> bytes:
-    """Encode the header of an extension value of ``length`` bytes."""
-    return (_FIXEXT.get(length) or _sized(length, (0xC7, 0xC8, 0xC9))) + bytes((code,))
-
-
-def _sized(length: int, codes: tuple[int | None, int, int]) -> bytes:
+def _sized(length: int, codes: tuple[int, int, int]) -> bytes:
     """Encode a header with the shortest length field that fits, as msgpack's own packer does."""
     one, two, four = codes
-    if one is not None and length < 2**8:
+    if length < 2**8:
         return struct.pack(">BB", one, length)
     if length < 2**16:
         return struct.pack(">BH", two, length)
@@ -81,7 +72,8 @@ def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> byt
     nbytes = math.prod(shape) * dtype.itemsize
     pack = msgpack.Packer().pack
     inner = b"\x93" + pack(shape) + pack(dtypes.dtype_name(dtype)) + _sized(nbytes, (0xC4, 0xC5, 0xC6))
-    return ext_header(code, len(inner) + nbytes) + bytes(inner)
+    length = len(inner) + nbytes
+    return (_FIXEXT.get(length) or _sized(length, (0xC7, 0xC8, 0xC9))) + bytes((code,)) + bytes(inner)
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,3 +141,50 @@ def parse_complex(payload: bytes) -> complex:
         if type(part) not in (int, float):
             raise ValueError(f"{part!r} is not a number")
     return complex(float(real), float(imaginary))
+
+
+# Maps that encode one leaf. One with keys or types that Flax does not write is the user's own and stays a map.
+def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
+    """Return the PRNG key that a map with the names `KEY_KEYS` encodes, or None."""
+    impl, data = branch.children[KEY_IMPL], branch.children["data"]
+    if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
+        return None
+    locator = impl.locator, data
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, locator)
+    handle.in_gda_folder = data.in_gda_folder
+    return handle
+
+
+def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
+    """Return the chunked array of a map with the names `CHUNK_KEYS`, or None; ValueError for a wrong sum."""
+    flag = branch.children[CHUNK_FLAG]
+    sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
+    if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
+        return None
+    if not all(_is(size, LeafKind.INT) for size in sizes):
+        return None
+    if not all(_is(chunk, LeafKind.ARRAY) and type(chunk.locator) is int and len(chunk.shape) == 1 for chunk in chunks):
+        return None
+    shape = tuple(size.locator for size in sizes)
+    dtype = chunks[0].dtype
+    total = sum(chunk.nbytes for chunk in chunks)
+    assert dtype is not None
+    is_shape = min(shape, default=0) >= 0 and len(shape) <= MAX_DIMS
+    if not is_shape or math.prod(shape) * dtype.itemsize != total:
+        raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
+    if any(chunk.dtype != dtype for chunk in chunks):
+        raise ValueError("pieces of different dtypes for one array")
+    locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
+    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, locator)
+
+
+def _numbered(node: Node) -> list[LeafHandle] | None:
+    """Return the children of a map with the keys '0', '1', …, in numeric order, or None for other maps."""
+    if not isinstance(node, Branch) or node.container is not Container.DICT or node.int_keys:
+        return None
+    names = [str(index) for index in range(len(node.children))]
+    return [node.children[name] for name in names] if node.children.keys() == set(names) else None
+
+
+def _is(node: Node, kind: LeafKind) -> bool:
+    return isinstance(node, LeafHandle) and node.kind is kind

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, is_unreadable, storage_error, store_errors
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors, translated
 from flax_ckpt_compat._core.tree import Path, show_path
 
 # Bytes of arrays that are read at the same time.
@@ -58,15 +58,12 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
     if not paths.is_url(folder):
         ContainedFiles(folder_of(checkpoint)).check(os.path.join(subpath, ZARR2_METADATA))
-    try:
-        text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        found = f"no array {folder}; it was not copied along with the checkpoint"
-        raise _corrupt(checkpoint, path, found) from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(folder, error, "read") from error
+    with translated(folder, "read"):
+        try:
+            text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            found = f"no array {folder}; it was not copied along with the checkpoint"
+            raise _corrupt(checkpoint, path, found) from error
     try:
         return _parse_metadata(checkpoint, folder, json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -162,15 +159,11 @@ def _check_files(array: FolderArray) -> None:
 
 @contextmanager
 def _translated(array: FolderArray, path: Path) -> Iterator[None]:
-    try:
-        with store_errors(array.folder):
-            yield
-    except (CorruptCheckpointError, StorageError):
-        raise
-    except (*TENSORSTORE_ERRORS, MemoryError) as error:
-        if is_unreadable(error):
-            raise storage_error(array.folder, error, "read") from error
-        raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
+    def damaged(error: Exception) -> CorruptCheckpointError:
+        return _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})")
+
+    with read_errors(array.folder, damaged, (*TENSORSTORE_ERRORS, MemoryError)), store_errors(array.folder):
+        yield
 
 
 def _corrupt(checkpoint: str, path: Path, found: str) -> CorruptCheckpointError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
@@ -58,16 +58,14 @@ class DistributedArray:
 
     def chunk_names(self) -> Iterator[str]:
         """Yield the names of its chunks; none if it has no elements."""
-        counts = [math.ceil(size / chunk) for size, chunk in zip(self.shape, _chunks(self.value), strict=True)]
-        return map(_chunk_name, itertools.product(*map(range, counts)))
+        return self._names_in(array_boxes.full_box(self.shape))
 
-    def chunk_name(self, index: tuple[slice, ...]) -> str:
+    def chunk_name(self, index: array_boxes.Box) -> str:
         """Return the name of the chunk of a shard with this index."""
-        return _chunk_name(side.start // chunk for side, chunk in zip(index, _chunks(self.value), strict=True))
+        return next(self._names_in(index))
 
-
-def _chunk_name(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers)) or "0"
+    def _names_in(self, box: array_boxes.Box) -> Iterator[str]:
+        return (".".join(map(str, cell)) or "0" for cell, _ in array_boxes.cells(box, _chunks(self.value)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,6 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
 from . import format, gda_read
-from .encoded_leaves import chunked_array, prng_key
 from .format import ArrayHeader
 from .sequential_reader import Window
 
@@ -117,9 +116,9 @@ class _Parser:
         if frame.in_list:
             return None
         if branch.children.keys() == format.KEY_KEYS:
-            return prng_key(branch, frame.path)
+            return format.prng_key(branch, frame.path)
         try:
-            return chunked_array(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
+            return format.chunked_array(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
         except ValueError as error:
             raise self._window.corrupt(f"{error} in {show_path(frame.path)}") from None
 

@@ -13,9 +13,9 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
 
@@ -48,17 +48,14 @@ class MsgpackReader(Reader):
         self.path = path
         self._source = open_source(path)
         try:
-            with translated(path, "read"):
+            with translated(path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
-            with memory.pause_gc(enabled=self._source.is_local):
                 unpacked = None if of_orbax else unpack(self._source, self, self._sums)
                 self.tree: Node = unpacked or parse(Window(self._source), self, of_orbax=of_orbax)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise storage_error(path, error, "read") from error
             raise
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
@@ -116,6 +113,7 @@ class MsgpackReader(Reader):
 
     def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
         source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])
+        is_local = isinstance(source, File)
         with translated(self.path, "read"):
             if self._verify and spans and not (sums is not None and sums.is_verified):
                 whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
@@ -125,11 +123,8 @@ class MsgpackReader(Reader):
                 if isinstance(source, StoredObject) and whole and read_object(source, spans, values):
                     return
             runs = runs_of(source, spans)
-            if source.is_local and nbytes <= 2 * _PIECE:
-                for run in runs:
-                    read_run(source, values, run)
-            else:
-                in_parallel(functools.partial(read_run, source, values), runs, source.threads, in_runs=source.is_local)
+            threads = 1 if is_local and nbytes <= 2 * _PIECE else source.threads
+            in_parallel(functools.partial(read_run, source, values), runs, threads, in_runs=is_local)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:
@@ -143,12 +138,8 @@ class MsgpackReader(Reader):
     def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
         """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
         handle = one if isinstance(one, LeafHandle) else _rows(one)
-        if handle is None or handle.in_gda_folder or self._sums is None:
-            return
-        if self._verify and not self._sums.is_verified:
-            with translated(self.path, "read"):
-                for offset, nbytes in _ranges(handle, self._source.size):
-                    self._sums.verify_range(offset, offset + nbytes)
+        if handle is not None and self._verify and self._sums is not None:
+            self.verify_checksums(handle)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
@@ -261,10 +252,8 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
     if handle.dtype is None or type(locator) not in (int, tuple) or not is_contiguous:
         return None
-    nbytes, start = (
-        math.prod(shape) * handle.dtype.itemsize,
-        array_boxes.offset(handle.shape, part.index) * handle.dtype.itemsize,
-    )
+    itemsize = handle.dtype.itemsize
+    nbytes, start = math.prod(shape) * itemsize, array_boxes.offset(handle.shape, part.index) * itemsize
     found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
     return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)
 

@@ -14,15 +14,11 @@ _REMEDY = "restore another checkpoint, copy this one again, or check that it is 
 class Window:
     """A range of the file in memory."""
 
-    __slots__ = (
-        "_growth", "_largest", "_read_over", "_smallest", "_source", "_step", "_tiny", "at", "base", "data",
-        "fresh_until", "path", "size",
-    )  # fmt: skip
+    __slots__ = ("_sizes", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
 
     def __init__(self, source: Source):
-        self._source = source
-        self._step, self._tiny, self._smallest, self._largest, self._read_over, self._growth = source.window_sizes
-        self._step //= self._growth  # the first refill multiplies it
+        self._source, self._sizes = source, source.window_sizes
+        self._step = self._sizes.first // self._sizes.growth  # the first refill multiplies it
         self.path = source.path
         self.size = source.size
         self.data = b""  # bytes of the range, from the offset ``base`` in the file
@@ -33,12 +29,12 @@ class Window:
 
     def refill(self) -> None:
         """Move the window to the current position: small after a skip, growing otherwise."""
-        skipped = self.at - len(self.data)
-        self._step = self._smallest if skipped > self._read_over else min(self._step * self._growth, self._largest)
+        skipped, sizes = self.at - len(self.data), self._sizes
+        self._step = sizes.smallest if skipped > sizes.read_over else min(self._step * sizes.growth, sizes.largest)
         self.base += self.at
         self.at = 0
-        if skipped > _MIN_SKIP and self.size - self.base > self._tiny > 0:
-            self.data = self._pread(self._tiny, self.base)
+        if skipped > _MIN_SKIP and self.size - self.base > sizes.tiny > 0:
+            self.data = self._pread(sizes.tiny, self.base)
             self.fresh_until = last_key(self.data)
             if self.fresh_until >= 0:
                 return

@@ -9,9 +9,10 @@ import os
 import stat
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.safe_open import check_end
 from flax_ckpt_compat._core.object_store.opened_object import HEAD_BYTES, OpenedObject
@@ -43,14 +44,13 @@ class File:
     window_sizes = WindowSizes(first=4 * 2**10, tiny=192, smallest=8 * 2**10, largest=256 * 2**10, read_over=0)
     # Two more than CPUs: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
-    is_local = True
 
     def __init__(self, path: str):
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise _not_found(path) from error
+        except FileNotFoundError:
+            raise
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
         self._can_read_uncached = sys.platform == "linux"
@@ -58,9 +58,10 @@ class File:
         with translated(path, "read"):
             status = os.fstat(self._fd)
         self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode) or not self.size:
+        if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise _not_a_file(path) if not stat.S_ISREG(status.st_mode) else _empty(path)
+            message = f"{path}: expected a msgpack file, found something that is not a file"
+            raise CorruptCheckpointError(message, path=path)
 
     @property
     def is_closed(self) -> bool:
@@ -102,22 +103,22 @@ class File:
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Fill memory and return the number of bytes; fewer only at the end."""
-        count = at = os.preadv(self._fd, [target], offset)
-        while count and at < len(target):
-            count = os.preadv(self._fd, [target[at:]], offset + at)
+        return self.read_pieces([target], offset)
+
+    def read_pieces(self, pieces: Iterable[memoryview], offset: int) -> int:
+        """Fill pieces of memory with consecutive bytes and return their number; fewer only at the end.
+
+        Raise StorageError if no more are read, though the file still has its size."""
+        rest, at = [piece for piece in pieces if piece], offset
+        while rest:
+            count = os.preadv(self._fd, rest, at)
             at += count
-        if at < len(target):
-            self.check_end(offset + at)
-        return at
-
-    def check_end(self, found: int) -> None:
-        """Raise StorageError if no byte was read at ``found``, though the file still has its size."""
-        with translated(self.path, "read"):
-            check_end(self._fd, found)
-
-    def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002
-        """Return False; the system caches files."""
-        return False
+            if not count:
+                with translated(self.path, "read"):
+                    check_end(self._fd, at)
+                break
+            memory.drop_first(rest, count)
+        return at - offset
 
     def close(self) -> None:
         """Close the file."""
@@ -134,18 +135,12 @@ class StoredObject:
         first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
     threads = 16
-    is_local = False
 
     def __init__(self, url: str):
         self.path = url
         self.is_closed = False
-        try:
-            self._object = OpenedObject(url)
-        except FileNotFoundError as error:
-            raise _not_found(url) from error
+        self._object = OpenedObject(url)
         self.size = self._object.size
-        if not self.size:
-            raise _empty(url)
         # What was read for the structure: it contains most small arrays.
         self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
         self._cache.add(0, self._object.head)
@@ -156,17 +151,13 @@ class StoredObject:
         self._guesses.record(offset, length)
         if (known := self.cached(length, offset)) is not None:
             return known
-        found = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()], b"")
-
-        def request(span: tuple[int, int]) -> None:
-            found[span] = self._object.read(*span)
-
-        in_parallel(request, list(found), _AT_ONCE)
-        self._ahead = Buffers(sum(map(len, found.values())))
-        for (start, _), data in found.items():
-            self._cache.add(start, data)
-            self._ahead.add(start, data)
-        return found[offset, offset + length]
+        spans = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()])
+        data = in_parallel(lambda span: self._object.read(*span), spans, _AT_ONCE)
+        self._ahead = Buffers(sum(map(len, data)))
+        for (start, _), part in zip(spans, data, strict=True):
+            self._cache.add(start, part)
+            self._ahead.add(start, part)
+        return data[0]
 
     def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""
@@ -208,19 +199,16 @@ Source = File | StoredObject
 
 def open_source(path: str) -> Source:
     """Open a path or URL; raise if nothing is there, or it is empty or no file."""
-    return StoredObject(path) if paths.is_url(path) else File(path)
-
-
-def _not_found(path: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"{path}: no such checkpoint; list the directory for others", path=path)
-
-
-def _not_a_file(path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is not a file", path=path)
-
-
-def _empty(path: str) -> CorruptCheckpointError:
-    message = (
-        f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another checkpoint"
-    )
-    return CorruptCheckpointError(message, path=path)
+    try:
+        source = StoredObject(path) if paths.is_url(path) else File(path)
+    except FileNotFoundError as error:
+        message = f"{path}: no such checkpoint; list the directory for others"
+        raise CheckpointNotFoundError(message, path=path) from error
+    if not source.size:
+        source.close()
+        raise CorruptCheckpointError(
+            f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another "
+            "checkpoint",
+            path=path,
+        )
+    return source

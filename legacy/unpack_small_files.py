@@ -16,8 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
 from .checksummed_file import ChecksummedFile
-from .encoded_leaves import prng_key
-from .source import Source
+from .source import File, Source
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -32,7 +31,7 @@ _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
-    if not source.is_local or source.size > _MAX_SIZE:
+    if not isinstance(source, File) or source.size > _MAX_SIZE:
         return None
     if not all(_is_dense(source.read(size, 0)) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE):
         return None
@@ -112,7 +111,7 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
                 children[key] = _leaf(value, path, reader)
     for children, path in keys:
         branch = children[path[-1]]
-        children[path[-1]] = prng_key(branch, path) or branch
+        children[path[-1]] = format.prng_key(branch, path) or branch
     return Branch(document)
 
 

@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
 from .msgpack_file import OpenMsgpack
-from .reader import open_checkpoint
+from .reader import OrbaxReader
 from .save_plan import SavePlan, make_plan
 
 __all__ = ["OrbaxBackend"]
@@ -26,8 +26,8 @@ class OrbaxBackend:
     sorts_multiprocess = False
     write_event: str | None = None
 
-    def __init__(self, open_msgpack: OpenMsgpack | None = None) -> None:
-        """Store the opener for the msgpack file of old releases; without one, their directories are refused."""
+    def __init__(self, open_msgpack: OpenMsgpack) -> None:
+        """Store the opener for the msgpack file of old releases."""
         self._open_msgpack = open_msgpack
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:
@@ -45,4 +45,4 @@ class OrbaxBackend:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
         use_tensorstore(path)
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
-            return open_checkpoint(path, self._open_msgpack, verify=verify)
+            return OrbaxReader(path, self._open_msgpack, verify=verify)

@@ -22,8 +22,7 @@ from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIF
 from flax_ckpt_compat._core.storage_errors import translated
 
 from .files import ByteRange, refuse_escape
-from .key_index import StoredValue
-from .open_index import process_databases
+from .open_index import StoredValue, process_databases
 
 _VERSION = 1
 
@@ -131,13 +130,12 @@ class Checksums:
 
     def _is_same_database(self, record: Record) -> bool:
         """Return whether nobody has written to the database, and perhaps the other files, since the save."""
-        manifests = [name for name in record.files if os.path.basename(name) == MANIFEST]
-        return all(self._is_same(name, record) for name in manifests)
-
-    def _is_same(self, name: str, record: Record) -> bool:
-        with translated(self.path, "read"):
-            data = paths.read(os.path.join(self.path, name))
-        return record.files[name] == (len(data), checksums.of_blocks(data))
+        for name in filter(lambda name: os.path.basename(name) == MANIFEST, record.files):
+            with translated(self.path, "read"):
+                data = paths.read(os.path.join(self.path, name))
+            if record.files[name] != (len(data), checksums.of_blocks(data)):
+                return False
+        return True
 
     def _read(self, file: str) -> Record | None:
         if not paths.isfile(file):

@@ -99,28 +99,25 @@ class Recorder:
 
 
 def _sums(chunks: _Chunks) -> dict[str, bytes]:
-    pieces: list[tuple[str, int, Any]] = []
-    found, sums = dict[tuple[str, int], bytes](), dict[str, bytes]()
+    pieces: list[tuple[str, _Chunk | memoryview]] = []
+    sums: dict[str, bytes] = {}
     for chunk in chunks:
         if chunk.data.shape != chunk.shape:
-            pieces.append((chunk.key, 0, chunk))
+            pieces.append((chunk.key, chunk))
             continue
         data = memory.as_bytes(np.ascontiguousarray(chunk.data))
-        pieces += [(chunk.key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
-
-    def add(piece: tuple[str, int, Any]) -> None:
-        key, at, data = piece
-        found[key, at] = _of_padded(data) if isinstance(data, _Chunk) else checksums.of_blocks(data)
-
-    in_parallel(add, pieces, _THREADS)
-    for key, at, _ in pieces:
-        sums[key] = sums.get(key, b"") + found[key, at]
+        pieces += [(chunk.key, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
+    found = in_parallel(lambda piece: _of_piece(piece[1]), pieces, _THREADS)
+    for (key, _), part in zip(pieces, found, strict=True):
+        sums[key] = sums.get(key, b"") + part
     return sums
 
 
-def _of_padded(chunk: _Chunk) -> bytes:
+def _of_piece(piece: _Chunk | memoryview) -> bytes:
+    if not isinstance(piece, _Chunk):
+        return checksums.of_blocks(piece)
     sums = checksums.BlockSums()
-    for part in _padded(chunk.data, chunk.shape):
+    for part in _padded(piece.data, piece.shape):
         sums.update(part)
     return sums.encoded()
 

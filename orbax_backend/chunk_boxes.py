@@ -34,7 +34,7 @@ class BoxLayout:
         self.shape = array_boxes.shape_of(self.region)  # like the next, of the result
         self.nbytes = math.prod(self.shape) * info.dtype.itemsize
         # Whether the result is exactly one chunk, as almost all arrays and shards are.
-        self.is_chunk = (info.whole_cell if box is None else info.cell_of(box)) is not None
+        self.is_chunk = info.cell_of(self.region) is not None
         known = tuple(itertools.islice(self._find(), _MAX_KNOWN + 1))
         self.known = known if len(known) <= _MAX_KNOWN else None  # None if they are too many
 

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
 
 from .checksum_file import Checksums
 from .files import ByteRange
-from .key_index import StoredValue
+from .open_index import StoredValue
 from .read_plan import ArrayRead, Piece
 from .zarr import ArrayInfo
 

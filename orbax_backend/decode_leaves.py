@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.memory import MAX_PACKED_RANK
+from flax_ckpt_compat._core.memory import MAX_PACKED_RANK, view_as
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
@@ -71,14 +71,9 @@ class StoredLeaf:
             return _utf8(array)
         if self.text is not None:
             return np.str_(_utf8(array)) if self.text == "str" else np.bytes_(array.tobytes())
-        typed = array if array.dtype == self.dtype else self._retyped(array)
-        return typed[()] if self.kind is LeafKind.NUMPY_SCALAR else typed
-
-    def _retyped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        shape = array.shape if len(self.shape) == array.ndim else array.shape[:-1]
-        if array.size == 0:
-            return np.empty(shape, self.dtype)
-        return array.reshape(-1).view(self.dtype).reshape(shape)
+        if array.dtype != self.dtype:
+            array = view_as(array, self.dtype, array.shape if len(self.shape) == array.ndim else array.shape[:-1])
+        return array[()] if self.kind is LeafKind.NUMPY_SCALAR else array
 
 
 def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None, key_impl: str | None) -> StoredLeaf:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorstore as ts
 
 from flax_ckpt_compat._core import array_boxes
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import key_prefix
-from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
+from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import tensorstore_context, wait
-from .key_index import Index
+from .open_index import Index
 from .read_plan import ArrayRead, Copy, by_chunk, scatter
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
@@ -65,21 +65,17 @@ class DriverReader:
         for group, store in shared:
             with self._tensorstore_errors(group[0]):
                 # Each chunk is decoded once for all boxes in it.
-                wanted = [(start, copies) for start, (_, copies) in by_chunk(group).items()]
+                wanted = [(part.start, copies) for part, _, copies in by_chunk(group)]
                 in_parallel(functools.partial(_read_chunk, self._path, store), wanted, THREADS)
 
-    @contextlib.contextmanager
-    def _tensorstore_errors(self, read: ArrayRead) -> Iterator[None]:
+    def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
         """Translate TensorStore's errors about one array."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except (ValueError, OSError, NotImplementedError) as error:
-            if is_unreadable(error):
-                raise storage_error(self._path, error, "read") from error
+
+        def damaged(error: Exception) -> CorruptCheckpointError:
             kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
-            raise corrupt_array(self._path, read, str(error), kind) from error
+            return corrupt_array(self._path, read, str(error), kind)
+
+        return read_errors(self._path, damaged, (ValueError, OSError, NotImplementedError))
 
 
 def corrupt_array(
@@ -108,7 +104,7 @@ def _share_chunks(group: Sequence[ArrayRead]) -> bool:
     return (
         len(group) > 1
         and all(read.complete for read in group)
-        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
+        and any(len(copies) > 1 for _, _, copies in by_chunk(group))
     )
 
 

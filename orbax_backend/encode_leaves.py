@@ -12,6 +12,7 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from flax_ckpt_compat._core.tree import (
     HostCopy,
@@ -86,10 +87,7 @@ class EncodedLeaf:
         if array.dtype == self.dtype:
             return array
         # Only dtypes that jax lacks are stored with one more axis, and their arrays are never sharded.
-        shape = array.shape if array.ndim == len(self.shape) else self.shape
-        if array.nbytes == 0:
-            return np.empty(shape, self.dtype)
-        return array.reshape(-1).view(self.dtype).reshape(shape)
+        return view_as(array, self.dtype, array.shape if array.ndim == len(self.shape) else self.shape)
 
 
 def all_of(array: np.ndarray[Any, Any]) -> Shard:
@@ -149,15 +147,13 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
         return dataclasses.replace(
             stored, value_type=JAX_ARRAY, annotation=annotation, sharding=sharding, write_shape=_FROM_SHARDING
         )
-    if isinstance(leaf, HostCopy):
+    if isinstance(leaf, HostCopy) or is_jax_array(leaf):
         return _placed(leaf, keystr, multiprocess)
     if isinstance(leaf, StoredArray):
         stored = _array(leaf, NP_ARRAY if leaf.sharding is None else JAX_ARRAY, keystr, leaf.sharding)
         if leaf.chunks is not None and len(stored.shape) == len(leaf.shape):
             stored.write_shape = leaf.chunks
         return stored
-    if is_jax_array(leaf):
-        return _jax_array(leaf, keystr, multiprocess)
     raise _unsupported(keystr, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
 
 
@@ -213,14 +209,10 @@ def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
     return dataclasses.replace(stored, value_type=value_type, annotation=LeafType(LeafKind.NUMPY_SCALAR, dtype))
 
 
-def _jax_array(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
-    if not isinstance(leaf.dtype, np.dtype):
-        raise _unsupported(keystr, f"a jax.Array of the extended dtype {leaf.dtype}")
-    return _placed(leaf, keystr, multiprocess)
-
-
 def _placed(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
     """Encode a ``jax.Array`` or `HostCopy`."""
+    if not isinstance(leaf.dtype, np.dtype):
+        raise _unsupported(keystr, f"a jax.Array of the extended dtype {leaf.dtype}")
     # If saved with a sharding of process 0 alone, real Orbax restores it in no other process (0.12.8, measured).
     local = multiprocess and leaf.sharding.is_fully_addressable
     stored = _array(leaf, JAX_ARRAY, keystr, replicated_sharding() if local else leaf.sharding)

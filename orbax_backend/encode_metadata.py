@@ -9,7 +9,7 @@ from json.encoder import encode_basestring_ascii as _text  # a text as JSON
 from typing import Any
 
 from flax_ckpt_compat._core.keyed_cache import Memo
-from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY, STRING
+from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY
 
 from .encode_leaves import EncodedLeaf
 from .save_plan import SavePlan
@@ -88,12 +88,11 @@ def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool
 
 def has_jax_arrays(plan: SavePlan) -> bool:
     """Return whether there are jax arrays, which ``_sharding`` and ``array_metadatas`` list."""
-    return any(e.stored is not None and e.stored.value_type == JAX_ARRAY for e in plan.entries)
+    return JAX_ARRAY in {stored.value_type for _, stored in plan.arrays}
 
 
 def _jax_arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
-    leaves = ((e.name, e.stored) for e in plan.entries)
-    return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type == JAX_ARRAY]
+    return [(entry.name, stored) for entry, stored in plan.arrays if stored.value_type == JAX_ARRAY]
 
 
 def step_metadata(started_ns: int) -> dict[str, Any]:
@@ -106,9 +105,3 @@ def step_metadata(started_ns: int) -> dict[str, Any]:
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": {},
     }
-
-
-def arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
-    """Return name and encoding of every leaf in the array database."""
-    leaves = ((e.name, e.stored) for e in plan.entries)
-    return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type != STRING]

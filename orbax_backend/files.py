@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 # TensorStore retries by itself for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
+AT_ONCE = 16  # requests to a store
 # Raises if a file of the checkpoint, by name and content, is damaged.
 Check = Callable[[str, bytes], object]
 
@@ -129,26 +130,23 @@ def read_ahead(path: str, names: Collection[str]) -> None:
             storage.prefetch_contents([file for name in names if storage.isfile(file := os.path.join(path, name))])
 
 
-def corrupt(file: str, what: str) -> CorruptCheckpointError:
-    """Return the error for a file that does not decode."""
-    return CorruptCheckpointError(f"{file}: {what}; restore the file from a backup", path=file)
+def corrupt(file: str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
+    """Return the error for a file that is damaged or missing."""
+    return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=file)
 
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
     """Return file → its size, or the error; query stores concurrently."""
-    sizes: dict[str, int | OSError] = {}
+    sizes = in_parallel(size_of, files, AT_ONCE if any(map(paths.is_url, files)) else 1)
+    return dict(zip(files, sizes, strict=True))
 
-    def look(file: str) -> None:
-        try:
-            sizes[file] = paths.getsize(file)
-        except OSError as error:
-            sizes[file] = error
 
-    local = [file for file in files if not paths.is_url(file)]
-    for file in local:
-        look(file)
-    in_parallel(look, [file for file in files if paths.is_url(file)])
-    return sizes
+def size_of(file: str) -> int | OSError:
+    """Return the size of a file, or the error."""
+    try:
+        return paths.getsize(file)
+    except OSError as error:
+        return error
 
 
 def tensorstore_context(path: str, cache_bytes: int) -> Any:

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import Path
 
 from .files import list_names, read_json
-from .key_index import Index
+from .open_index import Index
 from .tree_structure import Structure, arrays_listed
 from .zarr import ArrayInfo
 

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .array_items import implementation
 from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
-from .key_index import Index
+from .open_index import Index
 from .tree_structure import UNKNOWN, LeafEntry, Structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata

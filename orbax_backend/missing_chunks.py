@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import show_path
 
 from .encode_leaves import EncodedLeaf
 from .files import ByteRange
-from .key_index import Index, StoredValue
+from .open_index import Index, StoredValue
 from .save_plan import Entry, SavePlan
 from .zarr import ArrayInfo, Encoding, parse_array_metadata
 
@@ -32,7 +32,7 @@ def check_complete(
         if not index.holds(array.prefix, array.chunks.keys):
             for cell, value in array.values(index):
                 if value is None:
-                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} is missing")
+                    raise _incomplete(path, array.entry, f"{_chunk_owner(array, cell)} is missing")
     ends = index.ends()
     sizes = {file: size(file) for file in ends}
     short = {file for file, found in sizes.items() if not isinstance(found, int) or found < ends[file]}
@@ -42,7 +42,7 @@ def check_complete(
                 found = sizes[value.file]
                 if not isinstance(found, int) or found < value.offset + value.length:
                     what = f"should be in {value.file}, which is missing or too short"
-                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} {what}")
+                    raise _incomplete(path, array.entry, f"{_chunk_owner(array, cell)} {what}")
 
 
 class _Chunks(NamedTuple):
@@ -75,21 +75,16 @@ def _stored_arrays(path: str, plan: SavePlan, encoding: Encoding, index: Index) 
         found = {info.chunk_key(cell): cell for cell, _ in cells(full_box(info.shape), info.chunks)}
         return _Chunks(info, found, np.array(sorted(map(str.encode, found)), bytes))
 
-    for entry in plan.entries:
-        if entry.stored is None or entry.stored.value_type == layout.STRING:
-            continue
+    for entry, _ in plan.arrays:
         prefix = layout.key_prefix(entry.name)
         text = index.get(prefix + encoding.metadata_file)
         if text is None:
-            raise _incomplete(path, _leaf_of(entry), "its metadata is missing, which process 0 writes")
+            raise _incomplete(path, entry, "its metadata is missing, which process 0 writes")
         yield _Array(entry, prefix, chunks_of(text))
 
 
-def _leaf_of(entry: Entry) -> str:
-    return show_path(tuple(name for name, _ in entry.keys))
-
-
-def _incomplete(path: str, keystr: str, what: str) -> StorageError:
+def _incomplete(path: str, entry: Entry, what: str) -> StorageError:
+    keystr = show_path(tuple(name for name, _ in entry.keys))
     error = StorageError(
         f"{path}: the leaf {keystr!r} is not complete: {what}. All processes must save to one directory that they "
         f"share, and nothing else may change it. Nothing was saved",

@@ -14,7 +14,6 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
@@ -52,17 +51,11 @@ class Aggregate:
             self.leaves.append((path, kinds, None if _is_placeholder(node) else node))
 
 
-def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | None:
+def open_aggregate(path: str, open_msgpack: OpenMsgpack) -> Aggregate | None:
     """Open the msgpack file of a checkpoint directory; return None if there is none."""
     file = os.path.join(path, MSGPACK_FILE)
     if not paths.isfile(file):
         return None
-    if open_msgpack is None:
-        raise UnrecognizedFormatError(
-            f"{file}: values of this checkpoint are in a msgpack file, but no msgpack reader was given; "
-            f"open it with flax_ckpt_compat.checkpoints.restore_checkpoint",
-            path=file,
-        )
     CheckpointFiles(path).check(MSGPACK_FILE)
     return Aggregate(open_msgpack(file))
 

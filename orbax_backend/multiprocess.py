@@ -21,25 +21,15 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from . import encode_metadata, writer
+from . import writer
 from .checksum_recording import Recorder, file_of_database
 from .encode_leaves import EncodedLeaf
-from .files import make_directory, sizes_of, sync_directory, write_file, write_files
+from .files import make_directory, size_of, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
 from .ocdbt_writer import Database, file_locator
 from .open_index import open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
-from .writer import (
-    array_metadatas,
-    commit,
-    encoding_of,
-    finish_arrays,
-    start_arrays,
-    start_transfers,
-    sync_database,
-    tree_files,
-)
 from .zarr import Encoding
 
 
@@ -47,10 +37,7 @@ def begin(
     path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: MultiprocessUpload | None = None
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    encoding_of(options)
-    writer.begin(path)
-    if encode_metadata.has_jax_arrays(plan):
-        make_directory(os.path.join(path, layout.ARRAY_METADATAS))
+    writer.begin(path, plan, options)
 
 
 def write(
@@ -69,24 +56,17 @@ def write(
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    encoding, own = encoding_of(options), _database_of(path, process.index, upload)
+    encoding, own = writer.encoding_of(options), _database_of(path, process.index, upload)
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
-    recorder, files = Recorder() if options.checksums else None, dict[str, bytes]()
-    database = start_arrays(own, arrays, encoding, recorder, is_primary)
+    recorder = Recorder() if options.checksums else None
+    database = writer.start_arrays(own, arrays, encoding, recorder, is_primary)
     try:
         # All processes would upload the same list.
-        if encode_metadata.has_jax_arrays(plan) and (is_primary or upload is None):
-            files |= array_metadatas(path, plan, encoding, process.index)
-            write_files(files)
-            sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
-        if is_primary:
-            found = tree_files(path, plan, options)
-            write_files(found)
-            files |= found
+        files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
     finally:
-        finish_arrays(own, database)
+        writer.finish_arrays(own, database)
     if recorder is not None:
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
         (plan.record if is_primary else recorder.record).add_files(path, files)
@@ -106,31 +86,28 @@ def end(
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
-    if encode_metadata.arrays(plan):
+    if plan.arrays:
         _merge(path, databases, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
-            _check(path, plan, encoding_of(options), upload)
+            _check(path, plan, writer.encoding_of(options), upload)
     if upload is not None:
         done = [os.path.join(database, layout.PROCESS_DONE) for database in databases]
         in_parallel(functools.partial(multiprocess.delete_harmless, upload), done)
         databases = [_database_of(path, 0, upload)]
     in_parallel(_remove_done_file, databases)
-    commit(path, plan, plan.record if options.checksums else None)
+    writer.commit(path, plan, plan.record if options.checksums else None)
 
 
 def _assign_writers(plan: SavePlan, options: WriteOptions) -> None:
-    for entry in plan.entries if options.writers else ():
+    for entry, _ in plan.arrays if options.writers else ():
         entry.writer = options.writers.get(tuple(name for name, _ in entry.keys), 0)
 
 
 def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedLeaf]]:
     """Return the arrays of which a process writes values or, process 0, the metadata."""
     found, here = [], process.index
-    start_transfers([(entry.name, entry.stored) for entry in plan.entries if entry.stored and entry.writer == here > 0])
-    for entry in plan.entries:
-        stored = entry.stored
-        if stored is None or stored.value_type == layout.STRING:
-            continue
+    writer.start_transfers([stored for entry, stored in plan.arrays if entry.writer == here > 0])
+    for entry, stored in plan.arrays:
         if entry.writer and here in (0, entry.writer):
             stored = stored.written_by_one(is_here=entry.writer == here)
         elif here and not stored.spans_processes:
@@ -153,13 +130,12 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
         top.merge(list(filter(is_written, map(os.path.basename, databases))))
         top.start_commit()
         top.finish_commit()
-    sync_database(path)
+    writer.sync_database(path)
 
 
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUpload | None) -> None:
     if upload is None:
-        known = functools.cache(lambda file: sizes_of([file])[file])
-        check_complete(path, plan, encoding, open_database(path), lambda file: known(os.path.join(path, file)))
+        check_complete(path, plan, encoding, open_database(path), lambda file: size_of(os.path.join(path, file)))
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder
@@ -177,12 +153,12 @@ def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
     texts, numbers, dtypes = ShardingEncoder(), dict[str | None, int](), Memo(operator.attrgetter("name"))
     spread = []
-    for name, stored in encode_metadata.arrays(plan):
+    for entry, stored in plan.arrays:
         if stored.spans_processes:
             # Texts of shardings list all device ids, and few of them are distinct.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
             spread.append(
-                (name, dtypes[stored.dtype], stored.shape, stored.write_shape, str(stored.annotation), number)
+                (entry.name, dtypes[stored.dtype], stored.shape, stored.write_shape, str(stored.annotation), number)
             )
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 

@@ -15,10 +15,20 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, read_existing, sizes_of
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
-from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
-from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
+from .ocdbt_nodes import (
+    Entries,
+    LeafNode,
+    LeafRows,
+    NodeRef,
+    RowEntries,
+    children_of,
+    entries_of,
+    files_of,
+    newest_root,
+    open_node,
+)
 
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -78,7 +88,7 @@ class _Database:
         for leaf in leaves:
             with self._decoding(leaf.node):
                 if leaf.count:
-                    found.append(LeafRows(leaf.columns, leaf.files.names, leaf.node.prefix, leaf.count))
+                    found.append(LeafRows(leaf))
         with self._decoding(leaves[0].node):
             return RowEntries(found)
 
@@ -111,20 +121,10 @@ class _Database:
             self._files.check(node.extent.file)
             if node.extent in self._seen:
                 # Forty levels of shared nodes would make a tree of 2**40 keys.
-                raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
+                raise self._corrupt_node(node, "one parent of the B-tree node was expected, found two")
             self._seen.add(node.extent)
         self._check_lengths(nodes)
-        found: dict[int, bytes] = {}
-
-        def read(number: int) -> None:
-            found[number] = self._read_one(nodes[number])
-
-        if paths.is_url(self._path):
-            in_parallel(read, range(len(nodes)))
-        else:
-            for number in range(len(nodes)):
-                read(number)
-        return [found[number] for number in range(len(nodes))]
+        return in_parallel(self._read_one, nodes, AT_ONCE if paths.is_url(self._path) else 1)
 
     def _check_lengths(self, nodes: list[NodeRef]) -> None:
         """Check that local files contain the nodes, before memory is allocated."""
@@ -135,30 +135,26 @@ class _Database:
             size = sizes.get(files[file])
             if length > MAX_DECODED_BYTES:
                 problem = f"at most {MAX_DECODED_BYTES} bytes were expected, found {length}"
-                raise self._corrupt_node(node, ValueError(problem))
+                raise self._corrupt_node(node, problem)
             if isinstance(size, int) and offset + length > size:
                 problem = f"a file of at least {offset + length} bytes was expected, found one of {size}"
-                raise self._corrupt_node(node, ValueError(problem))
+                raise self._corrupt_node(node, problem)
 
     def _read_one(self, node: NodeRef) -> bytes:
         file = self._locate(node.extent.file)
         _, offset, length = node.extent
         data = read_existing(file, offset, offset + length, _missing(file))
         if len(data) != length:
-            raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))
+            raise self._corrupt_node(node, f"{length} bytes were expected, found {len(data)}")
         return data
 
-    def _corrupt_node(self, node: NodeRef, error: ValueError) -> CorruptCheckpointError:
-        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", error)
+    def _corrupt_node(self, node: NodeRef, problem: object) -> CorruptCheckpointError:
+        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", problem)
 
-    def _corrupt(self, file: str, at: str, error: ValueError) -> CorruptCheckpointError:
-        full = self._locate(file)
-        return CorruptCheckpointError(
-            f"{full}: the array database does not decode{at}: {error}; restore the files from a backup", path=full
-        )
+    def _corrupt(self, file: str, at: str, problem: object) -> CorruptCheckpointError:
+        what = f"the array database does not decode{at}: {problem}"
+        return corrupt(self._locate(file), what, "restore the files from a backup")
 
 
 def _missing(file: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{file}: this file of the array database is missing; restore it from a backup", path=file
-    )
+    return corrupt(file, "this file of the array database is missing", "restore it from a backup")

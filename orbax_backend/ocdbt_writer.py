@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import checksums, memory, paths, thread_pools
+from flax_ckpt_compat._core import array_boxes, checksums, memory, paths, thread_pools
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
@@ -124,7 +124,7 @@ class Database:
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
         if encoding.codec is not None and nbytes < _COMPRESS_FROM_BYTES:
-            encoding = encoding.uncompressed
+            encoding = Encoding(checksums=encoding.checksums)
         shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
         if encoding.codec is not None or nbytes >= _DRIVER_FROM_BYTES or needs_driver:
             self._put_by_driver(name, stored, shards, encoding, is_primary)
@@ -142,11 +142,7 @@ class Database:
         )
         if known is not None and (keys := self._known_keys.get(known)) is not None:
             return keys
-        cells = (
-            tuple(side.start // length for side, length in zip(shard.index, stored.write_shape, strict=True))
-            for shard in shards
-        )
-        keys = [info.chunk_key(cell) for cell in cells]
+        keys = [info.chunk_key(next(array_boxes.cells(shard.index, info.chunks))[0]) for shard in shards]
         if known is not None:
             self._known_keys[known] = keys
         return keys

@@ -1,30 +1,82 @@
-"""Open the index of a checkpoint: of its OCDBT databases, or of its files."""
+"""Open the index of a checkpoint, which finds the values of its keys: in OCDBT databases, or in files of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import tensorstore as ts
 
 from flax_ckpt_compat._core import errors, paths
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.safe_open import stays_inside
-from flax_ckpt_compat._core.storage_errors import is_unreadable, storage_error
+from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.storage_errors import read_errors
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, list_names, tensorstore_context, wait
-from .key_index import Index, OpaqueValue, StoredValue, open_files, read_small
+from .files import (
+    ByteRange,
+    CheckpointFiles,
+    corrupt,
+    list_names,
+    read_existing,
+    refuse_escape,
+    tensorstore_context,
+    wait,
+)
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
-from .ocdbt_keys import Entries, RowEntries, ends_of
+from .ocdbt_nodes import Entries, RowEntries, ends_of
+
+_MAX_METADATA_BYTES = 1 << 20
+
+
+class OpaqueValue:
+    """A value that only TensorStore can locate."""
+
+
+StoredValue = bytes | ByteRange | OpaqueValue
+
+
+class Index(Protocol):
+    """The values of a checkpoint by key."""
+
+    def find(self, key: str) -> StoredValue | None:
+        """Return the value, its byte range, or None if the key is absent."""
+        ...
+
+    def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        """Return what `find` returns for each key."""
+        return [self.find(key) for key in keys]
+
+    def get(self, key: str) -> bytes | None:
+        """Read the metadata of an array; return None if the key is absent."""
+        ...
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """Return TensorStore's spec of the keys below ``prefix``."""
+        ...
+
+    def keys(self) -> Collection[bytes]:
+        """Return all keys of a database; none where values are files."""
+        return ()
+
+    def holds(self, prefix: str, names: Any) -> bool:
+        """Return whether all keys are there that consist of a prefix and one of an array of ascending names."""
+        return all(self.find(prefix + name.decode()) is not None for name in names.tolist())
+
+    def ends(self) -> dict[str, int]:
+        """Return file of a database → end of the last value in it."""
+        return {}
 
 
 def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
     """Open the index of a checkpoint's directory with arrays of these stored names."""
     if not use_ocdbt:
-        return open_files(path)
+        return _StoreIndex(path) if paths.is_url(path) else _FileIndex(path)
     index = open_database(path, _unmerged_database(path, names), lookups=len(names))
     return _NestedIndex(path, index) if any("/" in name for name in names) else index
 
@@ -76,29 +128,18 @@ def _missing_manifest(path: str) -> errors.CheckpointError:
             f"the save was not finished, or the file was lost: restore it from a backup",
             path=path,
         )
-    return errors.CorruptCheckpointError(
-        f"{path}: the file {layout.MANIFEST} is missing, without which no array can be found; restore it from a backup",
-        path=path,
-    )
+    what = f"the file {layout.MANIFEST} is missing, without which no array can be found"
+    return corrupt(path, what, "restore it from a backup")
 
 
-@contextlib.contextmanager
-def _tensorstore_errors(path: str) -> Iterator[None]:
+def _tensorstore_errors(path: str) -> contextlib.AbstractContextManager[None]:
     """Translate TensorStore's errors about a database."""
-    try:
-        yield
-    except errors.StorageError:
-        raise
-    except (ValueError, OSError) as error:
-        raise storage_error(path, error, "read") if is_unreadable(error) else _undecodable(path, error) from error
+    return read_errors(path, functools.partial(_undecodable, path), (ValueError, OSError))
 
 
 def _undecodable(path: str, error: Exception) -> errors.CorruptCheckpointError:
-    return errors.CorruptCheckpointError(
-        f"{path}: its array database ({layout.MANIFEST} and d/) does not decode: {error}; restore the files from a "
-        "copy",
-        path=path,
-    )
+    what = f"its array database ({layout.MANIFEST} and d/) does not decode: {error}"
+    return corrupt(path, what, "restore the files from a copy")
 
 
 def _database_spec(path: str, prefix: str) -> dict[str, Any]:
@@ -119,7 +160,7 @@ class _DatabaseIndex(Index):
 
     def get(self, key: str) -> bytes | None:
         value = self._entries.get(key.encode())
-        return read_small(self._path, value) if isinstance(value, ByteRange) else value
+        return _read_small(self._path, value) if isinstance(value, ByteRange) else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._database, prefix)
@@ -205,3 +246,57 @@ class _NestedIndex(Index):
             there = bool(folder) and stays_inside(folder) and paths.isfile(manifest)
             self._below[folder] = open_database(self._path, folder) if there else None
         return self._below[folder]
+
+
+class _FileIndex(Index):
+    """The index of a local directory of files."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._files = path, CheckpointFiles(path)
+
+    def find(self, key: str) -> ByteRange | None:
+        size = self._files.check(key)
+        return None if size is None else ByteRange(key, 0, size)
+
+    def get(self, key: str) -> bytes | None:
+        extent = self.find(key)
+        return None if extent is None else _read_small(self._path, extent)
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        refuse_escape(prefix, self._path)
+        return paths.storage_of(self._path).kvstore(os.path.join(self._path, prefix))
+
+
+class _StoreIndex(Index):
+    """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._keys = frozenset(client.keys(url))
+        found = [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
+        self._metadata = dict(zip(found, in_parallel(lambda key: client.read(f"{url}/{key}"), found), strict=True))
+
+    def find(self, key: str) -> StoredValue | None:
+        # Byte ranges would cost one request for each object.
+        refuse_escape(key, self._url)
+        return OpaqueValue() if key in self._keys else None
+
+    def get(self, key: str) -> bytes | None:
+        if key not in self._metadata and self.find(key) is None:
+            return None
+        return self._metadata[key]
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        refuse_escape(prefix, self._url)
+        return client.spec(f"{self._url}/{prefix}")
+
+
+def _read_small(path: str, extent: ByteRange) -> bytes:
+    """Read the metadata of an array."""
+    full = os.path.join(path, extent.file)
+    missing = corrupt(full, "the file is missing, but the array database refers to it", "restore it from a backup")
+    data = read_existing(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES), missing)
+    if len(data) != extent.length:
+        what = f"{extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}"
+        raise corrupt(full, what)
+    return data

@@ -23,7 +23,7 @@ from .checksum_file import Checksums
 from .chunk_checksums import Verifier
 from .driver_reads import THREADS, DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
-from .key_index import Index, OpaqueValue, StoredValue
+from .open_index import Index, OpaqueValue, StoredValue
 from .read_plan import (
     PIECE_BYTES,
     ArrayRead,
@@ -107,9 +107,7 @@ class ArrayReader:
                 self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier)
         return True
 
-    def _locate(
-        self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None = None
-    ) -> int:
+    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones."""
@@ -199,8 +197,10 @@ class ArrayReader:
         files: dict[str, int] = {}
         try:
             for piece in pieces:
-                if piece.extent.file not in files:
-                    files[piece.extent.file] = self._open_file(piece)
+                file = piece.extent.file
+                if file not in files:
+                    with self._reading(piece.read, file):
+                        files[file] = open_regular(os.path.join(self._path, file))
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
                 in_parallel(functools.partial(self._read_piece, files, verifier), pieces, THREADS, in_runs=True)
                 return
@@ -209,10 +209,6 @@ class ArrayReader:
         finally:
             for fd in files.values():
                 os.close(fd)
-
-    def _open_file(self, piece: Piece) -> int:
-        with self._reading(piece.read, piece.extent.file):
-            return open_regular(os.path.join(self._path, piece.extent.file))
 
     def _read_piece(self, files: dict[str, int], verifier: Verifier | None, piece: Piece) -> None:
         buffer, checksum = piece.buffer(), 0

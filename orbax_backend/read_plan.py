@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
 from .files import ByteRange
-from .key_index import OpaqueValue, StoredValue
+from .open_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo
 
 _Array = np.ndarray[Any, Any]
@@ -66,8 +66,12 @@ class ArrayRead:
     def bytes_in(self, chunk: ByteRange) -> ByteRange | None:
         """Return the range of bytes that is the result, if the array is one raw chunk; None for several ranges."""
         info, layout = self.info, self.layout
-        if layout.box is None or not info.is_one_raw_chunk:
-            return chunk if layout.is_chunk and info.raw and not info.checksum_nbytes else None
+        if not info.raw or info.checksum_nbytes:
+            return None
+        if layout.is_chunk:
+            return chunk
+        if layout.box is None or info.chunks != info.shape:
+            return None
         count, _ = array_boxes.runs(info.shape, layout.box, self.shape, array_boxes.full_box(self.shape))
         start = array_boxes.offset(info.shape, layout.box) * info.dtype.itemsize
         return ByteRange(chunk.file, chunk.offset + start, self.nbytes) if count == math.prod(self.shape) else None
@@ -133,26 +137,23 @@ def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
         copy.array[copy.target] = chunk[copy.source]
 
 
-def by_chunk(group: Sequence[ArrayRead]) -> dict[Shape, tuple[Any, list[Copy]]]:
-    """Return start of each chunk → its stored value and the copies of all reads of one array."""
-    wanted: dict[Shape, tuple[Any, list[Copy]]] = {}
+def by_chunk(group: Sequence[ArrayRead]) -> Collection[tuple[ChunkPart, Any, list[Copy]]]:
+    """Return each chunk: a part of it, its stored value, and the copies out of it of all reads of one array."""
+    wanted: dict[Shape, tuple[ChunkPart, Any, list[Copy]]] = {}
     for read in group:
         for value, part in read.chunks:
-            wanted.setdefault(part.start, (value, []))[1].append(Copy(part.source, read.array, part.target))
-    return wanted
+            wanted.setdefault(part.start, (part, value, []))[2].append(Copy(part.source, read.array, part.target))
+    return wanted.values()
 
 
 def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
     if all(read.layout.is_chunk for read in group):
         return [piece for read in group for piece in _plan_whole(read)]
-    read = group[0]
-    wanted = by_chunk(group)
+    read, wanted = group[0], by_chunk(group)
     if read.info.checksum_nbytes:
-        return [
-            piece for start, (value, copies) in wanted.items() for piece in _plan_checked(read, start, value, copies)
-        ]
-    return [piece for value, copies in wanted.values() for piece in _plan_chunk(read, value, copies)]
+        return [piece for part, value, copies in wanted for piece in _plan_checked(read, part.key, value, copies)]
+    return [piece for _, value, copies in wanted for piece in _plan_chunk(read, value, copies)]
 
 
 def is_intact(checksum: int) -> bool:
@@ -165,10 +166,9 @@ def checked_data(value: bytes) -> bytes | None:
     return value[:-CHECKSUM_NBYTES] if is_intact(checksums.crc32c(value)) else None
 
 
-def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
+def _plan_checked(read: ArrayRead, key: str, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
     """Return the read of a whole chunk with its checksum, directly into the array where its elements are contiguous."""
     info, (copy, *others) = read.info, copies
-    key = info.chunk_key(tuple(at // length for at, length in zip(start, info.chunks, strict=True)))
     if not isinstance(value, ByteRange):
         data = checked_data(value)
         if data is None:

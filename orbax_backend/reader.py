@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,10 +20,9 @@ from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
-from .key_index import Index
 from .leaf_handles import LeafDescriptions, corrupt_leaf
 from .msgpack_file import OpenMsgpack
-from .open_index import open_index
+from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, checked_data
 from .tree_structure import Structure, read_structure
@@ -39,26 +39,31 @@ class OrbaxReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, path: str, structure: Structure, recorded: Checksums | None = None) -> None:
-        """Open the arrays; with ``recorded``, check them against these checksums."""
-        self.path, self._recorded = path, recorded
-        self._structure = structure
-        self._aggregate = structure.aggregate
-        self._is_closed = False
-        names = [entry.name for entry in structure.entries if not entry.skipped and entry.value_type != layout.STRING]
-        self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
-        self._arrays = (
-            ArrayReader(path, self._index, structure.fills_missing, recorded) if self._index is not None else None
-        )
-        try:
-            _check_depth(structure)
-            self.tree: Node = build_tree(structure, LeafDescriptions(self, structure, self._index).handles())
-        except RecursionError as error:
-            raise DepthError(
-                f"{path}: the stored tree is nested too deeply for Python's recursion limit; raise the limit with "
-                "sys.setrecursionlimit",
-                path=path,
-            ) from error
+    def __init__(self, path: str, open_msgpack: OpenMsgpack, *, verify: bool) -> None:
+        """Open a directory and read its structure; see `Backend.open`.
+
+        ``open_msgpack`` opens the msgpack file of old releases."""
+        self.path, self._is_closed = path, False
+        recorded = self._recorded = Checksums(path) if verify else None
+        check = None if recorded is None else recorded.check_file
+        with contextlib.ExitStack() as on_failure:
+            structure = self._structure = read_structure(path, open_msgpack, check, on_failure)
+            entries, self._aggregate = structure.entries, structure.aggregate
+            names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
+            self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
+            self._arrays = (
+                ArrayReader(path, self._index, structure.fills_missing, recorded) if self._index is not None else None
+            )
+            try:
+                _check_depth(structure)
+                self.tree: Node = build_tree(structure, LeafDescriptions(self, structure, self._index).handles())
+            except RecursionError as error:
+                raise DepthError(
+                    f"{path}: the stored tree is nested too deeply for Python's recursion limit; raise the limit with "
+                    "sys.setrecursionlimit",
+                    path=path,
+                ) from error
+            on_failure.pop_all()
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Return the values of handles and slices; see `flax_ckpt_compat._core.backend.Reader.read`."""
@@ -114,9 +119,8 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return super().boxes(handle, nbytes)
         limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
-        chunks = tuple(max(1, length) for length in leaf.info.chunks[: len(leaf.shape)])
         splits = leaf.info.raw and not leaf.info.checksum_nbytes
-        return readable_boxes(leaf.shape, chunks, limit, splits_chunks=splits)
+        return readable_boxes(leaf.shape, self.chunks_of(handle), limit, splits_chunks=splits)
 
     def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
@@ -140,9 +144,7 @@ class OrbaxReader(Reader):
             for box in self.boxes(handle, _CHECKED_BYTES):
                 self.read([ArraySlice(handle, box)])
             return True
-        return recorded.record() is not None and self._arrays.verify(
-            ArrayRead(handle.name, handle.path, leaf.layouts.whole), recorded
-        )
+        return recorded.record() is not None and self._arrays.verify(_array_read(handle), recorded)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
@@ -220,17 +222,3 @@ def _check_depth(structure: Structure) -> None:
     """Raise RecursionError at once, because to build branches of so many levels takes quadratic time."""
     if max((len(entry.path) for entry in structure.entries), default=0) > sys.getrecursionlimit():
         raise RecursionError
-
-
-def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verify: bool = False) -> OrbaxReader:
-    """Open a directory and read its structure; see `Backend.open`.
-
-    ``open_msgpack`` opens the msgpack file of old releases."""
-    recorded = Checksums(path) if verify else None
-    structure = read_structure(path, open_msgpack, None if recorded is None else recorded.check_file)
-    try:
-        return OrbaxReader(path, structure, recorded)
-    except BaseException:
-        if structure.aggregate is not None:
-            structure.aggregate.reader.close()
-        raise

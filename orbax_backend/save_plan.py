@@ -39,6 +39,7 @@ class SavePlan:
     """The content of a checkpoint."""
 
     entries: list[Entry] = dataclasses.field(default_factory=list)  # in stored order
+    arrays: list[tuple[Entry, EncodedLeaf]] = dataclasses.field(default_factory=list)  # those in the array database
     strings: dict[str, Any] = dataclasses.field(default_factory=dict)  # content of ``_strings.json``
     # Types that Orbax's format does not keep.
     annotations: TypeAnnotations = dataclasses.field(default_factory=TypeAnnotations)
@@ -85,7 +86,10 @@ class _Planner:
             stored = encode_text_as_bytes(stored.source)
         if stored.annotation is not None:
             plan.annotations.leaves[name] = stored.annotation
-        plan.entries.append(Entry(keys, name, stored=stored))
+        entry = Entry(keys, name, stored=stored)
+        plan.entries.append(entry)
+        if stored.value_type != STRING:
+            plan.arrays.append((entry, stored))
 
 
 def _stored_order(branch: Branch) -> list[str]:

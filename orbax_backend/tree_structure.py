@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import re
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ class LeafEntry(NamedTuple):
     write_shape: Any  # shape of what was written at once, unchecked; None of releases without ``array_metadatas``
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Structure:
     """The content of a checkpoint's JSON files."""
 
@@ -55,15 +57,12 @@ class Structure:
     is_single_array: bool  # whether it is an item of one array, without a tree
     is_typed_key: bool  # whether that array is the data of a typed PRNG key
     aggregate: Aggregate | None  # msgpack file of old releases, or None
-    check: Check | None = None  # checks a file's content before it is decoded, or None
-    _shardings: dict[str, str] | None = None
+    check: Check | None  # checks a file's content before it is decoded, or None
 
-    @property
+    @functools.cached_property
     def shardings(self) -> dict[str, str]:
         """Return name → JSON text of the sharding; read the file at first use."""
-        if self._shardings is None:
-            self._shardings = read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
-        return self._shardings
+        return read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
 
     def text(self, entry: LeafEntry) -> str:
         """Return the text of a string leaf; raise if it is missing."""
@@ -82,34 +81,24 @@ class Structure:
         )
 
 
-def read_structure(path: str, open_msgpack: OpenMsgpack | None, check: Check | None = None) -> Structure:
+def read_structure(
+    path: str, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
+) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
-    ``open_msgpack`` opens that file. In our own directories it holds nothing that ``_METADATA`` lacks, and is not read.
+    ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
+    ``_METADATA`` lacks, and is not read.
     """
     read_ahead(
         path, (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS]))
     )
-    metadata = read_json(path, layout.TREE_METADATA, check)
-    annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, layout.TREE_METADATA))
+    file, metadata = os.path.join(path, layout.TREE_METADATA), read_json(path, layout.TREE_METADATA, check)
+    fields = metadata or {}
+    annotations = parse_annotations(fields.get("custom_metadata"), file)
     aggregate = open_aggregate(path, open_msgpack) if annotations is None else None
-    try:
-        return _structure(path, metadata, annotations, aggregate, check)
-    except BaseException:
-        if aggregate is not None:
-            aggregate.reader.close()
-        raise
-
-
-def _structure(
-    path: str,
-    metadata: dict[str, Any] | None,
-    annotations: TypeAnnotations | None,
-    aggregate: Aggregate | None,
-    check: Check | None,
-) -> Structure:
-    file = os.path.join(path, layout.TREE_METADATA)
-    use_ocdbt = (metadata or {}).get("use_ocdbt")
+    if aggregate is not None:
+        on_failure.callback(aggregate.reader.close)
+    use_ocdbt = fields.get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(path)
@@ -121,8 +110,8 @@ def _structure(
         path=path,
         entries=entries,
         use_ocdbt=use_ocdbt,
-        zarr3=(metadata or {}).get("use_zarr3") is True,
-        fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
+        zarr3=fields.get("use_zarr3") is True,
+        fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
         annotations=annotations,
         strings=_read_strings(path, entries, check),
         key_impls={} if annotations is not None else _read_key_impls(path, entries),

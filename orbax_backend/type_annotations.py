@@ -17,8 +17,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Path
+
+from .files import corrupt
 
 _KEY = "flax_ckpt_compat"
 _FORMAT = 1
@@ -82,11 +84,8 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UnrecognizedFormatError):
             raise
-        raise CorruptCheckpointError(
-            f"{file}: the type annotations under custom_metadata/{_KEY} do not decode ({error!r}); "
-            f"remove that entry to restore the values without their exact types",
-            path=file,
-        ) from error
+        what = f"the type annotations under custom_metadata/{_KEY} do not decode ({error!r})"
+        raise corrupt(file, what, "remove that entry to restore the values without their exact types") from error
     return TypeAnnotations(leaves, containers)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -56,31 +57,27 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
 
     Raise SettingError, before anything is written, for a compression that is unknown, or not for old releases of Orbax.
     """
-    encoding, lists_arrays = encoding_of(options), encode_metadata.has_jax_arrays(plan)
-    begin(path)
+    begin(path, plan, options)
     recorder = Recorder() if options.checksums else None
-    database = start_arrays(path, encode_metadata.arrays(plan), encoding, recorder)
+    arrays = [(entry.name, stored) for entry, stored in plan.arrays]
+    database = start_arrays(path, arrays, encoding_of(options), recorder)
     try:
-        if lists_arrays:
-            make_directory(os.path.join(path, layout.ARRAY_METADATAS))
-        with pause_gc():
-            listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
-            files = {**listed, **tree_files(path, plan, options)}
-        write_files(files)
+        files = write_metadata(path, plan, options, 0)
         if recorder is not None:
             recorder.record.add_files(path, files)
-        if lists_arrays:
-            sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
     finally:
         finish_arrays(path, database)  # TensorStore has been writing in its own threads
     commit(path, plan, None if recorder is None else recorder.record)
 
 
-def begin(path: str) -> None:
-    """Create the checkpoint's directory, with a file that is there until the commit; see `_end`."""
+def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
+    """Create the checkpoint's directories, with a file that is there until the commit; see `_end`."""
+    encoding_of(options)
     make_directory(path)
     with translated(path, "created"):
         open(os.path.join(path, layout.BEGUN), "xb").close()
+    if encode_metadata.has_jax_arrays(plan):
+        make_directory(os.path.join(path, layout.ARRAY_METADATAS))
 
 
 def _end(path: str) -> None:
@@ -106,14 +103,27 @@ def encoding_of(options: WriteOptions) -> Encoding:
     return _ENCODINGS[compression]
 
 
-def array_metadatas(path: str, plan: SavePlan, encoding: Encoding, process: int) -> dict[str, bytes]:
-    """Return the file with a process's list of all jax arrays: its path and content."""
-    content = encode_metadata.array_metadatas(plan, encoding.splits)
-    return {os.path.join(path, layout.ARRAY_METADATAS, f"{layout.ARRAY_METADATA_PREFIX}{process}"): content.encode()}
+def write_metadata(
+    path: str, plan: SavePlan, options: WriteOptions, process: int, *, lists_arrays: bool = True
+) -> dict[str, bytes]:
+    """Write a process's list of all jax arrays, and in process 0 what describes the tree; return path → content."""
+    files: dict[str, bytes] = {}
+    lists_arrays &= encode_metadata.has_jax_arrays(plan)
+    with pause_gc():
+        if lists_arrays:
+            listed = encode_metadata.array_metadatas(plan, encoding_of(options).splits)
+            files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
+        if process == 0:
+            files |= _tree_files(plan, options)
+    contents = {os.path.join(path, name): content for name, content in files.items()}
+    write_files(contents)
+    if lists_arrays:
+        sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
+    return contents
 
 
-def tree_files(path: str, plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
-    """Return path → content of the files of the primary process that describe the tree."""
+def _tree_files(plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
+    """Return name → content of the files that describe the tree."""
     old = options.for_old_orbax
     files = {layout.TREE_METADATA: encode_metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
     if encode_metadata.has_jax_arrays(plan):
@@ -122,7 +132,7 @@ def tree_files(path: str, plan: SavePlan, options: WriteOptions) -> dict[str, by
         files[layout.STRINGS] = json.dumps(plan.strings).encode()
     if old:
         files[layout.MSGPACK_FILE] = encode_structure(plan)
-    return {os.path.join(path, name): content for name, content in files.items()}
+    return files
 
 
 def start_arrays(
@@ -139,7 +149,7 @@ def start_arrays(
     """
     if not arrays:
         return None
-    start_transfers(arrays)
+    start_transfers([stored for _, stored in arrays])
     with translated(path, "written", TENSORSTORE_ERRORS):
         database = Database(path, recorder=recorder)
         reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
@@ -188,10 +198,10 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     sync_directory(path)
 
 
-def start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
+def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
     jax = sys.modules.get("jax")
-    sources = [stored.source for _, stored in arrays if stored.value_type == layout.JAX_ARRAY]
+    sources = [stored.source for stored in arrays if stored.value_type == layout.JAX_ARRAY]
     # default_backend() initializes jax's backends, which numpy arrays do not need.
     if jax is None or not sources or jax.default_backend() == "cpu":
         return

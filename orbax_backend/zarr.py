@@ -50,11 +50,6 @@ class Encoding:
         """Return whether large arrays are split, because chunks are encoded and decoded whole."""
         return self.codec is not None or self.checksums
 
-    @property
-    def uncompressed(self) -> Encoding:
-        """Return the encoding of arrays that are too small for a compressor."""
-        return Encoding(None, self.checksums)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayInfo:
@@ -78,19 +73,9 @@ class ArrayInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def is_one_raw_chunk(self) -> bool:
-        """Return whether one key holds exactly the bytes of the array."""
-        return self.raw and self.chunks == self.shape and not self.checksum_nbytes
-
-    @property
     def chunk_nbytes(self) -> int:
         """Return the stored size of one raw chunk in bytes; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize + self.checksum_nbytes
-
-    @property
-    def whole_cell(self) -> tuple[int, ...] | None:
-        """Return the index of the chunk that is the whole array, or None."""
-        return (0,) * len(self.shape) if self.chunks == self.shape else None
 
     def cell_of(self, box: tuple[slice, ...]) -> tuple[int, ...] | None:
         """Return the index of the chunk that a box is exactly, or None."""

@@ -137,3 +137,16 @@ def freeze(array: Any) -> None:
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """Return the bytes of a C-contiguous array of any dtype (ml_dtypes have no buffer format of their own)."""
     return array.reshape(-1).view(np.uint8).data
+
+
+def drop_first(pieces: list[memoryview], nbytes: int) -> None:
+    """Drop the first bytes of pieces of memory, in place: those that a system call has read or written."""
+    while pieces and nbytes >= len(pieces[0]):
+        nbytes -= len(pieces.pop(0))
+    if nbytes:
+        pieces[0] = pieces[0][nbytes:]
+
+
+def view_as(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: _Shape) -> np.ndarray[Any, Any]:
+    """Return the bytes of an array as one of another dtype and shape; numpy cannot view those without bytes."""
+    return array.reshape(-1).view(dtype).reshape(shape) if array.nbytes else np.empty(shape, dtype)

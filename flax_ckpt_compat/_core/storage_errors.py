@@ -6,11 +6,11 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError, storage_error_of
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError, storage_error_of
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
@@ -108,11 +108,20 @@ def _number_of(error: Exception) -> int | None:
     return int(found[1] or found[2]) if found else number
 
 
-def is_unreadable(error: Exception) -> bool:
-    """Return whether the system could not read a file, which tells nothing about what it holds.
+@contextmanager
+def read_errors(
+    path: str, damaged: Callable[[Exception], Exception], kinds: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Translate TensorStore's errors of reading: what the system refused into StorageError, others by ``damaged``.
 
     A file that is missing, or a directory in its place, is damage of the checkpoint."""
-    return _number_of(error) not in (None, *_NO_FILE)
+    try:
+        yield
+    except (CorruptCheckpointError, StorageError):
+        raise
+    except kinds as error:
+        is_refused = _number_of(error) not in (None, *_NO_FILE)  # which tells nothing about what the files hold
+        raise (storage_error(path, error, "read") if is_refused else damaged(error)) from error
 
 
 @contextmanager

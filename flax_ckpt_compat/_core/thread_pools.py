@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
@@ -194,35 +195,35 @@ class Pool:
 
 
 def in_parallel(
-    work: Callable[[_Item], Any], items: Collection[_Item], at_once: int = 16, *, in_runs: bool = False
-) -> None:
-    """Call ``work`` for each item, on several threads; after a failure, start no more, and raise it.
+    work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16, *, in_runs: bool = False
+) -> list[_Result]:
+    """Call ``work`` for each item, on up to ``at_once`` threads, and return what it returns, in the order of the items.
 
-    With ``in_runs``, each thread takes a run of neighbours, and when it is done half of the longest run that is left:
-    the system reads ahead well in a few parts of a file, and badly where threads take turns."""
-    if len(items) < 2:
-        for item in items:
-            work(item)
-        return
+    After a failure, start no more, and raise it. With ``in_runs``, each thread takes a run of neighbours, and when it
+    is done half of the longest run that is left: the system reads ahead well in a few parts of a file, and badly where
+    threads take turns."""
     n_threads, ordered = min(at_once, len(items)), list(items)
-    bounds = [len(ordered) * number // n_threads for number in range(n_threads + 1)] if in_runs else [0, len(ordered)]
-    queues = [collections.deque(ordered[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    if n_threads < 2:
+        return [work(item) for item in ordered]
+    results: dict[int, _Result] = {}
+
+    def call(number: int) -> None:
+        results[number] = work(ordered[number])
+
+    numbers = range(len(ordered))
+    bounds = [len(ordered) * thread // n_threads for thread in range(n_threads + 1)] if in_runs else [0, len(ordered)]
+    queues = [collections.deque(numbers[start:stop]) for start, stop in itertools.pairwise(bounds)]
     with Pool(n_threads - 1, "flax-ckpt") as pool:
-        tasks = collections.deque([pool.submit(_drain, work, queues, number) for number in range(1, n_threads)])
-        _drain(work, queues, 0)
+        tasks = collections.deque([pool.submit(_drain, call, queues, thread) for thread in range(1, n_threads)])
+        _drain(call, queues, 0)
         while tasks:
             tasks.popleft().result()
+    return [results[number] for number in numbers]
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions on several threads and return their results; see `in_parallel`."""
-    results: dict[int, Any] = {}
-
-    def call(number: int) -> None:
-        results[number] = functions[number]()
-
-    in_parallel(call, range(len(functions)))
-    return [results[number] for number in range(len(functions))]
+    return in_parallel(lambda function: function(), functions)
 
 
 def _drain(work: Callable[[_Item], Any], queues: list[collections.deque[_Item]], number: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import ocdbt
-from flax_ckpt_compat.orbax_backend.ocdbt_keys import ends_of
+from flax_ckpt_compat.orbax_backend.ocdbt_nodes import ends_of
 
 from tests.support import ocdbt_files as made
 
