@@ -162,7 +162,7 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     def damaged(error: Exception) -> CorruptCheckpointError:
         return _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})")
 
-    with read_errors(array.folder, damaged, (*TENSORSTORE_ERRORS, MemoryError)), store_errors(array.folder):
+    with read_errors(array.folder, damaged, TENSORSTORE_ERRORS), store_errors(array.folder):
         yield
 
 
