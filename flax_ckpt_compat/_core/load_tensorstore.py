@@ -62,5 +62,4 @@ def _note_fork() -> None:
     _state["forked"] = _state["used"]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)

@@ -53,8 +53,7 @@ def _resume_after_fork() -> None:
         gc.enable()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_resume_after_fork)
+os.register_at_fork(after_in_child=_resume_after_fork)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -99,8 +99,7 @@ def _clear_after_fork() -> None:
     _saves.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_clear_after_fork)
+os.register_at_fork(after_in_child=_clear_after_fork)
 
 
 @atexit.register
