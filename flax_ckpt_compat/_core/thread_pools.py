@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
@@ -214,14 +215,20 @@ def in_parallel(
             tasks.popleft().result()
 
 
+def results_of(work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16) -> dict[_Item, _Result]:
+    """Call ``work`` for each item, on several threads, and return item → result; see `in_parallel`."""
+    results: dict[_Item, _Result] = {}
+
+    def call(item: _Item) -> None:
+        results[item] = work(item)
+
+    in_parallel(call, items, at_once)
+    return results
+
+
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions on several threads and return their results; see `in_parallel`."""
-    results: dict[int, Any] = {}
-
-    def call(number: int) -> None:
-        results[number] = functions[number]()
-
-    in_parallel(call, range(len(functions)))
+    results = results_of(lambda number: functions[number](), range(len(functions)))
     return [results[number] for number in range(len(functions))]
 
 

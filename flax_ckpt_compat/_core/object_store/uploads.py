@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.files_below import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
@@ -39,13 +39,7 @@ class _ReplacedError(Exception):
 
 def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
     """Return the version of each object below ``url``, for `upload`; a missing object has one too."""
-    found: dict[str, bytes] = {}
-
-    def request(name: str) -> None:
-        found[name] = client.version(f"{url}/{name}")
-
-    in_parallel(request, names)
-    return found
+    return results_of(lambda name: client.version(f"{url}/{name}"), names)
 
 
 def download(url: str, directory: str, names: Collection[str]) -> None:
