@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.object_store import size_probing, visible_objects
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
-from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache
+from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache, is_offered
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -65,8 +65,9 @@ def listing_cache(url: str) -> Iterator[None]:
     if cache.keys(url) is not None:
         yield
         return
-    listing, cache.offered = cache.offered, None
-    if listing is None or not f"{url}/".startswith(f"{listing.root}/"):
+    listing = cache.offered if is_offered(url) else None
+    cache.offered = None
+    if listing is None:
         found = fresh_keys(url)
         listing = Listing(url, found, visible_objects.visible(found), {})
     cache.emptiness.update(listing.emptiness)
@@ -90,10 +91,15 @@ def known_keys(url: str) -> list[str] | None:
     return cache.keys(url, every=True)
 
 
+def known_or_fresh_keys(url: str) -> list[str]:
+    """Return `known_keys`, or `fresh_keys` where there are none."""
+    known = known_keys(url)
+    return fresh_keys(url) if known is None else known
+
+
 def content_root(url: str) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    cached_keys = known_keys(url)
-    inside = visible_objects.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
+    inside = visible_objects.current_folder(known_or_fresh_keys(url))
     return url if inside is None else f"{url}/{inside}"
 
 
@@ -121,11 +127,6 @@ def keys_after_commit(url: str) -> list[str]:
 def names(url: str) -> list[str]:
     """Return the names of the objects and folders directly in the folder ``url``."""
     return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url)))
-
-
-def is_folder(url: str) -> bool:
-    """Return whether there are objects below ``url``."""
-    return bool(keys(url))
 
 
 def is_object(url: str) -> bool:
@@ -246,7 +247,7 @@ def request_object(url: str, span: slice | None) -> Any:
             raise _too_short(url) from error
         raise
     if found.state == "unspecified":  # see `_write`
-        raise store_error(url, "read", "the store answered HTTP 412 to an unconditional request", "412")
+        raise _unconditional_412(url, "read")
     return found
 
 
@@ -303,7 +304,11 @@ def delete_version(url: str, there: bytes) -> bool:
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:
     stamp = retry(url, operation, request, nbytes)
     if not stamp.generation:  # TensorStore's sign of HTTP 412, even without a condition
-        raise store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
+        raise _unconditional_412(url, operation)
+
+
+def _unconditional_412(url: str, operation: str) -> StorageError:
+    return store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
 
 
 def delete_all(urls: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.files_below import files_below
+from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
