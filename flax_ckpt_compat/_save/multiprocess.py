@@ -124,9 +124,10 @@ class _ProcessSave:
             if staged is not None:
                 staged.cleanup(is_primary, late=self.coordinator.is_aborted)
             raise
-        if not is_primary and staged is not None:
-            staged.remove_local()
-        if not is_primary:  # whose machine has not seen what process 0 did
+        if not is_primary:
+            if staged is not None:
+                staged.remove_local()
+            # This machine has not seen what process 0 did.
             paths.storage_of(request.directory).refresh(request.directory)
 
 

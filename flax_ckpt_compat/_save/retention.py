@@ -111,7 +111,6 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
         return failures
     if not paths.is_url(checkpoint_dir.directory):
         atomic.remove_set_aside(checkpoint_dir.directory, listed, names)
-    if not paths.is_url(checkpoint_dir.directory):
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
         for name in names:  # each with its arrays, because what a crash left of several would stay
