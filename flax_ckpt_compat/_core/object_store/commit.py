@@ -42,6 +42,11 @@ def counts_as_folder(url: str) -> bool:
     return not (client.is_listed_object(url) or (is_unfinished(inside) and client.is_object(url)))
 
 
+def counts_as_object(url: str) -> bool:
+    """Return whether ``url`` is an object, and no folder that has replaced it."""
+    return client.is_object(url) and not counts_as_folder(url)
+
+
 def why_unfinished(url: str, names: Iterable[str]) -> str | None:
     """Return why a folder with these names is incomplete by the rules for stores, or None."""
     there = set(names)

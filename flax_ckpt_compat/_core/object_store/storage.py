@@ -19,6 +19,7 @@ class ObjectStorage:
     is_remote = True
     content_root = staticmethod(client.content_root)
     isdir = staticmethod(commit.counts_as_folder)
+    isfile = staticmethod(commit.counts_as_object)
     files_below = staticmethod(client.keys)
     getsize = staticmethod(client.size)
     is_empty = staticmethod(client.is_empty)
@@ -53,9 +54,6 @@ class ObjectStorage:
         if not found:
             raise not_found(path)
         return found
-
-    def isfile(self, path: str) -> bool:
-        return client.is_object(path) and not commit.counts_as_folder(path)
 
     def lexists(self, path: str) -> bool:
         return bool(client.keys(path)) or client.is_object(path)
