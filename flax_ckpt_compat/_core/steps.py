@@ -14,13 +14,14 @@ from typing import Any
 
 from flax_ckpt_compat._core import arguments, orbax_layout
 from flax_ckpt_compat._core.errors import ArgumentError
+from flax_ckpt_compat._core.module_names import NUMBER
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
-_STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_STEP = re.compile(rf"[-+]?{NUMBER}")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
-_ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
-_SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
+_ENDS_IN_STEP = re.compile(rf".*{NUMBER}", re.DOTALL)
+_SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
 ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
