@@ -46,19 +46,21 @@ def is_text(name: str, prefix: str) -> bool:
     A separator before that number ends a longer prefix: ``ckpt_best_1`` is step 1 of ``ckpt_best_``.
     """
     text = _text_of(name, prefix)
-    return text is not None and parse_step(text) is None and not _SEPARATED.fullmatch(text)
+    return text is not None and not _SEPARATED.fullmatch(text)
 
 
 def is_of_longer_prefix(name: str, prefix: str) -> bool:
     """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1`` for ``ckpt_``."""
     text = _text_of(name, prefix)
-    return text is not None and parse_step(text) is None and _SEPARATED.fullmatch(text) is not None
+    return text is not None and _SEPARATED.fullmatch(text) is not None
 
 
 def _text_of(name: str, prefix: str) -> str | None:
-    """Return the text after the prefix, or None if the name cannot be a checkpoint of it."""
+    """Return the text after the prefix, or None if the name is a step of it, or cannot be a checkpoint of it."""
     text = name[len(prefix) :]
-    return None if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name) else text
+    if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name):
+        return None
+    return text if parse_step(text) is None else None
 
 
 def split_step(name: str) -> tuple[str, str] | None:

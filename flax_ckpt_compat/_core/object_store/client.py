@@ -185,17 +185,14 @@ def is_empty(url: str) -> bool:
         return cache.sizes[url] == 0
     if url in cache.emptiness:
         return cache.emptiness[url]
-    found = _is_empty(url)
+    if scheme_of(url).tells_sizes:
+        found = size(url) == 0  # without reading a byte
+    else:
+        first = _read_there(url, 0, 1)  # out of range if there is no first byte
+        found = not isinstance(first, bytes) or not first
     if cache.listings:
         cache.emptiness[url] = found
     return found
-
-
-def _is_empty(url: str) -> bool:
-    if scheme_of(url).tells_sizes:
-        return size(url) == 0  # without reading a byte
-    found = _read_there(url, 0, 1)  # out of range if there is no first byte
-    return not isinstance(found, bytes) or not found
 
 
 def version(url: str) -> bytes:
