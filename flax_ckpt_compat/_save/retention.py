@@ -102,14 +102,24 @@ def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    failures = list[StorageError]()
+    storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
 
     def remove(group: list[str]) -> None:
-        failures.extend(_remove_group(checkpoint_dir, saved, group, listed))
+        begun = list[str]()
+        # The main files first: without its arrays one would look like a checkpoint and not restore.
+        failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
+        removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
+        arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
+        if storage.is_remote:  # two requests for each
+            arrays = [name for name in arrays if name in listed]
+        failed |= storage.discard(map(checkpoint_dir.path, arrays))
+        for name in removed:
+            saved_prefixes.forget(checkpoint_dir, name)
+        failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
         return failures
-    if not paths.is_url(checkpoint_dir.directory):
+    if not storage.is_remote:
         atomic.remove_set_aside(checkpoint_dir.directory, listed, names)
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
@@ -118,20 +128,6 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     else:
         in_parallel(remove, [[name] for name in names], _AT_ONCE)
     return failures
-
-
-def _remove_group(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
-    storage, begun = paths.storage_of(checkpoint_dir.directory), list[str]()
-    # The main files first: without its arrays one would look like a checkpoint and not restore.
-    failed = storage.discard(_while_there(checkpoint_dir, saved, names, begun))
-    removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
-    arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
-    if storage.is_remote:  # two requests for each
-        arrays = [name for name in arrays if name in listed]
-    failed |= storage.discard(map(checkpoint_dir.path, arrays))
-    for name in removed:
-        saved_prefixes.forget(checkpoint_dir, name)
-    return list(failed.values())
 
 
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
