@@ -152,18 +152,18 @@ def is_listed_object(url: str) -> bool:
 def read(url: str) -> bytes:
     """Read a whole object; raise FileNotFoundError if there is none."""
     cached = cache.contents.get(url)
-    return _require(url, _read(url, None)) if cached is None else cached
+    return _whole(url, _read_there(url, None)) if cached is None else cached
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Read a range of an object; fewer bytes, or none, if it ends before ``stop``."""
     if stop <= start:
         return b""
-    found = _read(url, slice(start, stop))
+    found = _read_there(url, slice(start, stop))
     if isinstance(found, int):  # a range that reaches beyond the end is refused
         end = found if found >= 0 else size(url)
-        found = b"" if end <= start else _read(url, slice(start, min(stop, end)))
-    return _require(url, found)
+        found = b"" if end <= start else _read_there(url, slice(start, min(stop, end)))
+    return _whole(url, found)
 
 
 def size(url: str) -> int:
@@ -175,7 +175,7 @@ def size(url: str) -> int:
         stored = scheme.stored_size(_resolve(url))
         return probed_size(url) if stored is None else stored
     # The error for a range beyond the end has the size.
-    found = _read_there(url, size_probing.BEYOND_END, size_probing.BEYOND_END + 1)
+    found = _read_there(url, slice(size_probing.BEYOND_END, size_probing.BEYOND_END + 1))
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
@@ -188,7 +188,7 @@ def is_empty(url: str) -> bool:
     if scheme_of(url).tells_sizes:
         found = size(url) == 0  # without reading a byte
     else:
-        first = _read_there(url, 0, 1)  # out of range if there is no first byte
+        first = _read_there(url, slice(0, 1))  # out of range if there is no first byte
         found = not isinstance(first, bytes) or not first
     if cache.listings:
         cache.emptiness[url] = found
@@ -206,12 +206,12 @@ def version(url: str) -> bytes:
 
 def probed_size(url: str) -> int:
     """Find a size by reading; see `size_probing.probed_size`."""
-    return size_probing.probed_size(url, functools.partial(_read_there, url))
+    return size_probing.probed_size(url, lambda start, stop: _read_there(url, slice(start, stop)))
 
 
-def _read_there(url: str, start: int, stop: int) -> bytes | int:
-    """Return the bytes of a range, or the size, or -1, of an object that ends before ``stop``."""
-    found = _read(url, slice(start, stop))
+def _read_there(url: str, span: slice | None) -> bytes | int:
+    """Return what `_read` does; raise FileNotFoundError if there is no object."""
+    found = _read(url, span)
     if found is None:
         raise not_found_error(url)
     return found
@@ -259,11 +259,9 @@ def _resolve(url: str) -> str:
     return f"{url.removesuffix(key)}{visible_objects.resolve_key(key)}"
 
 
-def _require(url: str, found: bytes | int | None) -> bytes:
+def _whole(url: str, found: bytes | int) -> bytes:
     if isinstance(found, int):
         raise _too_short(url)
-    if found is None:
-        raise not_found_error(url)
     return found
 
 
