@@ -145,12 +145,12 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
         return checkpointer_adapter.written_path(request.path)
 
     written = coordinator.join(failed=failed, on_primary=begin)
+    if checkpointer_adapter.is_async(request.orbax_checkpointer):
+        checkpointer_adapter.save(request, target, written, coordinator)
+        return
     try:
         checkpointer_adapter.save(request, target, written, coordinator)
-    except BaseException as error:
-        if checkpointer_adapter.is_async(request.orbax_checkpointer):
-            raise
+    except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
-    if not checkpointer_adapter.is_async(request.orbax_checkpointer):
-        # Only now has process 0 published.
-        coordinator.barrier("commit", failed=failed)
+    # Only now has process 0 published.
+    coordinator.barrier("commit", failed=failed)
