@@ -95,9 +95,8 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
 def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
     """Return whether newer steps are removed, whose writer may evict this one at the same time, without a lock."""
     prefix = request.checkpoint_dir.prefix
-    number = steps.step_of(request.name, prefix)
-    numbers = (steps.step_of(name, prefix) for name in doomed if paths.is_url(request.path))
-    return any(number is not None and other is not None and other > number for other in numbers)
+    saved = steps.step_of(request.name, prefix) or 0
+    return paths.is_url(request.path) and any((steps.step_of(name, prefix) or 0) > saved for name in doomed)
 
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
