@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.files_below import files_below
+from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload

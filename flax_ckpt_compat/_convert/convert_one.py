@@ -17,7 +17,6 @@ from flax_ckpt_compat._convert.output_trees import Contents, contents_of
 from flax_ckpt_compat._core import paths, standard_streams
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.import_by_name import load_name, load_value
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
 
@@ -77,14 +76,10 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
         return "planned"
     standard_streams.occupy()
     paths.prepare_directory(final.rpartition("/")[0])
-    temporary = paths.storage_of(final).temporary_path(final)
-    try:
+    with paths.temporary(final) as temporary:
         with Digests(contents, progress) as digests:
             output_writers.write(temporary, job.to, contents, prepared, final)
         verify.verify(temporary, job.to, contents, progress, digests.crcs)
         check_unchanged()
         paths.publish(temporary, final, new=True)
-    except BaseException:
-        atomic.remove_temporary(temporary)
-        raise
     return "converted"

@@ -75,18 +75,16 @@ def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tupl
     return math.prod(extent[axis:]), places
 
 
-def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
-    """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array."""
-    return _bands(box, shape, limit, [])
+def bands(box: Box, shape: Shape, limit: int, fixed: Box = ()) -> Iterator[Box]:
+    """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array.
 
-
-def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[Box]:
+    All begin with the sides ``fixed``."""
     axis = len(fixed)
     row = math.prod(shape[axis + 1 :])
     positions = range(box[axis].start, box[axis].stop)
     if (row > limit or len(positions) == 1) and axis + 1 < len(shape):
         for at in positions:
-            yield from _bands(box, shape, limit, [*fixed, slice(at, at + 1)])
+            yield from bands(box, shape, limit, (*fixed, slice(at, at + 1)))
         return
     rest = full_box(shape[axis + 1 :])
     step = max(1, limit // row)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-# (sharding, shape) → position, device and index of each first replica that this process holds.
-_FIRST_REPLICAS: dict[tuple[Any, tuple[int, ...]], list[tuple[int, Any, tuple[slice, ...]]]] = {}
-_MAX_CACHED = 256
 _SHARD_TRIES, _SHARD_PAUSE = 1000, 0.001  # s; until another thread has listed the shards of an array
 
 
@@ -19,21 +17,17 @@ def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[s
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 
 
+@functools.lru_cache(maxsize=256)  # leaves share few shardings and shapes
 def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any, tuple[slice, ...]]]:
-    """Return position, device and index of the shards with ``replica_id`` 0; cached: leaves share few of both."""
-    found = _FIRST_REPLICAS.get((sharding, shape))
-    if found is None:
-        found, seen, position = [], set[str](), 0
-        for device, index in sharding.devices_indices_map(shape).items():
-            box = normalize_index(index, shape)
-            is_first, is_here = str(box) not in seen, device in sharding.addressable_devices
-            if is_first and is_here:
-                found.append((position, device, box))
-            position += is_here
-            seen.add(str(box))
-        if len(_FIRST_REPLICAS) >= _MAX_CACHED:
-            _FIRST_REPLICAS.clear()
-        _FIRST_REPLICAS[sharding, shape] = found
+    """Return position, device and index of the shards with ``replica_id`` 0 that this process holds."""
+    found, seen, position = [], set[str](), 0
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = normalize_index(index, shape)
+        is_first, is_here = str(box) not in seen, device in sharding.addressable_devices
+        if is_first and is_here:
+            found.append((position, device, box))
+        position += is_here
+        seen.add(str(box))
     return found
 
 

@@ -58,9 +58,4 @@ def use_tensorstore(path: str = "") -> None:
         )
 
 
-def _note_fork() -> None:
-    _state["forked"] = _state["used"]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=lambda: _state.update(forked=_state["used"]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.errors import OutOfMemoryError
 from flax_ckpt_compat._core.text_formatting import format_size
 
@@ -20,8 +21,6 @@ ALIGNMENT = 64
 _BLOCK, _ARRAYS_PER_BLOCK = 256 * 2**10, 64
 _BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
-_Box = tuple[slice, ...]
-_Shape = tuple[int, ...]
 # Of arrays that are put into one: numpy 1 has at most 32 axes, of which blocks of arrays and of their chunks take two.
 MAX_PACKED_RANK = 30
 _pauses: list[None] = []  # one for each `pause_gc` of this process
@@ -53,8 +52,7 @@ def _resume_after_fork() -> None:
         gc.enable()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_resume_after_fork)
+os.register_at_fork(after_in_child=_resume_after_fork)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -69,11 +67,11 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def pack(arrays: Sequence[tuple[_Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
+def pack(arrays: Sequence[tuple[Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
     """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary.
 
     A block is of arrays that are alike: numpy then copies and creates them without Python code for each."""
-    alike: dict[tuple[_Shape, np.dtype[Any]], list[int]] = {}
+    alike: dict[tuple[Shape, np.dtype[Any]], list[int]] = {}
     for at, (shape, dtype, _) in enumerate(arrays):
         alike.setdefault((shape, dtype), []).append(at)
     packed: list[Any] = [None] * len(arrays)
@@ -90,7 +88,7 @@ def pack(arrays: Sequence[tuple[_Shape, np.dtype[Any], bytes | memoryview]]) -> 
 
 
 def pack_chunks(
-    arrays: Sequence[bytes], shape: _Shape, dtype: np.dtype[Any], chunk: _Shape, copies: Sequence[tuple[_Box, _Box]]
+    arrays: Sequence[bytes], shape: Shape, dtype: np.dtype[Any], chunk: Shape, copies: Sequence[tuple[Box, Box]]
 ) -> list[np.ndarray[Any, Any]]:
     """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks, in blocks as `pack` does.
 
@@ -106,7 +104,7 @@ def pack_chunks(
 
 
 def _blocks(
-    number: int, shape: _Shape, dtype: np.dtype[Any]
+    number: int, shape: Shape, dtype: np.dtype[Any]
 ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Yield blocks of new memory for arrays that are alike: the bytes of each, and the arrays."""
     size = math.prod(shape) * dtype.itemsize

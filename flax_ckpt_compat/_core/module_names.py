@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-SIGNED_FLOAT_RE = re.compile(rf"([-+]?{_NUMBER})")
-UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({_NUMBER})")
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+SIGNED_FLOAT_RE = re.compile(rf"([-+]?{NUMBER})")
+UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({NUMBER})")
 MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
 _NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refuses to convert thousands of digits
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
@@ -161,6 +163,17 @@ def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
 def prepare_directory(path: str) -> None:
     """Create a directory of checkpoints and remove stale temporaries."""
     storage_of(path).prepare_directory(path)
+
+
+@contextmanager
+def temporary(path: str) -> Iterator[str]:
+    """Yield a local path for a checkpoint that `publish` publishes within the context; remove it after a failure."""
+    found = storage_of(path).temporary_path(path)
+    try:
+        yield found
+    except BaseException:
+        atomic.remove_temporary(found)
+        raise
 
 
 def publish(temporary: str, path: str, *, new: bool = False) -> None:

@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.text_formatting import printable
 
 # difflib is slow: of more names, compare only those that share the most pairs of letters.
@@ -23,7 +24,7 @@ class Names:
         self._by_last: dict[str, list[str]] = {}
         for name in names:
             self._by_last.setdefault(_last(name), []).append(name)
-        self._pairs: dict[str, frozenset[str]] = {}
+        self._pairs = Memo(_pairs_of)
 
     def nearest(self, wanted: str) -> list[str]:
         """Return at most two names that are akin where they differ; with the same last part if any name has it."""
@@ -38,9 +39,7 @@ class Names:
         return list(itertools.islice(akin, 2))
 
     def _similarity(self, name: str, pairs: frozenset[str]) -> float:
-        own = self._pairs.get(name)
-        if own is None:
-            own = self._pairs[name] = _pairs_of(name)
+        own = self._pairs[name]
         return len(own & pairs) / (len(own) + len(pairs) + 1)
 
 

@@ -18,11 +18,7 @@ def occupy() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            _open_null()
-
-
-def _open_null() -> None:
-    with suppress(OSError):  # there may be none, as in a changed root
-        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-        if opened not in _STANDARD:  # another thread was faster
-            os.close(opened)
+            with suppress(OSError):  # there may be no null device, as in a changed root
+                opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+                if opened not in _STANDARD:  # another thread was faster
+                    os.close(opened)

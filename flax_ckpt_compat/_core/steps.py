@@ -14,13 +14,14 @@ from typing import Any
 
 from flax_ckpt_compat._core import arguments, orbax_layout
 from flax_ckpt_compat._core.errors import ArgumentError
+from flax_ckpt_compat._core.module_names import NUMBER
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
-_STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_STEP = re.compile(rf"[-+]?{NUMBER}")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
-_ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
-_SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
+_ENDS_IN_STEP = re.compile(rf".*{NUMBER}", re.DOTALL)
+_SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
 ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
@@ -45,19 +46,21 @@ def is_text(name: str, prefix: str) -> bool:
     A separator before that number ends a longer prefix: ``ckpt_best_1`` is step 1 of ``ckpt_best_``.
     """
     text = _text_of(name, prefix)
-    return text is not None and parse_step(text) is None and not _SEPARATED.fullmatch(text)
+    return text is not None and not _SEPARATED.fullmatch(text)
 
 
 def is_of_longer_prefix(name: str, prefix: str) -> bool:
     """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1`` for ``ckpt_``."""
     text = _text_of(name, prefix)
-    return text is not None and parse_step(text) is None and _SEPARATED.fullmatch(text) is not None
+    return text is not None and _SEPARATED.fullmatch(text) is not None
 
 
 def _text_of(name: str, prefix: str) -> str | None:
-    """Return the text after the prefix, or None if the name cannot be a checkpoint of it."""
+    """Return the text after the prefix, or None if the name is a step of it, or cannot be a checkpoint of it."""
     text = name[len(prefix) :]
-    return None if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name) else text
+    if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name):
+        return None
+    return text if parse_step(text) is None else None
 
 
 def split_step(name: str) -> tuple[str, str] | None:

@@ -221,6 +221,11 @@ def in_parallel(
     return [results[number] for number in numbers]
 
 
+def results_of(work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16) -> dict[_Item, _Result]:
+    """Call ``work`` for each item, on several threads, and return item → result; see `in_parallel`."""
+    return dict(zip(items, in_parallel(work, items, at_once), strict=True))
+
+
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions on several threads and return their results; see `in_parallel`."""
     return in_parallel(lambda function: function(), functions)

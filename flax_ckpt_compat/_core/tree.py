@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from flax_ckpt_compat._core import jax_shards
+from flax_ckpt_compat._core import array_boxes, jax_shards
 from flax_ckpt_compat._core.errors import NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
@@ -91,8 +91,7 @@ class HostCopy:
     @classmethod
     def whole(cls, data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
         """Return a copy with one shard."""
-        index = tuple(slice(0, length) for length in data.shape)
-        return cls(data.shape, data.dtype, (Shard(index, data),), sharding)
+        return cls(data.shape, data.dtype, (Shard(array_boxes.full_box(data.shape), data),), sharding)
 
     @property
     def nbytes(self) -> int:

@@ -147,7 +147,7 @@ def has_no_orbax_marker(path: str) -> bool:
 
 def is_only_arrays(path: str) -> bool:
     """Return whether a folder named like the arrays of a msgpack file has no structure, so it is no checkpoint."""
-    return has_no_orbax_marker(path) and layout.MSGPACK_FILE not in names_in(path)
+    return not names_in(path).intersection((*MARKERS, layout.MSGPACK_FILE))
 
 
 def is_certainly_orbax(path: str) -> bool:

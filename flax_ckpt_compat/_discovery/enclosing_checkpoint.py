@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import results_of
 from flax_ckpt_compat._discovery import detect
 
 
@@ -36,13 +36,8 @@ def checkpoint_around(path: str) -> str | None:
 
 @functools.lru_cache(maxsize=64)  # a request for each folder and marker
 def _around_in_store(url: str) -> str | None:
-    marked = set[str]()
-
-    def look(item: tuple[str, str]) -> None:
-        if _is_there(*item):
-            marked.add(item[0])
-
-    in_parallel(look, list(itertools.product(_upwards(url), detect.MARKERS)))
+    found = results_of(lambda place: _is_there(*place), list(itertools.product(_upwards(url), detect.MARKERS)))
+    marked = {folder for (folder, _), is_there in found.items() if is_there}
     return next(filter(_is_checkpoint, sorted(marked, key=len, reverse=True)), None)
 
 

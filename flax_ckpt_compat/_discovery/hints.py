@@ -92,10 +92,7 @@ def beside(path: str) -> str:
     return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
 
 
-@_quietly
-def checkpoint_around(path: str) -> str | None:
-    """Return the checkpoint in Orbax's format that a path lies in, or None."""
-    return enclosing_checkpoint.checkpoint_around(path)
+checkpoint_around = _quietly(enclosing_checkpoint.checkpoint_around)
 
 
 @_quietly

@@ -15,9 +15,10 @@ _logged: OrderedDict[Hashable, str] = OrderedDict()
 def log_once(subject: Hashable, message: str | None, level: int = logging.WARNING) -> None:
     """Log a message, unless it was the last one about the same subject; None clears it, so that the next is logged."""
     before = _logged.pop(subject, None)
-    if message is not None:
-        _logged[subject] = message
-        if len(_logged) > _MAX_KNOWN:
-            _logged.popitem(last=False)
-    if message is not None and message != before:
+    if message is None:
+        return
+    _logged[subject] = message
+    if len(_logged) > _MAX_KNOWN:
+        _logged.popitem(last=False)
+    if message != before:
         _log.log(level, "%s", message)

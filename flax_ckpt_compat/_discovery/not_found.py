@@ -25,8 +25,8 @@ class Absence:
     """Reason why a look-up found nothing."""
 
     why: str
-    is_start: bool  # there is nothing at all, as in a program's first run
     remedy: str = ""  # what to do next, or empty
+    is_start: bool = False  # there is nothing at all, as in a program's first run
 
     def __str__(self) -> str:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why
@@ -46,58 +46,54 @@ class Absence:
 def of_directory(path: str) -> Absence:
     """Explain that a path does not exist."""
     if why := paths.storage_of(path).why_too_long(path):
-        return Absence(f"{path} does not exist, as {why}", False, "shorten it")
+        return Absence(f"{path} does not exist, as {why}", "shorten it")
     if expanded := hints.unexpanded_home(path):
-        return Absence(f"{path} does not exist, as '~' is not expanded", False, f"write {expanded}")
+        return Absence(f"{path} does not exist, as '~' is not expanded", f"write {expanded}")
     if outer := hints.checkpoint_around(path):
-        return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", False, "pass that path")
+        return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", "pass that path")
     if near := hints.sibling_directory(path):
-        return Absence(f"{path} does not exist", False, f"did you mean {near}?")
+        return Absence(f"{path} does not exist", f"did you mean {near}?")
     if others := hints.steps_of_prefix(path):
         parent, prefix = os.path.split(path)
         there = f"there are {hints.some(others)} in {parent}"
-        return Absence(f"{path} does not exist; {there}", False, f"pass that directory, and {prefix=}")
-    return Absence(f"{path} does not exist", True)
+        return Absence(f"{path} does not exist; {there}", f"pass that directory, and {prefix=}")
+    return Absence(f"{path} does not exist", is_start=True)
 
 
 def no_directory(path: str) -> Absence:
     """Explain that a path is not a directory of checkpoints: it does not exist, or is a file."""
     if (dangling := directories.dangling_link(path)) is not None:
-        return Absence(dangling, False)
+        return Absence(dangling)
     if paths.lexists(path):
-        return Absence(
-            f"{path} is a file", False, f"pass the directory of the checkpoints, perhaps {os.path.dirname(path)}"
-        )
+        return Absence(f"{path} is a file", f"pass the directory of the checkpoints, perhaps {os.path.dirname(path)}")
     return of_directory(path)
 
 
 def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
-    if not paths.isdir(checkpoint_dir.directory):
-        if paths.lexists(checkpoint_dir.directory):
-            dangling = directories.dangling_link(checkpoint_dir.directory)
-            return Absence(dangling or f"{checkpoint_dir.directory} is not a directory", False)
-        return dataclasses.replace(found := of_directory(checkpoint_dir.directory), why=f"the directory {found.why}")
-    none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
-    if why := paths.storage_of(checkpoint_dir.directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
-        return Absence(f"{none}, as {why}", False, "shorten the prefix")
-    if outer := hints.checkpoint_around(checkpoint_dir.directory):
-        return Absence(f"{none}, as it is a part of the checkpoint {outer}", False, "pass that path")
+    directory = checkpoint_dir.directory
+    if not paths.isdir(directory):
+        if paths.lexists(directory):
+            return Absence(directories.dangling_link(directory) or f"{directory} is not a directory")
+        return dataclasses.replace(found := of_directory(directory), why=f"the directory {found.why}")
+    none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
+    if why := paths.storage_of(directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
+        return Absence(f"{none}, as {why}", "shorten the prefix")
+    if outer := hints.checkpoint_around(directory):
+        return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
     names = saved_steps.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
         head = prefix.removesuffix(checkpoint_dir.prefix)
         prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
         there = ", ".join(other + step for other, step in others)
-        return Absence(f"{none}; there are {there}", False, f"did you mean {prefixes}?")
-    file = foreign.msgpack_file_in(checkpoint_dir.directory)
-    if file is not None:
-        look = foreign.folder_looks_like(checkpoint_dir.directory)
-        return Absence(f"{none}, but looks like {look}", False, f"restore {file}")
-    if below := hints.checkpoints_below(checkpoint_dir.directory):
+        return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
+    if (file := foreign.msgpack_file_in(directory)) is not None:
+        return Absence(f"{none}, but looks like {foreign.folder_looks_like(directory)}", f"restore {file}")
+    if below := hints.checkpoints_below(directory):
         remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
-        return Absence(f"{none}; there are checkpoints at {hints.some(below)}", False, remedy)
-    return Absence(none, all(map(_is_unrelated, names)))
+        return Absence(f"{none}; there are checkpoints at {hints.some(below)}", remedy)
+    return Absence(none, is_start=all(map(_is_unrelated, names)))
 
 
 def _is_unrelated(name: str) -> bool:

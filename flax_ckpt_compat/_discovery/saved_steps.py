@@ -60,9 +60,7 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
     complete, broken = [], []
     with paths.listing_cache(checkpoint_dir.directory):
         ours = steps.in_order(names, checkpoint_dir.prefix)
-        storage = paths.storage_of(checkpoint_dir.directory)
-        if storage.is_remote:
-            storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
+        paths.storage_of(checkpoint_dir.directory).prefetch_emptiness(list(map(checkpoint_dir.path, ours)))
         for name in ours:
             path = checkpoint_dir.path(name)
             missing = detect.what_is_missing(path, lists_denied=True)

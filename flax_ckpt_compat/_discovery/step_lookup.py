@@ -340,9 +340,7 @@ def _is_listed(directory: Directory, classified: Classified) -> bool:
 
 def _classified_steps(directory: Directory) -> list[Classified]:
     entries = directory.steps or directory.other_family
-    storage = paths.storage_of(directory.checkpoint_dir.directory)
-    if storage.is_remote:
-        storage.prefetch_emptiness([entry.path for entry in entries if storage.isfile(entry.path)])
+    paths.storage_of(directory.checkpoint_dir.directory).prefetch_emptiness([entry.path for entry in entries])
     return [directory.classify(entry) for entry in entries]
 
 

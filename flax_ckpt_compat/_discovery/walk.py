@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery import detect, foreign, not_found
 
@@ -43,13 +45,14 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
             names = module_names.natural_sort(paths.listdir(folder), signed=False)
         found: list[str] = []
         inside: list[str] = []
-        prefixes = _Prefixes(folder, names)
+        prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
         for name in names:
             path = os.path.join(folder, name)
             if steps.is_foreign(name):
                 continue
             if not paths.isdir(path):
-                if _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX) or prefixes.include(name):
+                split = steps.split_step(name)
+                if _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX) or (split and prefixes[split[0]]):
                     found.append(path)
             elif (resolved := paths.resolve(path)) not in seen:
                 seen.add(resolved)
@@ -85,20 +88,8 @@ def _is_named_checkpoint(name: str) -> bool:
     return steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
 
 
-class _Prefixes:
-    """The prefixes of checkpoints among a directory's numbered files, judged by the first bytes of some."""
-
-    def __init__(self, directory: str, names: list[str]):
-        self._directory, self._names = directory, names
-        self._known: dict[str, bool] = {}
-
-    def include(self, name: str) -> bool:
-        split = steps.split_step(name)
-        if split is None:
-            return False
-        prefix, _ = split
-        if prefix not in self._known:
-            alike = (other for other in self._names if other.startswith(prefix) and steps.split_step(other))
-            files = (os.path.join(self._directory, other) for other in alike)
-            self._known[prefix] = any(paths.isfile(file) and foreign.may_be_msgpack_tree(file) for file in files)
-        return self._known[prefix]
+def _is_prefix(folder: str, names: list[str], prefix: str) -> bool:
+    """Return whether a directory's numbered files of a prefix are checkpoints, judged by the first bytes of some."""
+    alike = (name for name in names if name.startswith(prefix) and steps.split_step(name))
+    files = (os.path.join(folder, name) for name in alike)
+    return any(paths.isfile(file) and foreign.may_be_msgpack_tree(file) for file in files)

@@ -214,8 +214,7 @@ def _start_after_fork() -> None:
         manager._start()
 
 
-if hasattr(os, "register_at_fork"):  # after `save_registry`, which forgets the parent's saves
-    os.register_at_fork(after_in_child=_start_after_fork)
+os.register_at_fork(after_in_child=_start_after_fork)  # after `save_registry`, which forgets the parent's saves
 
 
 def _finish_saves() -> None:

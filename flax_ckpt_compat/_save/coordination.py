@@ -144,9 +144,9 @@ class Coordinator:
             earlier = self._store.read_folder(self._failure_folder).get("result")
             result = self._store.wait_for(key, self._short if failed or earlier else 2 * self.timeout)
         self._store.delete(f"{self._registered}/{self._id}" if result is None else key)
-        if result is None and earlier is None:
+        if (answer := result or earlier) is None:
             raise self._timeout_error("begin", [0])
-        return dict(result or earlier or {})
+        return answer
 
     def _unregister(self, error: BaseException) -> None:
         """Delete the registration after an interruption, so that no later save waits for this process.
@@ -224,7 +224,7 @@ class Coordinator:
 
     def _collect_and_run(self, stage: str, failed: BaseException | None, on_primary: Callable[[], str]) -> str:
         """Run a later barrier in process 0; after a failure wait briefly, until the others have stopped writing."""
-        start, value = time.monotonic(), ""
+        start = time.monotonic()
         try:
             for pause in growing(0.005, min(0.5, self.timeout / 20)):
                 found = self._store.read_folder(f"{self._prefix}/{stage}/")

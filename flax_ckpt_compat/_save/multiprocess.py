@@ -124,9 +124,10 @@ class _ProcessSave:
             if staged is not None:
                 staged.cleanup(is_primary, late=self.coordinator.is_aborted)
             raise
-        if not is_primary and staged is not None:
-            staged.remove_local()
-        if not is_primary:  # whose machine has not seen what process 0 did
+        if not is_primary:
+            if staged is not None:
+                staged.remove_local()
+            # This machine has not seen what process 0 did.
             paths.storage_of(request.directory).refresh(request.directory)
 
 
@@ -144,12 +145,12 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
         return checkpointer_adapter.written_path(request.path)
 
     written = coordinator.join(failed=failed, on_primary=begin)
+    if checkpointer_adapter.is_async(request.orbax_checkpointer):
+        checkpointer_adapter.save(request, target, written, coordinator)
+        return
     try:
         checkpointer_adapter.save(request, target, written, coordinator)
-    except BaseException as error:
-        if checkpointer_adapter.is_async(request.orbax_checkpointer):
-            raise
+    except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
-    if not checkpointer_adapter.is_async(request.orbax_checkpointer):
-        # Only now has process 0 published.
-        coordinator.barrier("commit", failed=failed)
+    # Only now has process 0 published.
+    coordinator.barrier("commit", failed=failed)

@@ -13,7 +13,6 @@ from jax import monitoring
 from flax_ckpt_compat._core import paths, standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Node, iter_leaves
@@ -81,14 +80,10 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
 
 
 def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
-    temporary = paths.storage_of(request.path).temporary_path(request.path)
-    try:
+    with paths.temporary(request.path) as temporary:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)
         watch.lap("write")
         validation.publish(request, functools.partial(paths.publish, temporary, request.path))
-    except BaseException:
-        atomic.remove_temporary(temporary)
-        raise
     watch.lap("publish")

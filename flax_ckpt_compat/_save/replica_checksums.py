@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.thread_pools import in_parallel, run_apart
+from flax_ckpt_compat._core.thread_pools import results_of, run_apart
 from flax_ckpt_compat._core.tree import HostCopy, Path
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
@@ -27,15 +27,14 @@ def sums_of(arrays: Mapping[Path, Any]) -> dict[Path, bytes]:
     """Return the sum of each array, all of which lies on one device or in host memory."""
     on_devices = {path: array for path, array in arrays.items() if _is_on_accelerator(array)}
     found = dict(zip(on_devices, _of_devices(list(on_devices.values())), strict=True))
+    left = [path for path in arrays if not found.get(path)]
+    return found | results_of(lambda path: _on_host(arrays[path]), left, _THREADS)
 
-    def add(path: Path) -> None:
-        one = arrays[path]
-        with jax.transfer_guard_device_to_host("allow"):
-            array = np.ascontiguousarray(one.data if isinstance(one, HostCopy) else one)
-        found[path] = checksums.encode(checksums.total(checksums.of_blocks(array.reshape(-1).view(np.uint8))))
 
-    in_parallel(add, [path for path in arrays if not found.get(path)], _THREADS)
-    return found
+def _on_host(one: Any) -> bytes:
+    with jax.transfer_guard_device_to_host("allow"):
+        array = np.ascontiguousarray(one.data if isinstance(one, HostCopy) else one)
+    return checksums.encode(checksums.total(checksums.of_blocks(array.reshape(-1).view(np.uint8))))
 
 
 def _is_on_accelerator(array: Any) -> bool:

@@ -95,23 +95,31 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
 def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
     """Return whether newer steps are removed, whose writer may evict this one at the same time, without a lock."""
     prefix = request.checkpoint_dir.prefix
-    number = steps.step_of(request.name, prefix)
-    numbers = (steps.step_of(name, prefix) for name in doomed if paths.is_url(request.path))
-    return any(number is not None and other is not None and other > number for other in numbers)
+    saved = steps.step_of(request.name, prefix) or 0
+    return paths.is_url(request.path) and any((steps.step_of(name, prefix) or 0) > saved for name in doomed)
 
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    failures = list[StorageError]()
+    storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
 
     def remove(group: list[str]) -> None:
-        failures.extend(_remove_group(checkpoint_dir, saved, group, listed))
+        begun = list[str]()
+        # The main files first: without its arrays one would look like a checkpoint and not restore.
+        failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
+        removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
+        arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
+        if storage.is_remote:  # two requests for each
+            arrays = [name for name in arrays if name in listed]
+        failed |= storage.discard(map(checkpoint_dir.path, arrays))
+        for name in removed:
+            saved_prefixes.forget(checkpoint_dir, name)
+        failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
         return failures
-    if not paths.is_url(checkpoint_dir.directory):
+    if not storage.is_remote:
         atomic.remove_set_aside(checkpoint_dir.directory, listed, names)
-    if not paths.is_url(checkpoint_dir.directory):
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
         for name in names:  # each with its arrays, because what a crash left of several would stay
@@ -119,20 +127,6 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     else:
         in_parallel(remove, [[name] for name in names], _AT_ONCE)
     return failures
-
-
-def _remove_group(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
-    storage, begun = paths.storage_of(checkpoint_dir.directory), list[str]()
-    # The main files first: without its arrays one would look like a checkpoint and not restore.
-    failed = storage.discard(_while_there(checkpoint_dir, saved, names, begun))
-    removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
-    arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
-    if storage.is_remote:  # two requests for each
-        arrays = [name for name in arrays if name in listed]
-    failed |= storage.discard(map(checkpoint_dir.path, arrays))
-    for name in removed:
-        saved_prefixes.forget(checkpoint_dir, name)
-    return list(failed.values())
 
 
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:

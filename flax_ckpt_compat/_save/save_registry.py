@@ -94,13 +94,8 @@ def _drop(save: BackgroundSave) -> None:
         _saves.remove(save)
 
 
-def _clear_after_fork() -> None:
-    # The threads of these saves exist in the parent only: waiting for them here would never end.
-    _saves.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_clear_after_fork)
+# The threads of these saves exist in the parent only: waiting for them in a child would never end.
+os.register_at_fork(after_in_child=_saves.clear)
 
 
 @atexit.register

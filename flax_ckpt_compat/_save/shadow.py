@@ -20,7 +20,6 @@ import jax
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.equality import differences
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -65,14 +64,10 @@ def _write(request: SaveRequest, tree: Node, copy: str) -> float:
     """Write a tree in the other format and return the seconds that it took."""
     backend = backend_for(_OTHER[request.format])
     start = time.perf_counter()
-    temporary = paths.storage_of(copy).temporary_path(copy)
-    try:
+    with paths.temporary(copy) as temporary:  # on a full disk, one that stays would make the next saves fail
         with jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, backend.prepare(tree), request.options)
         paths.publish(temporary, copy)
-    except BaseException:
-        atomic.remove_temporary(temporary)  # on a full disk it would make the next saves fail
-        raise
     return time.perf_counter() - start
 
 

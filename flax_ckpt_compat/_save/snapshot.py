@@ -118,24 +118,16 @@ def _traits(sharding: Any) -> tuple[bool, bool]:
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     """Return the leaf if it has values that this process can read, alone or, in a multi-process save, in part."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise UnsupportedLeafError(
-            f"{show_path(path)} is abstract (a ShapeDtypeStruct): it has no values to save; pass the arrays, not the "
-            "result of jax.eval_shape",
-            leaf=show_path(path),
-        )
+        remedy = "pass the arrays, not the result of jax.eval_shape"
+        raise _unsupported(path, f"is abstract (a ShapeDtypeStruct): it has no values to save; {remedy}")
     if isinstance(leaf, jax.core.Tracer):
-        raise UnsupportedLeafError(
-            f"{show_path(path)} has no value yet (a Tracer): save_checkpoint was called inside of jit or another "
-            "transformation; return the state from it, and save outside of it",
-            leaf=show_path(path),
-        )
+        why = "save_checkpoint was called inside of jit or another transformation"
+        remedy = "return the state from it, and save outside of it"
+        raise _unsupported(path, f"has no value yet (a Tracer): {why}; {remedy}")
     if not isinstance(leaf, jax.Array):
         return leaf
     if leaf.is_deleted():
-        raise UnsupportedLeafError(
-            f"{show_path(path)} was deleted, most likely donated to a jitted function; save before that call",
-            leaf=show_path(path),
-        )
+        raise _unsupported(path, "was deleted, most likely donated to a jitted function; save before that call")
     if leaf.is_fully_addressable:
         return leaf
     if request.multiprocess:
@@ -151,6 +143,10 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     )
 
 
+def _unsupported(path: Path, why: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(f"{show_path(path)} {why}", leaf=show_path(path))
+
+
 @functools.lru_cache(maxsize=64)
 def _owners(sharding: Any) -> frozenset[int]:
     """Return the indices of the processes that hold parts of an array of this sharding."""
@@ -163,10 +159,7 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
         return leaf.addressable_data(0) if leaf.sharding.addressable_devices else tree_agreement.placeholder(leaf)
     if len(owners) == 1:
-        shown = show_path(path)
-        raise UnsupportedLeafError(
-            f"{shown} lies wholly on the devices of process {min(owners)}, and process {jax.process_index()} sees "
-            "nothing of it; spread or replicate it over several processes, or put it on process 0, before saving",
-            leaf=shown,
-        )
+        remedy = "spread or replicate it over several processes, or put it on process 0, before saving"
+        blind = f"process {jax.process_index()} sees nothing of it"
+        raise _unsupported(path, f"lies wholly on the devices of process {min(owners)}, and {blind}; {remedy}")
     return leaf

@@ -181,18 +181,12 @@ def _digest(leaf: Any) -> tuple[bytes, bytes]:
         return b"nothing", b""
     if isinstance(leaf, Branch):
         return b"all", leaf.container.value.encode()
-    if isinstance(leaf, jax.Array) and spans_processes(leaf):
-        shards = {
-            str(normalize_index(shard.index, leaf.shape)): shard.data for shard in reversed(leaf.addressable_shards)
-        }
-        return repr(sorted(shards)).encode(), b"".join(_sample(shards[index]) for index in sorted(shards))
-    if isinstance(leaf, HostCopy):
-        if spans_processes(leaf):
-            parts = sorted((str(shard.index), shard.data) for shard in leaf.shards)
-            return repr([index for index, _ in parts]).encode(), b"".join(_sample(data) for _, data in parts)
-        return b"all", _sample(leaf.data)
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        return b"all", _sample(leaf)
+    if spans_processes(leaf):
+        shards = leaf.shards if isinstance(leaf, HostCopy) else leaf.addressable_shards
+        parts = {str(normalize_index(shard.index, leaf.shape)): shard.data for shard in reversed(shards)}
+        return repr(sorted(parts)).encode(), b"".join(_sample(parts[index]) for index in sorted(parts))
+    if isinstance(leaf, HostCopy | jax.Array | np.ndarray | np.generic):
+        return b"all", _sample(leaf.data if isinstance(leaf, HostCopy) else leaf)
     return b"all", f"{type(leaf).__name__} {leaf!r}".encode("utf-8", "surrogatepass")
 
 

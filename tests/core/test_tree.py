@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError
-from flax_ckpt_compat._core.local.files_below import files_below
+from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, topmost
 
 LIKE = Branch(

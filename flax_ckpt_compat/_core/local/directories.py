@@ -1,4 +1,4 @@
-"""Create directories of checkpoints durably."""
+"""Create directories of checkpoints durably, and list what is below them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def dangling_link(path: str) -> str | None:
     if not presence.islink(path) or presence.exists(path):
         return None
     return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
+
+
+def files_below(directory: str) -> list[str]:
+    """Return the paths of all files below a local directory, relative to it."""
+    return [
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, files in os.walk(directory)
+        for name in files
+    ]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, files_below, network_file_system, presence
+from flax_ckpt_compat._core.local import atomic, directories, network_file_system, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import translated
@@ -26,7 +26,8 @@ class LocalStorage:
     """The local file system; see `flax_ckpt_compat._core.paths` for the methods."""
 
     is_remote = False
-    files_below = staticmethod(files_below.files_below)
+    files_below = staticmethod(directories.files_below)
+    lexists = staticmethod(presence.lexists)
     getsize = staticmethod(os.path.getsize)
     delete = staticmethod(os.unlink)
     restore_set_aside = staticmethod(atomic.restore_set_aside)
@@ -58,9 +59,6 @@ class LocalStorage:
 
     def isfile(self, path: str) -> bool:
         return stat.S_ISREG(_mode(path))
-
-    def lexists(self, path: str) -> bool:
-        return presence.lexists(path)
 
     def why_too_long(self, path: str) -> str | None:
         folder = path
@@ -145,17 +143,14 @@ class LocalStorage:
         directories.make_directory(path)
         atomic.remove_stale(path)
 
-    def listing_cache(self, path: str) -> nullcontext[None]:  # noqa: ARG002
-        return nullcontext()
-
     def current_listing(self) -> None:
         """Return None: local look-ups are quick."""
 
     def offering(self, listing: object) -> nullcontext[None]:  # noqa: ARG002
+        """Return a context that does nothing, like `listing_cache` and `offering_after_commit`."""
         return nullcontext()
 
-    def offering_after_commit(self, path: str) -> nullcontext[None]:  # noqa: ARG002
-        return nullcontext()
+    listing_cache = offering_after_commit = offering
 
     def prefetch_sizes(self, found: Collection[str]) -> None:
         """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""

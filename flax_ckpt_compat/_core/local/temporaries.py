@@ -110,13 +110,11 @@ def is_generation(name: str) -> bool:
 
 def link_marker_of(temporary: str) -> str | None:
     """Return the path for a second hard link to a temporary, which outlives its rename; None if `destination` is."""
-    if destination(temporary) is None:
-        return None
     directory, basename = os.path.split(temporary)
     match = parse(basename)
-    assert match is not None
-    end = match.end("role")
-    return os.path.join(directory, basename[: match.start("role")] + "put" + basename[end:])
+    if match is None or destination(temporary) is None:
+        return None
+    return os.path.join(directory, basename[: match.start("role")] + "put" + basename[match.end("role") :])
 
 
 def abandon(temporary: str) -> None:

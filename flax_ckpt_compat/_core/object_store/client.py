@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.object_store import size_probing, thread_cache, visi
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
-from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache
+from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache, is_offered
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -65,8 +65,9 @@ def listing_cache(url: str) -> Iterator[None]:
     if cache.keys(url) is not None:
         yield
         return
-    listing, cache.offered = cache.offered, None
-    if listing is None or not f"{url}/".startswith(f"{listing.root}/"):
+    listing = cache.offered if is_offered(url) else None
+    cache.offered = None
+    if listing is None:
         found = fresh_keys(url)
         listing = Listing(url, found, visible_objects.visible(found), {})
     cache.emptiness.update(listing.emptiness)
@@ -106,10 +107,15 @@ def known_keys(url: str) -> list[str] | None:
     return cache.keys(url, every=True)
 
 
+def known_or_fresh_keys(url: str) -> list[str]:
+    """Return `known_keys`, or `fresh_keys` where there are none."""
+    known = known_keys(url)
+    return fresh_keys(url) if known is None else known
+
+
 def content_root(url: str) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    cached_keys = known_keys(url)
-    inside = visible_objects.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
+    inside = visible_objects.current_folder(known_or_fresh_keys(url))
     return url if inside is None else f"{url}/{inside}"
 
 
@@ -139,11 +145,6 @@ def names(url: str) -> list[str]:
     return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url)))
 
 
-def is_folder(url: str) -> bool:
-    """Return whether there are objects below ``url``."""
-    return bool(keys(url))
-
-
 def is_object(url: str) -> bool:
     """Return whether ``url`` is an object itself."""
     folder, name = posixpath.split(url)
@@ -167,18 +168,18 @@ def is_listed_object(url: str) -> bool:
 def read(url: str) -> bytes:
     """Read a whole object; raise FileNotFoundError if there is none."""
     cached = cache.contents.get(url)
-    return _require(url, _read(url, None)) if cached is None else cached
+    return _whole(url, _read_there(url, None)) if cached is None else cached
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Read a range of an object; fewer bytes, or none, if it ends before ``stop``."""
     if stop <= start:
         return b""
-    found = _read(url, slice(start, stop))
+    found = _read_there(url, slice(start, stop))
     if isinstance(found, int):  # a range that reaches beyond the end is refused
         end = found if found >= 0 else size(url)
-        found = b"" if end <= start else _read(url, slice(start, min(stop, end)))
-    return _require(url, found)
+        found = b"" if end <= start else _read_there(url, slice(start, min(stop, end)))
+    return _whole(url, found)
 
 
 def size(url: str) -> int:
@@ -190,7 +191,7 @@ def size(url: str) -> int:
         stored = scheme.stored_size(_resolve(url))
         return probed_size(url) if stored is None else stored
     # The error for a range beyond the end has the size.
-    found = _read_there(url, size_probing.BEYOND_END, size_probing.BEYOND_END + 1)
+    found = _read_there(url, slice(size_probing.BEYOND_END, size_probing.BEYOND_END + 1))
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
@@ -200,17 +201,14 @@ def is_empty(url: str) -> bool:
         return cache.sizes[url] == 0
     if url in cache.emptiness:
         return cache.emptiness[url]
-    found = _is_empty(url)
+    if scheme_of(url).tells_sizes:
+        found = size(url) == 0  # without reading a byte
+    else:
+        first = _read_there(url, slice(0, 1))  # out of range if there is no first byte
+        found = not isinstance(first, bytes) or not first
     if cache.listings:
         cache.emptiness[url] = found
     return found
-
-
-def _is_empty(url: str) -> bool:
-    if scheme_of(url).tells_sizes:
-        return size(url) == 0  # without reading a byte
-    found = _read_there(url, 0, 1)  # out of range if there is no first byte
-    return not isinstance(found, bytes) or not found
 
 
 def version(url: str) -> bytes:
@@ -224,12 +222,12 @@ def version(url: str) -> bytes:
 
 def probed_size(url: str) -> int:
     """Find a size by reading; see `size_probing.probed_size`."""
-    return size_probing.probed_size(url, functools.partial(_read_there, url))
+    return size_probing.probed_size(url, lambda start, stop: _read_there(url, slice(start, stop)))
 
 
-def _read_there(url: str, start: int, stop: int) -> bytes | int:
-    """Return the bytes of a range, or the size, or -1, of an object that ends before ``stop``."""
-    found = _read(url, slice(start, stop))
+def _read_there(url: str, span: slice | None) -> bytes | int:
+    """Return what `_read` does; raise FileNotFoundError if there is no object."""
+    found = _read(url, span)
     if found is None:
         raise not_found_error(url)
     return found
@@ -262,7 +260,7 @@ def request_object(url: str, span: slice | None) -> Any:
             raise _too_short(url) from error
         raise
     if found.state == "unspecified":  # see `_write`
-        raise store_error(url, "read", "the store answered HTTP 412 to an unconditional request", "412")
+        raise _unconditional_412(url, "read")
     return found
 
 
@@ -277,11 +275,9 @@ def _resolve(url: str) -> str:
     return f"{url.removesuffix(key)}{visible_objects.resolve_key(key)}"
 
 
-def _require(url: str, found: bytes | int | None) -> bytes:
+def _whole(url: str, found: bytes | int) -> bytes:
     if isinstance(found, int):
         raise _too_short(url)
-    if found is None:
-        raise not_found_error(url)
     return found
 
 
@@ -319,7 +315,11 @@ def delete_version(url: str, there: bytes) -> bool:
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:
     stamp = retry(url, operation, request, nbytes)
     if not stamp.generation:  # TensorStore's sign of HTTP 412, even without a condition
-        raise store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
+        raise _unconditional_412(url, operation)
+
+
+def _unconditional_412(url: str, operation: str) -> StorageError:
+    return store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
 
 
 def delete_all(urls: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, presence
-from flax_ckpt_compat._core.local.files_below import files_below
+from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
 from flax_ckpt_compat._core.object_store.writer_markers import is_marker as is_marker
@@ -40,6 +40,11 @@ def counts_as_folder(url: str) -> bool:
         return bool(inside)
     # Without a listing, only where a marker makes it likely: it is a request.
     return not (client.is_listed_object(url) or (is_unfinished(inside) and client.is_object(url)))
+
+
+def counts_as_object(url: str) -> bool:
+    """Return whether ``url`` is an object, and no folder that has replaced it."""
+    return client.is_object(url) and not counts_as_folder(url)
 
 
 def why_unfinished(url: str, names: Iterable[str]) -> str | None:
@@ -191,8 +196,7 @@ def _write_new(
 
 
 def _arrays_beside(url: str) -> list[str]:
-    known = client.known_keys(url + ARRAYS_POSTFIX)
-    return arrays_among(client.fresh_keys(url + ARRAYS_POSTFIX) if known is None else known)
+    return arrays_among(client.known_or_fresh_keys(url + ARRAYS_POSTFIX))
 
 
 def remove_arrays_beside(url: str) -> None:

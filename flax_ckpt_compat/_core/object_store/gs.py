@@ -241,7 +241,7 @@ def token() -> str | None:
         source = file or "metadata"
         until, known = _cache.get(source, (0.0, None))
         if time.monotonic() >= until:
-            seconds, known = _from_file(file) if file else _from_metadata_server()
+            seconds, known = _request_token(file)
             _cache[source] = time.monotonic() + seconds, known
         return known
 
@@ -264,26 +264,22 @@ def _credentials_file() -> str | None:
     return usual if os.path.isfile(usual) else None
 
 
-def _from_file(file: str) -> tuple[float, str | None]:
-    with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        with open(file, encoding="utf-8") as opened:
-            content = json.load(opened)
-        if content.get("type") == "authorized_user":
-            fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
-            body = urllib.parse.urlencode(fields | {"grant_type": "refresh_token"}).encode()
-            return _request_token(urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _TOKEN_TIMEOUT)  # noqa: S310
-    return _NO_TOKEN_FOR, None
-
-
-def _from_metadata_server() -> tuple[float, str | None]:
+def _request_token(file: str | None) -> tuple[float, str | None]:
+    """Request a token with the credentials in a file, or of this machine; return the seconds that it is valid for."""
     server = os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
     with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        request = urllib.request.Request(f"http://{server}/{_METADATA}", headers={"Metadata-Flavor": "Google"})
-        return _request_token(request, _METADATA_TIMEOUT)
+        if file is None:
+            headers, timeout = {"Metadata-Flavor": "Google"}, _METADATA_TIMEOUT
+            request = urllib.request.Request(f"http://{server}/{_METADATA}", headers=headers)
+        else:
+            with open(file, encoding="utf-8") as opened:
+                content = json.load(opened)
+            if content.get("type") != "authorized_user":
+                return _NO_TOKEN_FOR, None
+            fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
+            body = urllib.parse.urlencode(fields | {"grant_type": "refresh_token"}).encode()
+            request, timeout = urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _TOKEN_TIMEOUT  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
+            found = _content_of(answer)
+        return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])
     return _NO_TOKEN_FOR, None
-
-
-def _request_token(request: urllib.request.Request, timeout: float) -> tuple[float, str | None]:
-    with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
-        found = _content_of(answer)
-    return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.thread_cache import cache
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -19,11 +19,12 @@ def prefetch_sizes(urls: Collection[str]) -> None:
 
 
 def prefetch_emptiness(urls: Collection[str]) -> None:
-    """Request in parallel whether many objects are empty, within `listing_cache` only."""
-    if any(client.scheme_of(url).tells_sizes for url in urls):
-        prefetch_sizes(urls)
+    """Request in parallel whether those that are objects are empty, within `listing_cache` only."""
+    objects = list(filter(commit.counts_as_object, urls))
+    if any(client.scheme_of(url).tells_sizes for url in objects):
+        prefetch_sizes(objects)
     else:
-        _prefetch(cache.emptiness, urls, client.is_empty)
+        _prefetch(cache.emptiness, objects, client.is_empty)
 
 
 def prefetch_contents(urls: Collection[str]) -> None:

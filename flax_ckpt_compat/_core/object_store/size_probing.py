@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import results_of
 
 BEYOND_END = 5 * 2**40  # bytes; no store takes a larger object
 # Bytes that arrive as fast as one.
@@ -23,7 +23,8 @@ def probed_size(url: str, read: Callable[[int, int], bytes | int]) -> int:
         return max(first, 0)  # without a first byte the range begins beyond the end
     low, high, probes = _HEAD_BYTES, BEYOND_END, list[int](_POWERS)  # there is a byte before low, and none at high
     while high - low > _TAIL_BYTES:
-        found = _has_bytes(read, [at for at in probes if low <= at < high])
+        inside = [at for at in probes if low <= at < high]
+        found = results_of(lambda at: isinstance(read(at, at + 1), bytes), inside, _AT_ONCE)
         low = max([low, *(at + 1 for at, is_there in found.items() if is_there)])
         high = min([high, *(at for at, is_there in found.items() if not is_there)])
         probes = list(range(low, high, max(1, (high - low) // _AT_ONCE)))
@@ -31,13 +32,3 @@ def probed_size(url: str, read: Callable[[int, int], bytes | int]) -> int:
     if not isinstance(last, int) or last < 0:
         raise StorageError(f"{url} was replaced while its size was looked up; try again", path=url)
     return last
-
-
-def _has_bytes(read: Callable[[int, int], bytes | int], positions: Iterable[int]) -> dict[int, bool]:
-    found: dict[int, bool] = {}
-
-    def look(at: int) -> None:
-        found[at] = isinstance(read(at, at + 1), bytes)
-
-    in_parallel(look, list(positions), _AT_ONCE)
-    return found

@@ -19,6 +19,7 @@ class ObjectStorage:
     is_remote = True
     content_root = staticmethod(client.content_root)
     isdir = staticmethod(commit.counts_as_folder)
+    isfile = staticmethod(commit.counts_as_object)
     files_below = staticmethod(client.keys)
     getsize = staticmethod(client.size)
     is_empty = staticmethod(client.is_empty)
@@ -55,11 +56,8 @@ class ObjectStorage:
             raise not_found(path)
         return found
 
-    def isfile(self, path: str) -> bool:
-        return client.is_object(path) and not commit.counts_as_folder(path)
-
     def lexists(self, path: str) -> bool:
-        return client.is_folder(path) or client.is_object(path)
+        return bool(client.keys(path)) or client.is_object(path)
 
     def holds_nothing(self, path: str) -> bool:
         with suppress(FileNotFoundError):  # another writer has just replaced it
@@ -99,12 +97,10 @@ class ObjectStorage:
         return []
 
     def is_shared(self, directory: str) -> bool:  # noqa: ARG002
-        """Return False: stores show at once what others change."""
+        """Return False: stores show at once what others change, so there is nothing to ``refresh`` either."""
         return False
 
-    def refresh(self, directory: str) -> bool:  # noqa: ARG002
-        """Return False; see `is_shared`."""
-        return False
+    refresh = is_shared
 
 
 def _size_or_zero(url: str) -> int:

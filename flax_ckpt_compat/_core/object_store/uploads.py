@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.files_below import files_below
+from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
@@ -39,13 +39,7 @@ class _ReplacedError(Exception):
 
 def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
     """Return the version of each object below ``url``, for `upload`; a missing object has one too."""
-    found: dict[str, bytes] = {}
-
-    def request(name: str) -> None:
-        found[name] = client.version(f"{url}/{name}")
-
-    in_parallel(request, names)
-    return found
+    return results_of(lambda name: client.version(f"{url}/{name}"), names)
 
 
 def download(url: str, directory: str, names: Collection[str]) -> None:
@@ -123,20 +117,15 @@ def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
 
 def check_sizes(path: str, url: str) -> None:
     """Raise StorageError if a local file, or a file of a directory, is too large for one object."""
+    files, remedy = {path: url}, "save in Orbax's format, which is many objects"
     if presence.isdir(path):
-        remedy = (
-            "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
-        )
-        for name in files_below(path):
-            _check_size(f"{url}/{name}", os.path.getsize(os.path.join(path, name)), remedy)
-    else:
-        _check_size(url, os.path.getsize(path), "save in Orbax's format, which is many objects")
-
-
-def _check_size(url: str, nbytes: int, remedy: str) -> None:
-    if nbytes > MAX_OBJECT:
-        message = f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; {remedy}"
-        raise StorageError(message, path=url)
+        files = {os.path.join(path, name): f"{url}/{name}" for name in files_below(path)}
+        why = "one shard of an array is too large and cannot be cut evenly"
+        remedy = f"{why}: give the array a sharding of smaller ones"
+    for file, to in files.items():
+        if (nbytes := os.path.getsize(file)) > MAX_OBJECT:
+            what = f"an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once"
+            raise StorageError(f"{to}: {what}; {remedy}", path=to)
 
 
 def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:

@@ -31,10 +31,10 @@ def next_name(marker: str) -> str:
     return marker.replace(layout.BEGUN, layout.NEXT, 1)
 
 
-def order_of(name: str) -> _Order:
-    """Return the sort key of a ``_next…`` folder; (0, "") for other names."""
-    match = _NEXT.fullmatch(f"{name}/x")
-    return (int(match[3]), match[4]) if match and not match[1] else (0, "")
+def order_of(key: str) -> _Order:
+    """Return the sort key of the ``_next…`` folder that an object is in; (0, "") for other names."""
+    match = _NEXT.fullmatch(f"{key.partition('/')[0]}/x")
+    return (int(match[3]), match[4]) if match else (0, "")
 
 
 def commit_files(names: Iterable[str]) -> list[str]:
@@ -43,14 +43,9 @@ def commit_files(names: Iterable[str]) -> list[str]:
     The current checkpoint stays complete until the last one is removed.
     """
     there = [name for name in names if name.endswith(layout.COMMIT_FILE)]
-    nexts = [name for name in there if name.count("/") == 1 and order_of(name.partition("/")[0])[0]]
+    nexts = [name for name in there if name.count("/") == 1 and order_of(name)[0]]
     # The folder's own commit file takes precedence over those below ``_next…``.
-    return sorted(nexts, key=order_of_key) + [name for name in there if name == layout.COMMIT_FILE]
-
-
-def order_of_key(key: str) -> _Order:
-    """Return the sort key of the ``_next…`` folder that an object is in."""
-    return order_of(key.partition("/")[0])
+    return sorted(nexts, key=order_of) + [name for name in there if name == layout.COMMIT_FILE]
 
 
 def current_folder(names: Collection[str]) -> str | None:

@@ -99,7 +99,7 @@ class WriteLease:
             # On s3:// the copy of a local checkpoint is complete without the file, but not beside our marker.
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
             self.initial |= {COMMIT_FILE}
-        last = max((max(_order(name), visible_objects.order_of_key(name))[0] for name in self.initial), default=0)
+        last = max((max(_order(name), visible_objects.order_of(name))[0] for name in self.initial), default=0)
         self.marker = f"{BEGUN}.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         client.write(f"{url}/{self.marker}", b"")
 
