@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
 from flax_ckpt_compat.rules._states import State
 
 
 @rule
-def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | None = None) -> Apply:
+def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Apply:
     """Carry over the optimizer's state of parameters that still exist; others keep the target's.
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
@@ -39,15 +38,15 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
     """
     source = at if stored_at is None else stored_at
     for pattern in (at, source):
-        _patterns.compiled(pattern, _rule_name)
+        _patterns.compiled(pattern)
 
     def apply(stored: Node, target: Node) -> Node:
-        at_path = _patterns.select_one(target, at, _rule_name, whose="the target")
-        start = _patterns.select_one(stored, source, _rule_name)
-        _refuse_loss(stored, at_path, start, _rule_name)
+        at_path = _patterns.select_one(target, at, whose="the target")
+        start = _patterns.select_one(stored, source)
+        _refuse_loss(stored, at_path, start)
         own, old = node_at(target, at_path), node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
-        call = _Call(_rule_name, at_path, start)
+        call = _Call(at_path, start)
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
             group = [state for state in wanted if state.names == names]
@@ -56,28 +55,27 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
             ]
             taken |= _take(group, sorted(similar, key=State.order), call)
         if not taken:
-            raise TransformError(_nothing(_rule_name, show_path(start), wanted, old), leaf=show_path(at_path))
-        return _edit_tree.put(stored, at_path, _with(taken, own), _rule_name)
+            raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+        return _edit_tree.put(stored, at_path, _with(taken, own))
 
     return apply
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Rule name, and the paths of the optimizer's state in the target and in the checkpoint."""
+    """The paths of the optimizer's state in the target and in the checkpoint."""
 
-    rule_name: str
     at_path: Path
     start: Path
 
-    def ambiguous(self, pairs: list[tuple[State, State]], wanted: list[State], stored: list[State]) -> TransformError:
+    def ambiguous(self, pairs: list[tuple[State, State]], wanted: list[State], stored: list[State]) -> RuleError:
         """Return the error for target states and stored states that fit equally well."""
         first, second = (dict.fromkeys(states) for states in zip(*pairs, strict=True))
         targets_own = [show_path((*self.at_path, *one.path)) for one in first]
         others = [show_path((*self.start, *one.path)) for one in second]
         lines = " or ".join(self._line(*pair, wanted, stored) for pair in pairs[:4])
-        return TransformError(
-            f"{self.rule_name}: the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally "
+        return RuleError(
+            f"the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally "
             f"well; name those that belong together, each in a rule of its own: {lines}; use from_target for "
             "one that starts anew",
             leaf=targets_own[0],
@@ -96,14 +94,14 @@ def _alone(path: Path, states: list[State]) -> bool:
     return sum(one.path[: len(path)] == path for one in states) == 1
 
 
-def _refuse_loss(stored: Node, at_path: Path, start: Path, rule_name: str) -> None:
+def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
     """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
     node = node_at(stored, at_path)
     is_other = at_path[: len(start)] != start and start[: len(at_path)] != at_path
     if is_other and any(not _states.is_empty(leaf) for _, leaf in iter_leaves(node)):
         here, there = show_path(at_path), show_path(start)
-        raise TransformError(
-            f"{rule_name}: the checkpoint has {here}, too, which {there} would replace; before this rule use "
+        raise RuleError(
+            f"the checkpoint has {here}, too, which {there} would replace; before this rule use "
             f"rules.drop({here!r}) if it is not wanted, else rules.move({start[0]!r}, 'old') and read old/… here",
             leaf=here,
         )
@@ -165,11 +163,11 @@ def _in_order(state: State, equal: list[State], wanted: list[State], stored: lis
     return found if found in equal else None
 
 
-def _nothing(rule_name: str, start: str, wanted: list[State], old: Node) -> str:
+def _nothing(start: str, wanted: list[State], old: Node) -> str:
     fields = "; ".join(dict.fromkeys(", ".join(sorted(state.names)) for state in wanted)) or "none"
     there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
     return (
-        f"{rule_name}: no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
+        f"no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
         f"{there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new optimizer"
     )
 
