@@ -74,7 +74,8 @@ class Gap:
         if self.gone or self.new:
             yield from self._stacks()
             yield from self._levels()
-            yield from self._renames()
+            for old, new in self._aligned():
+                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
     def _take(self, old: Iterable[str], new: Iterable[str]) -> None:
         for name in old:
@@ -186,11 +187,6 @@ class Gap:
         prints = {self.memo.print(child) for child in inner.children.values()}
         found = [name for name, child in children.items() if self.memo.print(child) in prints]
         return found if len(found) * 2 >= len(children) else []
-
-    def _renames(self) -> Iterator[Change]:
-        """Yield the renamed children."""
-        for old, new in self._aligned():
-            yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
