@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import FOUND, Command, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -26,7 +26,7 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 @json_option("a JSON object with a row for each leaf")
 def command(
     path: str, target: str | None, transforms: str | None, step: str | None, prefix: str, *, as_json: bool
-) -> None:
+) -> bool:
     """Show where each leaf of a target would come from, and what a restore would raise.
 
     PATH is a checkpoint, or a directory of them. MODULE is imported from the working directory or PYTHONPATH, and
@@ -54,5 +54,4 @@ def command(
         Console(highlight=False).print(found)
     else:
         click.echo(str(found))
-    if found.raises is not None:
-        raise click.exceptions.Exit(FOUND)
+    return found.raises is not None
