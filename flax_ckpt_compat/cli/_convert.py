@@ -108,13 +108,7 @@ def _line(result: Conversion) -> str:
 def _cells(result: Conversion) -> tuple[str, ...]:
     known = result.status != "failed"
     size, leaves = (format_size(result.nbytes), str(result.leaves)) if known else ("-", "-")
-    return (
-        result.status,
-        leaves,
-        size,
-        printable(result.source, one_line=True),
-        printable(result.destination, one_line=True),
-    )
+    return result.status, leaves, size, *(printable(one, one_line=True) for one in (result.source, result.destination))
 
 
 def _as_json(result: Conversion) -> dict[str, Any]:

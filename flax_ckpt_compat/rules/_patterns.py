@@ -128,8 +128,7 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
                 raise RuleError(
-                    f"{shown} means 2 things in {whose}, whose names contain /; match what is above them",
-                    leaf=shown,
+                    f"{shown} means 2 things in {whose}, whose names contain /; match what is above them", leaf=shown
                 )
             seen[shown] = found[path] = match
         if not seen:

@@ -167,9 +167,7 @@ def _join(
 
 
 def _divide(
-    pattern: str,
-    names: Callable[[Node, Path], Sequence[str]],
-    part: Callable[[Array, Path, int, int], Derived],
+    pattern: str, names: Callable[[Node, Path], Sequence[str]], part: Callable[[Array, Path, int, int], Derived]
 ) -> Apply:
     """Return the `apply` of a rule that divides matching nodes; ``part`` takes array, path, number and count."""
     compiled = _patterns.whole_names(pattern)

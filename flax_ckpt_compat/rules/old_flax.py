@@ -36,8 +36,7 @@ def pre_linen(at: str = "params") -> Apply:
             found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
             if all(path == other for path, other in found.items()):
                 raise RuleError(
-                    f"below {show_path(start)} all names are linen's already; leave the rule out",
-                    leaf=show_path(start),
+                    f"below {show_path(start)} all names are linen's already; leave the rule out", leaf=show_path(start)
                 )
             new |= found
         return _edit_tree.remap(stored, lambda path: [new.get(path, path)])
