@@ -129,8 +129,6 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: Res
 def _tree_of_items(opened: opening.Opened, targets: Mapping[str, TargetTree], options: RestoreOptions) -> Node:
     """Return what rules make of all items: they see them as one tree with the item names at the top."""
     tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
-    if not options.transforms.rules:
-        return tree
     nodes = {name: part.node for name, part in targets.items()}
     return options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
 
