@@ -127,15 +127,9 @@ def plan(
 def run(
     jobs: Sequence[Job], executor: Executor | None, *, dry_run: bool, resume: bool, progress: Progress | None = None
 ) -> Generator[Conversion]:
-    """Yield the results of jobs as they end.
+    """Yield the results of the jobs of a `plan` as they end; other arguments as for `convert`.
 
-    Args:
-        jobs: result of `plan`.
-        executor: runs them; None runs them here.
-        dry_run: as for `convert`.
-        resume: as for `convert`.
-        progress: as for `convert_one`; called in the executor's threads, so for one of other processes leave it out.
-    """
+    ``progress`` is as for `convert_one`, in the executor's threads, so leave it out for one of other processes."""
     jobs = [dataclasses.replace(job, dry_run=dry_run, resume=resume) for job in jobs]
     if jobs and (executor is None or isinstance(executor, ThreadPoolExecutor)):
         # Once: a function that returns the target may build a model. Other processes load it by its name.

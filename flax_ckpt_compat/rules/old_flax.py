@@ -141,9 +141,7 @@ class _Old:
     def additions(self, tree: Node) -> Iterator[tuple[Path, Node]]:
         """Yield the step for each count of the target's optimizer, and states without values, such as EmptyState.
 
-        Args:
-            tree: the tree with the new names; Adam's count goes only where its moments went.
-        """
+        In ``tree`` names are the new ones. Adam's count goes only where its moments went."""
         if self.step is not None and not isinstance(self.target, Branch) and node_at(tree, ("opt_state", "0", "mu")):
             yield ("opt_state", "0", "count"), self.step
         for path, branch in self._target_states():

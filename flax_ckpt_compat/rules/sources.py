@@ -99,13 +99,8 @@ def _named_after(leaf: Any, located: str) -> Any:
 def from_names(mapping: Mapping[str, Replacement]) -> Rule:
     """Return the rule for a mapping of the target's names to stored ones: ``{"params/encoder": "params/Dense_0"}``.
 
-    Args:
-        mapping: pattern of whole key paths of subtrees or leaves in the target → key path in the checkpoint, as in
-            ``re.sub``. All are taken at once.
-
-    Raises:
-        TransformError: a bad pattern or replacement; when applied: no target, or a path that one of both lacks.
-    """
+    Its keys are patterns of whole key paths of subtrees or leaves in the target, its values key paths in the
+    checkpoint, as in ``re.sub``. All are taken at once."""
     name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
     with named(name):
         fills = {new: _patterns.filled(_patterns.compiled(new), old) for new, old in mapping.items()}
