@@ -146,16 +146,12 @@ def _patch() -> None:
         module = sys.modules.get(_TARGET)
         if module is None or module is _State.stand_ins.get(_TARGET) or not (_State.wanted or _State.contexts):
             return
-        originals = {}
         for name, function in ours.items():
             original = _namespace_of(module).get(name, _ABSENT)
             if original is not function:
                 _replace(_namespace_of(module), name, original, function)
         # All earlier replacements too: a module may have been loaded meanwhile.
-        for entry in _State.replaced:
-            if entry.original is not _ABSENT:
-                originals[id(entry.original)] = entry
-        _replace_everywhere(originals)
+        _replace_everywhere({id(one.original): one for one in _State.replaced if one.original is not _ABSENT})
 
 
 def _replace_everywhere(originals: dict[int, _Replaced]) -> None:
