@@ -125,4 +125,4 @@ def _kept(pairing: Pairing, state: State) -> State:
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
-    return (pairing.tried(state, steps) if steps else None) or state
+    return pairing.tried(state, steps) or state
