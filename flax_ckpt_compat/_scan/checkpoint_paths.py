@@ -79,9 +79,10 @@ class CheckpointPaths:
         return of_method or any(self.holds(arg) for arg in node.args)
 
     def _holds_name(self, node: ast.Name) -> bool:
-        scope: int | None = id(self._scope_of(node))
-        chain = [scope, *(id(outer) for outer in self._outer(node))]
-        return self._is_path_name(node.id) or any((number, node.id) in self._held for number in chain)
+        scopes = [self._scope_of(node)]
+        while not isinstance(scopes[-1], ast.Module):
+            scopes.append(self._scope_of(scopes[-1]))
+        return self._is_path_name(node.id) or any((id(scope), node.id) in self._held for scope in scopes)
 
     def _is_path_name(self, name: str) -> bool:
         return self._uses_api and bool(_PATH_NAME.search(name))
@@ -127,12 +128,6 @@ class CheckpointPaths:
 
     def _scope_of(self, node: ast.AST) -> ast.AST:
         return self._scopes[id(node)]
-
-    def _outer(self, node: ast.AST) -> Iterator[ast.AST]:
-        scope = self._scope_of(node)
-        while not isinstance(scope, ast.Module):
-            scope = self._scope_of(scope)
-            yield scope
 
 
 def _scopes(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
