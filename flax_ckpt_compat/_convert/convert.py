@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -137,13 +138,12 @@ def run(
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
         output_writers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
-    do: Callable[..., Conversion] = convert_one
-    arguments = () if progress is None else (progress,)
+    do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
         for job in jobs:
-            yield do(job, *arguments)
+            yield do(job)
         return
-    futures = {executor.submit(do, job, *arguments): job for job in jobs}
+    futures = {executor.submit(do, job): job for job in jobs}
     try:
         for future in as_completed(futures):
             try:
