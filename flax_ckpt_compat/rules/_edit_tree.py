@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError
@@ -38,6 +38,19 @@ def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
         raise _collision(str(error), error.leaf) from None
     _take_containers(tree, stored, origins)
     return tree
+
+
+def moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
+    """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
+
+    def new_paths(path: Path) -> list[Path]:
+        start = prefix_in(path, ends)
+        if start is None:
+            return [] if drops_rest else [path]
+        end = ends[start] + path[len(start) :]
+        return [path, end] if stays else [end]
+
+    return remap(stored, new_paths)
 
 
 def _collision(problem: str, leaf: str | None) -> RuleError:

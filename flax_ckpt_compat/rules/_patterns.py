@@ -95,7 +95,7 @@ def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[i
         first = max(after, first + 1)
 
 
-def below(branch: Branch, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
     The pattern does not match names of the branch's own key path."""
@@ -120,8 +120,9 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
     found: dict[Path, re.Match[str]] = {}
     for text in patterns:
         pattern = compiled(text)
-        # Plain names need no search of the whole tree.
-        paths = paths_of(tree, text) if text == literal(text) else _matching(tree, pattern)
+        # Plain names need no search of the whole tree; a pattern that matches the empty text is all of it.
+        paths = paths_of(tree, text) if text == literal(text) else (path for path, _ in below(tree, (), pattern))
+        paths = iter([()]) if pattern.fullmatch("") else paths
         seen: dict[str, re.Match[str]] = {}
         for path in paths:
             shown = "/".join(path)
@@ -145,14 +146,6 @@ def select_one(tree: Node, pattern: str, *, whose: str = "the checkpoint") -> Pa
         shown = one_line("/".join(path) for path in (first, *others))
         raise RuleError(f"{pattern!r} must match one place in {whose}, found {shown}")
     return first
-
-
-def _matching(node: Node, pattern: re.Pattern[str], path: Path = ()) -> Iterator[Path]:
-    if pattern.fullmatch("/".join(path)):
-        yield path
-    elif isinstance(node, Branch):
-        for name, child in node.children.items():
-            yield from _matching(child, pattern, (*path, name))
 
 
 def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:

@@ -92,16 +92,7 @@ def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
     def apply(stored: Node, target: Node) -> Node:
         found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        keeps_rest = stays or () not in ends.values()
-
-        def new_paths(path: Path) -> list[Path]:
-            start = _edit_tree.prefix_in(path, ends)
-            if start is None:
-                return [path] if keeps_rest else []
-            end = ends[start] + path[len(start) :]
-            return [path, end] if stays else [end]
-
-        return _edit_tree.remap(stored, new_paths)
+        return _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
 
     return apply
 
@@ -144,12 +135,7 @@ def wrap(name: str, at: str = "") -> Apply:
     def apply(stored: Node, _: Node) -> Node:
         starts = _patterns.select(stored, [at])
         _expect_children(stored, starts)
-
-        def deeper(path: Path) -> list[Path]:
-            start = _edit_tree.prefix_in(path, starts)
-            return [path if start is None else (*start, *levels, *path[len(start) :])]
-
-        return _edit_tree.remap(stored, deeper)
+        return _edit_tree.moved(stored, {start: (*start, *levels) for start in starts})
 
     return apply
 
@@ -175,12 +161,7 @@ def unwrap(name: str, at: str = "") -> Apply:
             inside = _patterns.select(node_at(stored, start), [name], whose=show_path(start))
             ends |= {(*start, *level): start for level in inside}
         _expect_children(stored, ends)
-
-        def higher(path: Path) -> list[Path]:
-            level = _edit_tree.prefix_in(path, ends)
-            return [path if level is None else ends[level] + path[len(level) :]]
-
-        return _edit_tree.remap(stored, higher)
+        return _edit_tree.moved(stored, ends)
 
     return apply
 
