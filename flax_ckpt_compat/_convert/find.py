@@ -35,8 +35,11 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         missing = {path: detect.what_is_missing(path, lists_denied=True) for path in found}
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
-    if found == [source] and (to not in TO_STEPS or wanted):
-        jobs = [_single(source, destination, to, wanted)]
+    if found == [source] and to in TO_STEPS and wanted:
+        jobs = [_with_step(source, destination, to, steps.parse_step(steps.step_text(wanted[0])))]
+    elif found == [source] and to not in TO_STEPS:
+        _check_apart(source, destination)
+        jobs = [Job(source, destination, to)]
     else:
         _check_apart(source, destination)
         top = os.path.dirname(source) if found == [source] else source
@@ -62,14 +65,6 @@ def _is_checkpoint(path: str) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
     located = locating.find(path, None, "checkpoint_") if paths.isdir(path) else None
     return isinstance(located, locating.LocatedCheckpoint) and located.path == path
-
-
-def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> Job:
-    """Return the job of one checkpoint whose result has a name of the caller's choice."""
-    if to in TO_STEPS:
-        return _with_step(source, destination, to, steps.parse_step(steps.step_text((wanted or [None])[0])))
-    _check_apart(source, destination)
-    return Job(source, destination, to)
 
 
 def _check_apart(source: str, destination: str) -> None:

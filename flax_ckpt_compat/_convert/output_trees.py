@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import Any
 
 from flax_ckpt_compat._convert import stored_trees
@@ -94,15 +94,10 @@ def _stored(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
         for name, tree in trees.items():
             if opened.items[name].format is Format.MSGPACK:
                 trees[name], guessed = stored_trees.with_guessed_lists(tree)
-                notes.extend(_note_of_lists(guessed))
+                if guessed:
+                    note = "dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not"
+                    notes.append(f"{note}: {one_line(map(show_path, guessed))}")
     return {name: stored_trees.to_write(tree) for name, tree in trees.items()}
-
-
-def _note_of_lists(guessed: Sequence[Path]) -> list[str]:
-    if not guessed:
-        return []
-    shown = one_line(map(show_path, guessed))
-    return [f"dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not: {shown}"]
 
 
 def _note_of_nones(opened: Opened, trees: dict[str, Node]) -> list[str]:
