@@ -104,13 +104,8 @@ class Gap:
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
-                    yield Change(
-                        self.path,
-                        tuple(one.siblings),
-                        tuple(other.siblings),
-                        stacked_layers.renamed(one, other),
-                        reason,
-                    )
+                    patterns = stacked_layers.renamed(one, other)
+                    yield Change(self.path, tuple(one.siblings), tuple(other.siblings), patterns, reason)
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()

@@ -39,13 +39,8 @@ def command(
     from flax_ckpt_compat._view import plan_text
     from flax_ckpt_compat._view.plan import plan_restore
 
-    found = plan_restore(
-        path,
-        load_value(target) if target else None,
-        step=step,
-        prefix=prefix,
-        transforms=load_name(transforms) if transforms else None,
-    )
+    state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
+    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules)
     if as_json:
         print_json(plan_text.to_json(found))
     elif is_terminal(sys.stdout):
