@@ -145,9 +145,8 @@ def _plan_part(
     reader = opened.reader(name if is_item else next(iter(opened.trees)))
     path = opened.items[name].path if is_item else opened.path
     part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
-    return plan_tree(
-        _ReaderOfSeveral(reader, path) if options.transforms.rules else reader, part, target, options, path
-    )
+    reader = _ReaderOfSeveral(reader, path) if options.transforms.rules else reader
+    return plan_tree(reader, part, target, options, path)
 
 
 class _ReaderOfSeveral(Reader):

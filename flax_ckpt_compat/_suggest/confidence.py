@@ -84,12 +84,8 @@ def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
     """Map key paths to looks of the stored leaves that no leaf of the target uses."""
-    used = {
-        id(handle)
-        for path, leaf in leaves_at(tree)
-        if path in goal and fits(look(leaf), goal[path])
-        for handle in handles_of(leaf)
-    }
+    wanted = (leaf for path, leaf in leaves_at(tree) if path in goal and fits(look(leaf), goal[path]))
+    used = {id(handle) for leaf in wanted for handle in handles_of(leaf)}
     return {
         path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle) and id(leaf) not in used
     }

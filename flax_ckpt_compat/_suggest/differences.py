@@ -60,11 +60,8 @@ class Gap:
     def __init__(self, path: Path, stored: Branch, target: Branch, memo: SubtreeMemo):
         self.path, self.memo = path, memo
         self.ours, self.theirs = stored.children, target.children
-        same = {
-            name
-            for name in self.ours.keys() & self.theirs.keys()
-            if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)
-        }
+        both = self.ours.keys() & self.theirs.keys()
+        same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}

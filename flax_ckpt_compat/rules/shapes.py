@@ -205,11 +205,10 @@ def resize(
             whole, before, after = new, old, new
         else:
             at = _arrays.axis_of(axis, len(old), path)
-            side = round(max(old[at] - skip, 0) ** (1 / len(new)))
-            if side ** len(new) != old[at] - skip or not side:
-                problem = (
-                    f"has {old[at] - skip} positions on axis {axis}, which is not a grid of equal sides; reshape it"
-                )
+            count = old[at] - skip
+            side = round(max(count, 0) ** (1 / len(new)))
+            if side ** len(new) != count or not side:
+                problem = f"has {count} positions on axis {axis}, which is not a grid of equal sides; reshape it"
                 raise misfit(path, problem)
             whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
             before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))

@@ -125,11 +125,8 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
         wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
 
         def stays(path: Path) -> bool:
-            return (
-                path in wanted
-                or _edit_tree.prefix_in(path, taken) is None
-                or _edit_tree.prefix_in(path, places) is not None
-            )
+            was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, places))
+            return path in wanted or not was_taken or has_place
 
         return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])
 
