@@ -167,16 +167,12 @@ class Checkpoint:
         if missing:
             names = similar_names.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
             rows, more = shown([Row((path,)) for path in missing])
-            lines = []
+            lines = [f"{self.path} has no leaf and no subtree of these paths:"]
             for row in rows:
                 near = names.nearest(row.names[0])
                 lines.append(f"  {row.names[0]}{row.note}" + (f"   (stored: {', '.join(near)})" if near else ""))
-            lines += [f"  and {more} more"] if more else []
-            raise MissingLeavesError(
-                "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),
-                path=self.path,
-                missing=missing,
-            )
+            lines += [f"  and {more} more", "See .leaves()."] if more else ["See .leaves()."]
+            raise MissingLeavesError("\n".join(lines), path=self.path, missing=missing)
         return Branch({}) if root is _NOTHING else root
 
 

@@ -95,7 +95,7 @@ class _Old:
                 is_nested = isinstance(node_at(node, ("target", "params")), Branch)
                 return cls(stored, target, start, is_nested and node_at(target, ("params", "params")) is None)
         raise RuleError(
-            f"the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
+            "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
             f"{_patterns.near_names('optimizer/target', stored)}"
         )
 
