@@ -184,14 +184,9 @@ def _parses(node: ast.AST, paths: CheckpointPaths) -> bool:
 
 def _polls(node: ast.While, paths: CheckpointPaths) -> bool:
     calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-    asks = any(
-        last_name(call.func) in {"exists", "Exists", "isfile", "is_file"}
-        and (
-            any(map(paths.holds, call.args)) or (isinstance(call.func, ast.Attribute) and paths.holds(call.func.value))
-        )
-        for call in calls
-    )
-    return asks and any(last_name(call.func) == "sleep" for call in calls)
+    asked = [call for call in calls if last_name(call.func) in {"exists", "Exists", "isfile", "is_file"}]
+    values = [value for call in asked for value in (*call.args, getattr(call.func, "value", None))]
+    return any(map(paths.holds, values)) and any(last_name(call.func) == "sleep" for call in calls)
 
 
 def _lists_directory(node: ast.ListComp | ast.GeneratorExp, paths: CheckpointPaths) -> bool:

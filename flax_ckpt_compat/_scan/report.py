@@ -107,9 +107,8 @@ def to_sarif(report: ScanReport, version: str) -> dict[str, Any]:
 def _result(found: Finding) -> dict[str, Any]:
     about = found.about
     cell = f"Cell {found.cell}: " if found.cell else ""
-    text = f"{cell}{about.title}. With the flag on: {about.shim}." + (
-        f" Instead: {about.remedy}." if about.remedy else ""
-    )
+    remedy = f" Instead: {about.remedy}." if about.remedy else ""
+    text = f"{cell}{about.title}. With the flag on: {about.shim}.{remedy}"
     location = {
         "artifactLocation": {"uri": found.path.replace("\\", "/")},
         "region": {"startLine": found.line, "startColumn": found.column + 1},
