@@ -135,27 +135,18 @@ def _add_finder() -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-def _our_names() -> dict[str, Any]:
-    module = importlib.import_module("flax_ckpt_compat.checkpoints")
-    return {name: vars(module)[name] for name in module.__all__ if callable(vars(module)[name])}
-
-
 def _patch() -> None:
-    ours = _our_names()
+    ours = vars(importlib.import_module("flax_ckpt_compat.checkpoints"))
     with _State.lock:
         module = sys.modules.get(_TARGET)
         if module is None or module is _State.stand_ins.get(_TARGET) or not (_State.wanted or _State.contexts):
             return
-        originals = {}
-        for name, function in ours.items():
+        for name in ours["__all__"]:
             original = _namespace_of(module).get(name, _ABSENT)
-            if original is not function:
-                _replace(_namespace_of(module), name, original, function)
+            if callable(ours[name]) and original is not ours[name]:
+                _replace(_namespace_of(module), name, original, ours[name])
         # All earlier replacements too: a module may have been loaded meanwhile.
-        for entry in _State.replaced:
-            if entry.original is not _ABSENT:
-                originals[id(entry.original)] = entry
-        _replace_everywhere(originals)
+        _replace_everywhere({id(one.original): one for one in _State.replaced if one.original is not _ABSENT})
 
 
 def _replace_everywhere(originals: dict[int, _Replaced]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -127,15 +128,9 @@ def plan(
 def run(
     jobs: Sequence[Job], executor: Executor | None, *, dry_run: bool, resume: bool, progress: Progress | None = None
 ) -> Generator[Conversion]:
-    """Yield the results of jobs as they end.
+    """Yield the results of the jobs of a `plan` as they end; other arguments as for `convert`.
 
-    Args:
-        jobs: result of `plan`.
-        executor: runs them; None runs them here.
-        dry_run: as for `convert`.
-        resume: as for `convert`.
-        progress: as for `convert_one`; called in the executor's threads, so for one of other processes leave it out.
-    """
+    ``progress`` is as for `convert_one`, in the executor's threads, so leave it out for one of other processes."""
     jobs = [dataclasses.replace(job, dry_run=dry_run, resume=resume) for job in jobs]
     if jobs and (executor is None or isinstance(executor, ThreadPoolExecutor)):
         # Once: a function that returns the target may build a model. Other processes load it by its name.
@@ -143,13 +138,12 @@ def run(
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
         output_writers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
-    do: Callable[..., Conversion] = convert_one
-    arguments = () if progress is None else (progress,)
+    do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
         for job in jobs:
-            yield do(job, *arguments)
+            yield do(job)
         return
-    futures = {executor.submit(do, job, *arguments): job for job in jobs}
+    futures = {executor.submit(do, job): job for job in jobs}
     try:
         for future in as_completed(futures):
             try:

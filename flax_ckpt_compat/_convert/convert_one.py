@@ -10,8 +10,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import output_writers, verify
-from flax_ckpt_compat._convert.digests import Digests
+from flax_ckpt_compat._convert import digests, output_writers, verify
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._convert.output_trees import Contents, contents_of
 from flax_ckpt_compat._core import paths, standard_streams
@@ -77,9 +76,9 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
     standard_streams.occupy()
     paths.prepare_directory(final.rpartition("/")[0])
     with paths.temporary(final) as temporary:
-        with Digests(contents, progress) as digests:
+        with digests.of_reads(contents, progress) as crcs:
             output_writers.write(temporary, job.to, contents, prepared, final)
-        verify.verify(temporary, job.to, contents, progress, digests.crcs)
+        verify.verify(temporary, job.to, contents, progress, crcs)
         check_unchanged()
         paths.publish(temporary, final, new=True)
     return "converted"

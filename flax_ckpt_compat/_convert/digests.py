@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,42 +19,40 @@ Name = tuple[str, Path]
 _FROM = 256 << 10
 
 
-class Digests:
-    """CRC-32s of the arrays that are read in a ``with`` block, computed on another thread."""
+@contextmanager
+def of_reads(contents: Contents, progress: Callable[[int], None]) -> Iterator[dict[Name, int]]:
+    """Yield the CRC-32s of the arrays that are read in a ``with`` block, computed on another thread, once it has ended.
 
-    def __init__(self, contents: Contents, progress: Callable[[int], None]) -> None:
-        """Watch the reads of all arrays, and report the size of each to ``progress``."""
-        # Item and key path → CRC-32 of all bytes of an array in C order; without those of small arrays.
-        self.crcs: dict[Name, int] = {}
-        self._pool, self._pending = Pool(1, "flax-ckpt-digest"), list[tuple[Name, Once]]()
-        for name, leaf in contents.leaves.items():
-            array = leaf.data if isinstance(leaf, KeyData) else leaf
-            if isinstance(array, StoredArray):
-                array.read = functools.partial(self._read, name, array.read, array_nbytes(leaf), progress)
-                if array.read_part is not None:
-                    array.read_part = functools.partial(_read_part, array.read_part, progress)
+    They are those of all bytes of an array in C order, by item and key path; small arrays have none. The size of each
+    array that is read is reported to ``progress``."""
+    crcs: dict[Name, int] = {}
+    pool, pending = Pool(1, "flax-ckpt-digest"), list[tuple[Name, Once]]()
 
-    def __enter__(self) -> Digests:
-        return self
+    def finish() -> None:
+        while pending:
+            name, computed = pending.pop()
+            crcs[name] = computed.result()
 
-    def __exit__(self, *_: object) -> None:
-        self._finish()
-
-    def _read(self, name: Name, read: Callable[[], Any], nbytes: int, progress: Callable[[int], None]) -> Any:
-        self._finish()  # so that nothing holds the array before
+    def read_whole(name: Name, read: Callable[[], Any], nbytes: int) -> Any:
+        finish()  # so that nothing holds the array before
         value = read()
-        if type(value) is np.ndarray and value.nbytes >= _FROM and value.flags.c_contiguous and name not in self.crcs:
-            self._pending.append((name, self._pool.submit(checksums.crc32, memory.as_bytes(value))))
+        if type(value) is np.ndarray and value.nbytes >= _FROM and value.flags.c_contiguous and name not in crcs:
+            pending.append((name, pool.submit(checksums.crc32, memory.as_bytes(value))))
         progress(nbytes)
         return value
 
-    def _finish(self) -> None:
-        while self._pending:
-            name, computed = self._pending.pop()
-            self.crcs[name] = computed.result()
+    def read_part(read: Callable[[Any], Any], box: tuple[slice, ...]) -> Any:
+        value = read(box)
+        progress(value.nbytes)
+        return value
 
-
-def _read_part(read: Callable[[Any], Any], progress: Callable[[int], None], box: tuple[slice, ...]) -> Any:
-    value = read(box)
-    progress(value.nbytes)
-    return value
+    for name, leaf in contents.leaves.items():
+        array = leaf.data if isinstance(leaf, KeyData) else leaf
+        if isinstance(array, StoredArray):
+            array.read = functools.partial(read_whole, name, array.read, array_nbytes(leaf))
+            if array.read_part is not None:
+                array.read_part = functools.partial(read_part, array.read_part)
+    try:
+        yield crcs
+    finally:
+        finish()

@@ -35,20 +35,19 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         missing = {path: detect.what_is_missing(path, lists_denied=True) for path in found}
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
-    if found == [source] and (to not in TO_STEPS or wanted):
-        jobs = [_single(source, destination, to, wanted)]
+    if found == [source] and to in TO_STEPS and wanted:
+        jobs = [_with_step(source, destination, to, steps.parse_step(steps.step_text(wanted[0])))]
+    elif found == [source] and to not in TO_STEPS:
+        _check_apart(source, destination)
+        jobs = [Job(source, destination, to)]
     else:
         _check_apart(source, destination)
         top = os.path.dirname(source) if found == [source] else source
         jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
-    incomplete = "IncompleteCheckpointError: {path} is not a complete checkpoint: {why}"
-    jobs = [
-        dataclasses.replace(job, error=incomplete.format(path=job.source, why=why))
-        if (why := missing[job.source])
-        else job
-        for job in jobs
-    ]
+    incomplete = "IncompleteCheckpointError: {} is not a complete checkpoint: {}"
+    errors = {path: incomplete.format(path, why) for path, why in missing.items() if why}
+    jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
     _check_outside(jobs)
     return _without_collisions(jobs)
 
@@ -66,14 +65,6 @@ def _is_checkpoint(path: str) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
     located = locating.find(path, None, "checkpoint_") if paths.isdir(path) else None
     return isinstance(located, locating.LocatedCheckpoint) and located.path == path
-
-
-def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> Job:
-    """Return the job of one checkpoint whose result has a name of the caller's choice."""
-    if to in TO_STEPS:
-        return _with_step(source, destination, to, steps.parse_step(steps.step_text((wanted or [None])[0])))
-    _check_apart(source, destination)
-    return Job(source, destination, to)
 
 
 def _check_apart(source: str, destination: str) -> None:
@@ -109,13 +100,8 @@ def _with_step(source: str, folder: str, to: str, step: float | None) -> Job:
     if step is None or step < 0 or step != int(step):
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with the step that it is to have, or to another layout"
-        return Job(
-            source,
-            folder,
-            to,
-            step,
-            f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}",
-        )
+        error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
+        return Job(source, folder, to, step, error)
     return Job(source, os.path.join(folder, str(int(step))), to, step)
 
 
@@ -147,12 +133,9 @@ def _may_be(job: Job, number: float) -> bool:
 def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs, with an error in those whose results would have one name."""
     count = Counter(job.destination for job in jobs if job.error is None)
+    problem = "ArgumentError: {}: another checkpoint would be converted to {} too; convert each alone"
     return [
-        dataclasses.replace(
-            job,
-            error=f"ArgumentError: {job.source}: another checkpoint would be converted to {job.destination} too; "
-            "convert each alone",
-        )
+        dataclasses.replace(job, error=problem.format(job.source, job.destination))
         if job.error is None and count[job.destination] > 1
         else job
         for job in jobs

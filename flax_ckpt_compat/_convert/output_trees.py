@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Container
 from typing import Any
 
 from flax_ckpt_compat._convert import stored_trees
@@ -59,20 +59,20 @@ def contents_of(opened: Opened, job: Job) -> Contents:
         trees = transformed.trees_of(opened, job.target, job.transforms, notes)
     if any(isinstance(leaf, KeyData) for tree in trees.values() for _, leaf in iter_leaves(tree)):
         import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
-    found = Contents(_arranged(trees, opened, job), notes=notes)
+    json = {name: item.path for name, item in opened.items.items() if item.format is None and job.to in TO_STEPS}
+    found = Contents(_arranged(trees, opened, job, json), json, notes=notes)
+    for name in json:
+        opened.reader(name)  # raises if it does not decode
     others = [name for name in opened.items if name not in opened.parts]
-    if job.to in TO_STEPS:
-        found.json = {name: opened.items[name].path for name in opened.items if opened.items[name].format is None}
-        for name in found.json:
-            opened.reader(name)  # raises if it does not decode
-    elif others:
+    if others and job.to not in TO_STEPS:
         notes.append(f"not converted: JSON of {', '.join(others)}")
     described = metadata.read_metadata(opened)
     if job.to in ("msgpack", "safetensors"):
         notes.extend(["not converted: custom metadata"] if described.custom else [])
     else:
         found.custom = dict(described.custom)
-    notes.extend(["not converted: custom metadata of trees"] if described.custom_of_trees else [])
+    if described.custom_of_trees:
+        notes.append("not converted: custom metadata of trees")
     if job.to == "msgpack" and described.writer is None and job.target is None:
         notes.extend(_note_of_nones(opened, trees))
     return found
@@ -94,15 +94,10 @@ def _stored(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
         for name, tree in trees.items():
             if opened.items[name].format is Format.MSGPACK:
                 trees[name], guessed = stored_trees.with_guessed_lists(tree)
-                notes.extend(_note_of_lists(guessed))
+                if guessed:
+                    note = "dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not"
+                    notes.append(f"{note}: {one_line(map(show_path, guessed))}")
     return {name: stored_trees.to_write(tree) for name, tree in trees.items()}
-
-
-def _note_of_lists(guessed: Sequence[Path]) -> list[str]:
-    if not guessed:
-        return []
-    shown = one_line(map(show_path, guessed))
-    return [f"dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not: {shown}"]
 
 
 def _note_of_nones(opened: Opened, trees: dict[str, Node]) -> list[str]:
@@ -138,14 +133,13 @@ def _name_of_only_item(opened: Opened, to: str) -> str:
     return ITEM[to] if is_of_v1 or name in ("", ITEM["manager"]) else name
 
 
-def _arranged(trees: dict[str, Node], opened: Opened, job: Job) -> dict[str, Node]:
+def _arranged(trees: dict[str, Node], opened: Opened, job: Job, json: Container[str]) -> dict[str, Node]:
     """Return item name → tree, as the layout has them."""
     is_mapping = opened.is_mapping and set(trees) != {""}
     if job.to in TO_STEPS:
         if not is_mapping:
             trees = {_name_of_only_item(opened, job.to): next(iter(trees.values()))}
         else:
-            json = {name for name, item in opened.items.items() if item.format is None}
             trees = {name: tree for name, tree in trees.items() if name not in json}
     else:
         trees = {"": Branch(dict(trees)) if is_mapping else next(iter(trees.values()))}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,8 @@ class Leaves:
     """Leaves to write; small arrays are read with their neighbours, and all that is not an array at once."""
 
     def __init__(self, handles: Sequence[LeafHandle]):
-        self._small = _SmallArrays([one for one in handles if one.kind is LeafKind.ARRAY and one.nbytes <= _SMALL])
+        small = [one for one in handles if one.kind is LeafKind.ARRAY and one.nbytes <= _SMALL]
+        self._read_small = _reader_of_small(small)
         others = [one for one in handles if one.kind is not LeafKind.ARRAY]
         self._values = dict(zip(others, read_all(others), strict=True))
 
@@ -41,7 +41,7 @@ class Leaves:
             return leaf
         if leaf.kind is LeafKind.ARRAY:
             assert leaf.dtype is not None
-            read = functools.partial(self._small.read, leaf) if leaf.nbytes <= _SMALL else leaf.read
+            read = functools.partial(self._read_small, leaf) if leaf.nbytes <= _SMALL else leaf.read
             return StoredArray(leaf.shape, leaf.dtype, leaf.sharding, read, leaf, *_parts(leaf))
         value = self._values[leaf]
         return KeyData(value.impl, in_memory(value.data, leaf.sharding)) if isinstance(value, KeyData) else value
@@ -60,32 +60,24 @@ def in_memory(array: np.ndarray[Any, Any], sharding: str | None = None) -> Store
     return StoredArray(array.shape, array.dtype, sharding, lambda: array)
 
 
-class _SmallArrays:
-    """Small arrays, read with their neighbours."""
+def _reader_of_small(handles: Sequence[LeafHandle]) -> Callable[[LeafHandle], Any]:
+    """Return a function that reads one of these arrays, with its neighbours unless they are there."""
+    batches: list[list[LeafHandle]] = []
+    batch_of: dict[LeafHandle, int] = {}
+    size = _BATCH + 1
+    for handle in handles:
+        if size + handle.nbytes > _BATCH:
+            batches.append([])
+            size = 0
+        batches[-1].append(handle)
+        batch_of[handle] = len(batches) - 1
+        size += handle.nbytes + 256  # of the objects around it
 
-    def __init__(self, handles: Sequence[LeafHandle]):
-        self._batches: list[list[LeafHandle]] = []
-        self._batch_of: dict[LeafHandle, int] = {}
-        self._read: OrderedDict[int, dict[LeafHandle, Any]] = OrderedDict()
-        size = _BATCH + 1
-        for handle in handles:
-            if size + handle.nbytes > _BATCH:
-                self._batches.append([])
-                size = 0
-            self._batches[-1].append(handle)
-            self._batch_of[handle] = len(self._batches) - 1
-            size += handle.nbytes + 256  # of the objects around it
+    @functools.lru_cache(_BATCHES)
+    def read(number: int) -> dict[LeafHandle, Any]:
+        return dict(zip(batches[number], read_all(batches[number]), strict=True))
 
-    def read(self, handle: LeafHandle) -> Any:
-        """Read an array, with its neighbours unless they are there."""
-        number = self._batch_of[handle]
-        if number not in self._read:
-            batch = self._batches[number]
-            self._read[number] = dict(zip(batch, read_all(batch), strict=True))
-            if len(self._read) > _BATCHES:
-                self._read.popitem(last=False)
-        self._read.move_to_end(number)
-        return self._read[number][handle]
+    return lambda handle: read(batch_of[handle])[handle]
 
 
 def with_containers_of(node: Node, like: Node) -> Node:

@@ -19,7 +19,7 @@ from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import Derived
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 
 
 def trees_of(opened: Opened, target: Any, transforms: Any, notes: list[str]) -> dict[str, Node]:
@@ -56,14 +56,13 @@ def _node(state: Any, like: Node) -> Node:
 
 def _leaf(plan: TreePlan, leaf: LeafPlan) -> Any:
     """Return a leaf to write; its value is computed when it is written, or now if its shape is unknown."""
-    source = leaf.source
-    if isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY and leaf.cast is None:
+    source: Any = leaf.source
+    is_stored = isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY
+    if is_stored and leaf.cast is None:
         return stored_trees.to_write(source)
     compute = functools.partial(_compute, plan, leaf)
-    if isinstance(source, Derived) and source.shape is not None and source.dtype is not None:
+    if is_stored or (isinstance(source, Derived) and is_array(source)):
         return StoredArray(source.shape, np.dtype(leaf.cast or source.dtype), None, compute)
-    if isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY:
-        return StoredArray(source.shape, np.dtype(leaf.cast), None, compute)
     value = compute()
     if isinstance(value, KeyData):
         return KeyData(value.impl, stored_trees.in_memory(value.data))

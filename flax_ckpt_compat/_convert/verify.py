@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -63,12 +63,13 @@ def verify(
             if why := _difference(expected[name], leaf):
                 differences[name] = why
             elif isinstance(leaf, StoredArray | FileArray):
-                pair = expected[name], leaf
                 if name in crcs and (boxes := _consecutive_boxes(leaf)):
                     sums[name] = [_Sum(leaf, box) for box in boxes]
                     parts += [(name, one.compute) for one in sums[name]]
                 elif expected[name].handle is not None and expected[name].nbytes > _PART:
-                    parts += [(name, part) for part in _parts(*pair)]
+                    handle = expected[name].handle
+                    boxes = handle.reader.boxes(handle, _PART)
+                    parts += [(name, functools.partial(_compare_part, handle, leaf, box)) for box in boxes]
                 elif not same_bits(np.asarray(expected[name]), np.asarray(leaf)):
                     differences[name] = _OTHER_VALUES
 
@@ -104,13 +105,6 @@ def _difference(expected: Any, found: Any) -> str | None:
     if isinstance(expected, Branch):
         return None  # without children, both
     return None if same_bits(expected, found) else f"is {found!r}, expected {expected!r}"
-
-
-def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[_Check]:
-    """Yield checks of equal parts of two arrays."""
-    handle = expected.handle
-    for box in handle.reader.boxes(handle, _PART):
-        yield functools.partial(_compare_part, handle, found, box)
 
 
 def _compare_part(expected: LeafHandle, found: StoredArray | FileArray, box: array_boxes.Box) -> tuple[int, bool]:

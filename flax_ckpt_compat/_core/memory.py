@@ -145,6 +145,6 @@ def drop_first(pieces: list[memoryview], nbytes: int) -> None:
         pieces[0] = pieces[0][nbytes:]
 
 
-def view_as(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: _Shape) -> np.ndarray[Any, Any]:
+def view_as(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Shape) -> np.ndarray[Any, Any]:
     """Return the bytes of an array as one of another dtype and shape; numpy cannot view those without bytes."""
     return array.reshape(-1).view(dtype).reshape(shape) if array.nbytes else np.empty(shape, dtype)

@@ -16,9 +16,9 @@ import numpy as np
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointerError
-from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._core.tree import KeyData, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._save.checkpointer_adapter import described
-from flax_ckpt_compat._trees import prng_keys
+from flax_ckpt_compat._trees import prng_keys, state_dict
 
 _TYPES = {
     LeafKind.BOOL: bool,
@@ -67,9 +67,9 @@ class CheckpointerReader(backend.Reader):
         handler = type(getattr(self._checkpointer, "handler", None)).__mro__
         names = {kind.__name__ for kind in handler}
         if "PyTreeCheckpointHandler" in names:
-            return {"restore_args": _to_containers(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
+            return {"restore_args": state_dict.nested(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
         if "StandardCheckpointHandler" in names:
-            examples = _to_containers(map_leaves(lambda _, leaf: _example(leaf), self.tree))
+            examples = state_dict.nested(map_leaves(lambda _, leaf: _example(leaf), self.tree))
             return {"target" if _takes_target(self._checkpointer) else "item": examples}
         return {}
 
@@ -126,13 +126,6 @@ def _is_as_stored(value: Any, handle: LeafHandle) -> bool:
     if handle.kind is LeafKind.NUMPY_SCALAR:
         return isinstance(value, np.generic) and value.dtype == handle.dtype
     return type(value) is _TYPES.get(handle.kind)
-
-
-def _to_containers(node: Node) -> Any:
-    if not isinstance(node, Branch):
-        return node
-    children = {name: _to_containers(child) for name, child in node.children.items()}
-    return list(children.values()) if node.container.is_sequence else children
 
 
 def _at(tree: Any, path: Path) -> Any:

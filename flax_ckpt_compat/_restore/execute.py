@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -122,14 +122,6 @@ class _Run:
         self._left[one] -= 1
         return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
 
-    def finish(self, leaf: LeafPlan) -> Any:
-        """Return the final value of a leaf."""
-        value = self.unplaced(leaf)
-        if not leaf.slices:
-            return value
-        with placement.transfers_allowed():
-            return placement.assembled(leaf, value)
-
     def unplaced(self, leaf: LeafPlan) -> Any:
         """Return the final value of a leaf; of one that is read in slices, these, cast, for `placement.assembled`."""
         source = leaf.source
@@ -164,7 +156,7 @@ class _Run:
             self._check_unforeseen(leaf, source, value)
         is_checked = self._plan.options.casts
         if leaf.cast is not None and not is_checked and not cast_losses.is_safe(value.dtype, leaf.cast):
-            self._plan.narrowed.append(f"{show_path(leaf.path)}: {value.dtype} to {leaf.cast}")
+            self._plan.narrowed.append(Row((show_path(leaf.path),), (f"{value.dtype} to {leaf.cast}",)))
         cast = None if leaf.cast is None else casting.Cast(leaf.cast, is_checked)
         if isinstance(value, np.ndarray):
             value = placement.put(value, leaf.sharding, cast)
@@ -209,30 +201,26 @@ class _Run:
     def _input(self, one: Any) -> Any:
         if isinstance(one, Derived):
             return self._compute(one)
-        return self.finish(self._plan.inputs[one]) if isinstance(one, FunctionInput) else self.take(one)
+        if not isinstance(one, FunctionInput):
+            return self.take(one)
+        leaf = self._plan.inputs[one]
+        value = self.unplaced(leaf)
+        if not leaf.slices:
+            return value
+        with placement.transfers_allowed():
+            return placement.assembled(leaf, value)
 
     def log_warnings(self) -> None:
         """Log which casts lost values or may have, and which arrays jax cannot hold."""
-        if self._lost:
-            _log.warning(
-                "%s: cast to the target's dtype, which does not hold all values: %s",
-                self._path,
-                one_line(dict.fromkeys(self._lost)),
-            )
-        if self._plan.unsharded:
-            _log.warning(
-                "%s: 64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the "
-                "target's sharding; set jax_enable_x64, or cast: %s",
-                self._path,
-                one_line(dict.fromkeys(self._plan.unsharded)),
-            )
-        if self._plan.narrowed:
-            rows = (text.rpartition(": ") for text in self._plan.narrowed)
-            _log.warning(
-                "%s: cast to the abstract target's dtype, which cannot hold every stored value: %s",
-                self._path,
-                one_line(Row((leaf,), (what,)) for leaf, _, what in rows),
-            )
+        found: dict[str, Collection[str | Row]] = {
+            "cast to the target's dtype, which does not hold all values": dict.fromkeys(self._lost),
+            "64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the target's "
+            "sharding; set jax_enable_x64, or cast": dict.fromkeys(self._plan.unsharded),
+            "cast to the abstract target's dtype, which cannot hold every stored value": self._plan.narrowed,
+        }
+        for what, leaves in found.items():
+            if leaves:
+                _log.warning("%s: %s: %s", self._path, what, one_line(leaves))
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

@@ -129,8 +129,6 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: Res
 def _tree_of_items(opened: opening.Opened, targets: Mapping[str, TargetTree], options: RestoreOptions) -> Node:
     """Return what rules make of all items: they see them as one tree with the item names at the top."""
     tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
-    if not options.transforms.rules:
-        return tree
     nodes = {name: part.node for name, part in targets.items()}
     return options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
 
@@ -147,9 +145,8 @@ def _plan_part(
     reader = opened.reader(name if is_item else next(iter(opened.trees)))
     path = opened.items[name].path if is_item else opened.path
     part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
-    return plan_tree(
-        _ReaderOfSeveral(reader, path) if options.transforms.rules else reader, part, target, options, path
-    )
+    reader = _ReaderOfSeveral(reader, path) if options.transforms.rules else reader
+    return plan_tree(reader, part, target, options, path)
 
 
 class _ReaderOfSeveral(Reader):

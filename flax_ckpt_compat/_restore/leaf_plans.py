@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import DtypeMismatchError
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, shardings
@@ -98,7 +98,7 @@ class LeafPlanner:
             leaf.slices = shardings.slices(handle, leaf.sharding)
         is_silent = leaf.cast is not None and not self._casts
         if is_silent and dtype is not None and not cast_losses.is_safe(dtype, leaf.cast):
-            self._plan.narrowed.append(f"{name}: {dtype} to {leaf.cast}")
+            self._plan.narrowed.append(Row((name,), (f"{dtype} to {leaf.cast}",)))
         return leaf
 
     def derived(self, path: Path, source: Derived, target: Any) -> LeafPlan:

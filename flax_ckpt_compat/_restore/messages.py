@@ -165,19 +165,23 @@ def replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
             "flax.jax_utils.replicate on another number of devices: add rules.unreplicate() to the transforms, restore "
             "into flax.jax_utils.unreplicate(target), and replicate afterwards."
         )
-    axes = {want[:1] for _, was, want in shapes if want[1:] == was}
-    if len(axes) == 1 and all(len(want) == len(was) + 1 and want[1:] == was for _, was, want in shapes):
+    if (axis := _leading_axis((want, was) for _, was, want in shapes)) is not None:
         return (
-            f"Every array of the target has a leading axis of {axes.pop()[0]} that the stored one lacks, as from "
+            f"Every array of the target has a leading axis of {axis} that the stored one lacks, as from "
             "flax.jax_utils.replicate: restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
         )
-    axes = {was[:1] for _, was, want in shapes if was[1:] == want}
-    if len(axes) == 1 and all(len(was) == len(want) + 1 and was[1:] == want for _, was, want in shapes):
+    if (axis := _leading_axis((was, want) for _, was, want in shapes)) is not None:
         return (
-            f"Every stored array has a leading axis of {axes.pop()[0]} that the target's lacks, as of a state saved "
+            f"Every stored array has a leading axis of {axis} that the target's lacks, as of a state saved "
             "without flax.jax_utils.unreplicate: add rules.unreplicate() to the transforms."
         )
     return ""
+
+
+def _leading_axis(pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> int | None:
+    """Return the length of the leading axis that all first shapes have beside the second ones; None if they differ."""
+    lengths = {longer[0] if longer and longer[1:] == shorter else None for longer, shorter in pairs}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _changed(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> str:

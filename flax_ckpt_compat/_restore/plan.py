@@ -10,6 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.fold_names import Row
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -63,7 +64,7 @@ class TreePlan:
     kinds: list[KindDifference] = dataclasses.field(default_factory=list)
     problems: list[CheckpointError] = dataclasses.field(default_factory=list)  # allowed by no policy
     # Leaves and dtypes of an abstract target's casts that may lose values.
-    narrowed: list[str] = dataclasses.field(default_factory=list)
+    narrowed: list[Row] = dataclasses.field(default_factory=list)
     # Leaves whose dtype jax cannot hold, which stay in host memory without the target's sharding.
     unsharded: list[str] = dataclasses.field(default_factory=list)
 

@@ -141,20 +141,17 @@ class Shares:
         return rows
 
     def _holders(self, sharding: Any, shape: Shape, is_whole: bool) -> _Holders:
-        if sharding is None or sharding.is_fully_addressable:  # each process has its own, alike
-            if is_whole:
-                return (((0,) * len(shape), shape, self._everyone),)
-            indices = sharding.devices_indices_map(shape).values()
-            boxes = {shardings.starts(index): normalize_index(index, shape) for index in indices}
-            return tuple((start, shape_of(box), self._everyone) for start, box in sorted(boxes.items()))
-        if is_whole:
-            group = tuple(sorted({device.process_index for device in sharding.device_set}))
-            return (((0,) * len(shape), shape, group),)
+        is_own = sharding is None or sharding.is_fully_addressable  # each process has its own, alike
         found: dict[tuple[Shape, Shape], set[int]] = defaultdict(set)
-        for device, index in sharding.devices_indices_map(shape).items():
-            key = shardings.starts(index), shape_of(normalize_index(index, shape))
-            found[key].add(device.process_index)
-        return tuple((*key, tuple(sorted(group))) for key, group in sorted(found.items()))
+        if is_whole:
+            processes = () if is_own else {device.process_index for device in sharding.device_set}
+            found[(0,) * len(shape), shape].update(processes)
+        else:
+            for device, index in sharding.devices_indices_map(shape).items():
+                key = shardings.starts(index), shape_of(normalize_index(index, shape))
+                found[key].add(device.process_index)
+        everyone = self._everyone if is_own else None
+        return tuple((*key, everyone or tuple(sorted(group))) for key, group in sorted(found.items()))
 
 
 def _exchangeable(plan: TreePlan, mapped: Set[casting.Readable]) -> Iterator[tuple[LeafPlan, LeafHandle]]:

@@ -17,10 +17,11 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.similar_names import Names
-from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._save import async_saves
+from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, sources
@@ -232,8 +233,9 @@ class _Chooser:
 
         @_note_leaf(key)
         def function(*values: Any) -> Any:
-            tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
-            return call_multi_value_fn(transform, key, tree, args)
+            given = dict(zip(inputs, values, strict=True))
+            tree = map_leaves(lambda path, other: given.get(path, other), self._tree)
+            return call_multi_value_fn(transform, key, state_dict.nested(tree), args)
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
@@ -289,11 +291,3 @@ def _example(handle: LeafHandle, args: Any) -> Any:
     if handle.kind is not LeafKind.ARRAY or (dtype is None and sharding is None):
         return None
     return jax.ShapeDtypeStruct(handle.shape, handle.dtype if dtype is None else dtype, sharding=sharding)
-
-
-def _with_values(tree: Node, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return nested dicts and lists, as Orbax passes them, with handles for the leaves that are not inputs."""
-    if not isinstance(tree, Branch):
-        return values.get(path, tree)
-    children = {name: _with_values(child, values, (*path, name)) for name, child in tree.children.items()}
-    return list(children.values()) if tree.container.is_sequence else children

@@ -6,15 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-from .names import CHECKPOINT_API, Names
+from .names import CHECKPOINT_API, Names, last_name
 
 _RETURN_PATHS = {f"flax.training.checkpoints.{name}" for name in CHECKPOINT_API if name.startswith(("save", "latest"))}
 # Functions whose result is about the path they are given, by their last name.
-_KEEP_PATHS = {"Path", "PosixPath", "PurePath", "abspath", "absolute", "as_posix", "as_uri", "commonpath", "expanduser"}
-_KEEP_PATHS |= {"fspath", "join", "joinpath", "normpath", "realpath", "resolve", "safe_normpath", "basename"}
-_KEEP = _KEEP_PATHS | {"format", "replace", "str", "strip"}
+_KEEP = {"Path", "PosixPath", "PurePath", "abspath", "absolute", "as_posix", "as_uri", "commonpath", "expanduser"}
+_KEEP |= {"fspath", "join", "joinpath", "normpath", "realpath", "resolve", "safe_normpath", "basename"}
+_KEEP |= {"format", "replace", "str", "strip"}
 _KEEP |= {"get", "list", "max", "min", "natural_sort", "next", "pop", "popleft", "reversed", "set", "sorted", "tuple"}
-_LIST = frozenset({"glob", "iglob", "rglob", "Glob", "filter"})
+_KEEP |= {"glob", "iglob", "rglob", "Glob", "filter"}
 _PATH_NAME = re.compile(r"(^|_)(ckpt|checkpoint)_?(path|file|filename|filepath|fname)$", re.IGNORECASE)
 _ADD = {"add", "append", "appendleft", "extend", "insert", "put"}
 _ROUNDS = 5  # an assignment chain longer than that is rare
@@ -73,16 +73,16 @@ class CheckpointPaths:
             return True
         if isinstance(node.func, ast.Name) and node.func.id in self._returning:
             return True
-        last = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if last not in _KEEP and last not in _LIST:
+        if last_name(node.func) not in _KEEP:
             return False
         of_method = isinstance(node.func, ast.Attribute) and dotted is None and self.holds(node.func.value)
         return of_method or any(self.holds(arg) for arg in node.args)
 
     def _holds_name(self, node: ast.Name) -> bool:
-        scope: int | None = id(self._scope_of(node))
-        chain = [scope, *(id(outer) for outer in self._outer(node))]
-        return self._is_path_name(node.id) or any((number, node.id) in self._held for number in chain)
+        scopes = [self._scope_of(node)]
+        while not isinstance(scopes[-1], ast.Module):
+            scopes.append(self._scope_of(scopes[-1]))
+        return self._is_path_name(node.id) or any((id(scope), node.id) in self._held for scope in scopes)
 
     def _is_path_name(self, name: str) -> bool:
         return self._uses_api and bool(_PATH_NAME.search(name))
@@ -128,12 +128,6 @@ class CheckpointPaths:
 
     def _scope_of(self, node: ast.AST) -> ast.AST:
         return self._scopes[id(node)]
-
-    def _outer(self, node: ast.AST) -> Iterator[ast.AST]:
-        scope = self._scope_of(node)
-        while not isinstance(scope, ast.Module):
-            scope = self._scope_of(scope)
-            yield scope
 
 
 def _scopes(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:

@@ -14,8 +14,8 @@ class Kind(NamedTuple):
     title: str  # What the code does
     flax: str  # What happens in Flax alone when the flag becomes true
     shim: str  # What happens with flax_ckpt_compat then
-    remedy: str  # What to do, or "" for nothing
-    action: str  # `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat
+    remedy: str = ""  # What to do, or "" for nothing
+    action: str = NOTHING  # `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat
 
 
 _SAME = "works as before"
@@ -24,46 +24,42 @@ KINDS = {
     # Uses of the API.
     "import": Kind(
         "imports the legacy API", "the module is deprecated", _SAME,
-        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()", NOTHING,
+        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()",
     ),
     "save": Kind(
         "saves a checkpoint", "writes a directory; drops the save if the step is smaller than the newest",
-        "writes a directory, with the rules of msgpack files", "", NOTHING,
+        "writes a directory, with the rules of msgpack files",
     ),
     "multiprocess-save": Kind(
         "saves from several processes", "writes a directory; keep=N leaves N+1", "writes a directory; keep=N leaves N",
-        "", NOTHING,
     ),
     "restore": Kind(
         "restores a checkpoint", "keeps initial values where names differ, without an error",
-        "the same errors for both formats", "", NOTHING,
+        "the same errors for both formats",
     ),
-    "lookup": Kind("looks up checkpoints or steps", "also counts temporaries of Orbax", _SAME, "", NOTHING),
-    "async-manager": Kind("saves in the background", "uses Orbax's own checkpointer instead", _SAME, "", NOTHING),
-    "other-api": Kind("uses another name of the legacy API", "the module is deprecated", _SAME, "", NOTHING),
+    "lookup": Kind("looks up checkpoints or steps", "also counts temporaries of Orbax", _SAME),
+    "async-manager": Kind("saves in the background", "uses Orbax's own checkpointer instead", _SAME),
+    "other-api": Kind("uses another name of the legacy API", "the module is deprecated", _SAME),
     "flag": Kind(
         "sets or reads the flag", "decides the format", "decides the format, at each call",
         "leave one place that sets it, and flip it there", CHECK,
     ),
-    "orbax-utils": Kind("uses flax.training.orbax_utils", "needs Orbax", "needs Flax's module and Orbax", "", NOTHING),
+    "orbax-utils": Kind("uses flax.training.orbax_utils", "needs Orbax", "needs Flax's module and Orbax"),
     "transforms": Kind(
         "restores by Orbax's transformations", "deprecated in Orbax", "works for both formats",
-        "rules=[…] of flax_ckpt_compat.restore say the same in one pattern", NOTHING,
+        "rules=[…] of flax_ckpt_compat.restore say the same in one pattern",
     ),
     "untyped-restore": Kind(
-        "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before", "",
-        NOTHING,
+        "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before",
     ),
-    "relative-path": Kind(
-        "saves to a relative path", "ValueError: Checkpoint path should be absolute", _SAME, "", NOTHING,
-    ),
+    "relative-path": Kind("saves to a relative path", "ValueError: Checkpoint path should be absolute", _SAME),
     "process-guard": Kind(
         "saves in one process only", "waits for the other processes for ever",
-        "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess", "", NOTHING,
+        "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess",
     ),
     "caught-error": Kind(
         "catches errors of a restore", "a mismatch no longer raises: initial values are kept",
-        "raises the same classes for both formats", "", NOTHING,
+        "raises the same classes for both formats",
     ),
     # Code around it that expects one file.
     "remove": Kind(

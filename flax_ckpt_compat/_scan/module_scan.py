@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .checkpoint_paths import CheckpointPaths
-from .names import CHECKPOINT_API, Names
+from .names import CHECKPOINT_API, Names, last_name
 
 _API = "flax.training.checkpoints"
 _UTILS = "flax.training.orbax_utils"
@@ -33,6 +33,7 @@ _METHODS = {
     "upload": {"add_file", "upload_file", "upload_from_filename", "fput_object"},
     "glob": {"glob", "rglob", "iglob"},
 }
+_LISTERS = {"listdir", "iterdir", "ListDirectory", "scandir"}
 _PARSERS = {"split", "rsplit", "partition", "rpartition", "removeprefix"}
 _SHELL = {"os.system", *(f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen"))}
 _COPIES = re.compile(r"\b(cp|scp|gsutil|rsync|mv)\b")
@@ -77,12 +78,8 @@ def _api_uses(tree: ast.Module, names: Names) -> Found:
             yield from _api_calls(node, names)
         elif isinstance(node, ast.If) and _is_guard(node.test):
             yield from (("process-guard", call) for call in _calls_in(node.body, names, "save_checkpoint"))
-        elif isinstance(node, ast.Try) and node.handlers:
-            yield from (
-                ("caught-error", handler)
-                for handler in node.handlers
-                if any(True for _ in _calls_in(node.body, names, "restore_checkpoint"))
-            )
+        elif isinstance(node, ast.Try) and any(_calls_in(node.body, names, "restore_checkpoint")):
+            yield from (("caught-error", handler) for handler in node.handlers)
         elif isinstance(node, ast.keyword) and node.arg == _FLAG:
             yield "flag", node.value
         elif isinstance(node, ast.Attribute | ast.Constant) and _FLAG in (
@@ -108,7 +105,7 @@ def _api_calls(node: ast.Call, names: Names) -> Found:
     if dotted.startswith(f"{_UTILS}."):
         yield "orbax-utils", node
     name = dotted.removeprefix(f"{_API}.")
-    is_import = _last(node.func) in {"import_module", "__import__"}
+    is_import = last_name(node.func) in {"import_module", "__import__"}
     if is_import and node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == _API:
         yield "import", node
     if dotted == "functools.partial" and node.args:
@@ -142,13 +139,13 @@ def _file_calls(node: ast.Call, names: Names, paths: CheckpointPaths) -> Iterato
     dotted = names.of(node.func) or ast.unparse(node.func)
     tail = ".".join(dotted.split(".")[-2:])
     values = [*node.args, *(keyword.value for keyword in node.keywords)]
-    held = any(paths.holds(value) for value in values)
-    if held and not _writes(node):
+    held, writes = any(map(paths.holds, values)), any(map(_is_mode_to_write, values))
+    if held and not writes:
         yield from (kind for kind, calls in _CALLS.items() if tail in calls)
     if isinstance(node.func, ast.Attribute):
         of_path = paths.holds(node.func.value)
         kind = next((kind for kind, methods in _METHODS.items() if node.func.attr in methods), None)
-        is_used = (held if kind in {"upload", "glob"} else of_path) and not _writes(node)
+        is_used = (held if kind in {"upload", "glob"} else of_path) and not writes
         if kind and is_used and tail not in _CALLS.get(kind, ()):
             yield kind
     converts = dotted in {"int", "float"}
@@ -167,19 +164,15 @@ def _calls_on_files(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
         if isinstance(node, ast.If | ast.IfExp):
             branches = node.orelse if isinstance(node.orelse, list) else [node.orelse]
             first = node.test.values[0] if isinstance(node.test, ast.BoolOp) else node.test
-            if isinstance(first, ast.Call) and _last(first.func) in {"isdir", "is_dir"}:
+            if isinstance(first, ast.Call) and last_name(first.func) in {"isdir", "is_dir"}:
                 calls = [part for branch in branches for part in ast.walk(branch) if isinstance(part, ast.Call)]
                 yield from ((kind, call) for call in calls for kind in ("remove", "copy"))
 
 
-def _writes(node: ast.Call) -> bool:
-    """Return whether a call opens a file to write it: then it is not a checkpoint of the legacy API."""
-    modes = [
-        arg.value
-        for arg in [*node.args, *(keyword.value for keyword in node.keywords)]
-        if isinstance(arg, ast.Constant)
-    ]
-    return any(isinstance(mode, str) and re.fullmatch(r"[wax][bt+]*", mode) for mode in modes)
+def _is_mode_to_write(node: ast.expr) -> bool:
+    """Return whether an argument opens a file to write it: then it is not a checkpoint of the legacy API."""
+    mode = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(mode, str) and bool(re.fullmatch(r"[wax][bt+]*", mode))
 
 
 def _parses(node: ast.AST, paths: CheckpointPaths) -> bool:
@@ -191,22 +184,14 @@ def _parses(node: ast.AST, paths: CheckpointPaths) -> bool:
 
 def _polls(node: ast.While, paths: CheckpointPaths) -> bool:
     calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-    asks = any(
-        _last(call.func) in {"exists", "Exists", "isfile", "is_file"}
-        and (
-            any(map(paths.holds, call.args)) or (isinstance(call.func, ast.Attribute) and paths.holds(call.func.value))
-        )
-        for call in calls
-    )
-    return asks and any(_last(call.func) == "sleep" for call in calls)
+    asked = [call for call in calls if last_name(call.func) in {"exists", "Exists", "isfile", "is_file"}]
+    values = [value for call in asked for value in (*call.args, getattr(call.func, "value", None))]
+    return any(map(paths.holds, values)) and any(last_name(call.func) == "sleep" for call in calls)
 
 
 def _lists_directory(node: ast.ListComp | ast.GeneratorExp, paths: CheckpointPaths) -> bool:
-    listed = any(
-        isinstance(part.iter, ast.Call) and _last(part.iter.func) in {"listdir", "iterdir", "ListDirectory", "scandir"}
-        for part in node.generators
-    )
-    return listed and paths.holds(node)
+    calls = [part.iter for part in node.generators if isinstance(part.iter, ast.Call)]
+    return any(last_name(call.func) in _LISTERS for call in calls) and paths.holds(node)
 
 
 def _mentions(node: ast.AST, paths: CheckpointPaths) -> bool:
@@ -215,7 +200,7 @@ def _mentions(node: ast.AST, paths: CheckpointPaths) -> bool:
 
 def _is_guard(test: ast.expr) -> bool:
     """Return whether a condition asks for the number of this process."""
-    calls = {_last(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}
+    calls = {last_name(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}
     return bool(calls & {"process_index", "host_id"})
 
 
@@ -236,11 +221,6 @@ def _prefixes(tree: ast.Module, names: Names) -> set[str]:
             if isinstance(given, ast.Constant) and isinstance(given.value, str) and len(given.value) > 2:
                 found.add(given.value)
     return found
-
-
-def _last(function: ast.expr) -> str:
-    """Return the last name of a function: ``exists`` of ``tf.io.gfile.exists``."""
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _argument(node: ast.Call, name: str, position: int) -> ast.expr | None:

@@ -65,6 +65,11 @@ class Names:
         return None
 
 
+def last_name(function: ast.expr) -> str:
+    """Return the last name of a function: ``exists`` of ``tf.io.gfile.exists``."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 # Names of flax.training.checkpoints, and the kind of finding that a call of each is.
 CHECKPOINT_API = {
     "save_checkpoint": "save",

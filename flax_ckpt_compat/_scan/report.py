@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
 
 from .findings import CHANGE, CHECK, KINDS, NOTHING
 from .project import Finding, ScanReport
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _HANG = 4  # spaces before what continues a line, besides its own
 _SARIF_LEVEL = {CHANGE: "error", CHECK: "warning", NOTHING: "note"}
@@ -23,8 +25,6 @@ _HEADINGS = {
 
 def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None:
     """Print the findings by what they ask for, then by kind; if ``verbose``, also each place that needs nothing."""
-    from rich.markup import escape
-
     for action, (heading, style) in _HEADINGS.items():
         found = [finding for finding in report.findings if finding.about.action == action]
         if found:
@@ -45,8 +45,6 @@ def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None
 
 
 def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all: bool) -> None:
-    from rich.markup import escape
-
     about = KINDS[kind]
     _print(console, 2, f"[bold]{about.title}[/] [dim]({kind}, {len(places)})[/]")
     if about.flax != about.shim:
@@ -64,9 +62,6 @@ def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all:
 
 def _print(console: Console, indent: int, markup: str) -> None:
     """Print a line; indent what continues it by more."""
-    from rich.padding import Padding
-    from rich.text import Text
-
     text = Text.from_markup(markup)
     if console.soft_wrap:
         console.print(Text(" " * indent).append_text(text), highlight=False)
@@ -112,9 +107,8 @@ def to_sarif(report: ScanReport, version: str) -> dict[str, Any]:
 def _result(found: Finding) -> dict[str, Any]:
     about = found.about
     cell = f"Cell {found.cell}: " if found.cell else ""
-    text = f"{cell}{about.title}. With the flag on: {about.shim}." + (
-        f" Instead: {about.remedy}." if about.remedy else ""
-    )
+    remedy = f" Instead: {about.remedy}." if about.remedy else ""
+    text = f"{cell}{about.title}. With the flag on: {about.shim}.{remedy}"
     location = {
         "artifactLocation": {"uri": found.path.replace("\\", "/")},
         "region": {"startLine": found.line, "startColumn": found.column + 1},

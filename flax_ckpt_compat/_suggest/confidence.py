@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.module_names import numbered
@@ -54,11 +55,13 @@ def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule]
     idle = {path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
-    found = list(dict.fromkeys(step.doubt for step in steps if step.doubt))
-    found += moved_layers.doubts(own, outcome.stored, idle, fresh)
-    for judge in (_same_size(fresh, idle), _resized(outcome, fresh), _copies(outcome, fresh)):
-        found += judge
-    return [*found, *_foreign(outcome, fresh, idle), *_apart(outcome), *_twice(outcome), *_dropped(outcome)]
+    judges = [
+        *moved_layers.judges(own, outcome.stored, idle, fresh),
+        *(_same_size(fresh, idle), _resized(outcome, fresh), _copies(outcome, fresh), _foreign(outcome, fresh, idle)),
+        *(_apart(outcome), _twice(outcome), _dropped(outcome)),
+    ]
+    found = dict.fromkeys(step.doubt for step in steps if step.doubt)
+    return [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]  # one doubt of each kind says enough
 
 
 def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
@@ -81,12 +84,8 @@ def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
     """Map key paths to looks of the stored leaves that no leaf of the target uses."""
-    used = {
-        id(handle)
-        for path, leaf in leaves_at(tree)
-        if path in goal and fits(look(leaf), goal[path])
-        for handle in handles_of(leaf)
-    }
+    wanted = (leaf for path, leaf in leaves_at(tree) if path in goal and fits(look(leaf), goal[path]))
+    used = {id(handle) for leaf in wanted for handle in handles_of(leaf)}
     return {
         path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle) and id(leaf) not in used
     }
@@ -110,10 +109,8 @@ def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]
         other = sizes.get((math.prod(shape), kind)) if shape else None
         if other is not None:
             yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
-            return
         if not shape and ((len(bare(path)) == 1) in levels or bare(path)[-1:] in names):
             yield f"{show_path(path)} may be a stored number that is not used"
-            return
 
 
 def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
@@ -122,7 +119,6 @@ def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
         there = outcome.stored.get(path, (shape, ""))[0]
         if shape and there != shape and not _is_new_head(path, there, shape, outcome):
             yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
-            return
 
 
 def _axes(stored: tuple[int, ...], target: tuple[int, ...]) -> list[int]:
@@ -160,7 +156,6 @@ def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
             for other, others in tops.items():
                 if other != name and leaves == others:
                     yield f"{name} looks like a copy of {other}, which from_target does not make"
-                    return
 
 
 def _apart(outcome: Outcome) -> Iterator[str]:
@@ -181,13 +176,11 @@ def _apart(outcome: Outcome) -> Iterator[str]:
                 nested = (len(old) < len(other_old)) == (len(new) < len(other_new))
                 if not moved_layers.told_apart((old, new), (other_old, other_new), nested=nested):
                     yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
-                    return
     for path in outcome.unused:
         spot = outcome.had.spot(path)
         for old, new in taken.get((spot.field, spot.suffix), ()) if spot.field in MOMENTS else ():
             if old != new:
                 yield f"{show_path(path)} fits {show_path(new)} as well as {show_path(old)} does"
-                return
 
 
 def _twice(outcome: Outcome) -> Iterator[str]:
@@ -197,7 +190,6 @@ def _twice(outcome: Outcome) -> Iterator[str]:
         spot = outcome.has.spot(new)
         if spot.field in MOMENTS and (other := first.setdefault((old, spot), new)) != new:
             yield f"{show_path(other)} and {show_path(new)} would both come from {show_path(old)}"
-            return
 
 
 def _dropped(outcome: Outcome) -> Iterator[str]:
@@ -208,10 +200,8 @@ def _dropped(outcome: Outcome) -> Iterator[str]:
         spot = outcome.has.spot(path)
         if restored and spot.field in _COUNTS:
             yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
-            return
         if (spot.field in MOMENTS or spot.field == "count") and _kind_of_moment(spot, seen) in idle:
             yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"
-            return
 
 
 def _kind_of_moment(spot: Spot, seen: Look) -> tuple[str, Path, Look]:

@@ -60,11 +60,8 @@ class Gap:
     def __init__(self, path: Path, stored: Branch, target: Branch, memo: SubtreeMemo):
         self.path, self.memo = path, memo
         self.ours, self.theirs = stored.children, target.children
-        same = {
-            name
-            for name in self.ours.keys() & self.theirs.keys()
-            if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)
-        }
+        both = self.ours.keys() & self.theirs.keys()
+        same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
@@ -74,7 +71,8 @@ class Gap:
         if self.gone or self.new:
             yield from self._stacks()
             yield from self._levels()
-            yield from self._renames()
+            for old, new in self._aligned():
+                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
     def _take(self, old: Iterable[str], new: Iterable[str]) -> None:
         for name in old:
@@ -103,13 +101,8 @@ class Gap:
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
-                    yield Change(
-                        self.path,
-                        tuple(one.siblings),
-                        tuple(other.siblings),
-                        stacked_layers.renamed(one, other),
-                        reason,
-                    )
+                    patterns = stacked_layers.renamed(one, other)
+                    yield Change(self.path, tuple(one.siblings), tuple(other.siblings), patterns, reason)
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
@@ -186,11 +179,6 @@ class Gap:
         prints = {self.memo.print(child) for child in inner.children.values()}
         found = [name for name, child in children.items() if self.memo.print(child) in prints]
         return found if len(found) * 2 >= len(children) else []
-
-    def _renames(self) -> Iterator[Change]:
-        """Yield the renamed children."""
-        for old, new in self._aligned():
-            yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])

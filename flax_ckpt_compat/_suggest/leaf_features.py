@@ -140,39 +140,32 @@ class SubtreeMemo:
     """Cache of the contents of subtrees."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, tuple[Node, Contents, int]] = {}
-        self._named: dict[int, tuple[Node, int]] = {}
+        self._known: dict[int, tuple[Node, Contents, int, int]] = {}  # with the node, so that its id stays its own
 
     def contents(self, node: Node, name: str = "") -> Contents:
         """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
         if not isinstance(node, Branch):
             seen = look(node)
             return Counter() if seen == EMPTY else Counter({(name, seen): 1})
-        return self._known(node)[1]
+        return self._facts(node)[1]
 
     def print(self, node: Node) -> int:
         """Return a number that is equal for equal contents."""
-        return self._known(node)[2] if isinstance(node, Branch) else hash(look(node))
-
-    def _known(self, node: Branch) -> tuple[Node, Contents, int]:
-        known = self._contents.get(id(node))
-        if known is None:
-            found: Contents = Counter()
-            for name, child in node.children.items():
-                for key, many in self.contents(child, name).items():
-                    found[key] += many
-            known = self._contents[id(node)] = (node, found, hash(frozenset(found.items())))
-        return known
+        return self._facts(node)[2] if isinstance(node, Branch) else hash(look(node))
 
     def named(self, node: Node) -> int:
         """Return a number that is equal for equal names, shapes and kinds of all leaves."""
-        if not isinstance(node, Branch):
-            return hash(look(node))
-        known = self._named.get(id(node))
+        return self._facts(node)[3] if isinstance(node, Branch) else hash(look(node))
+
+    def _facts(self, node: Branch) -> tuple[Node, Contents, int, int]:
+        known = self._known.get(id(node))
         if known is None:
-            parts = frozenset((name, self.named(child)) for name, child in node.children.items())
-            known = self._named[id(node)] = (node, hash(parts))
-        return known[1]
+            found: Contents = Counter()
+            for name, child in node.children.items():
+                found.update(self.contents(child, name))
+            named = hash(frozenset((name, self.named(child)) for name, child in node.children.items()))
+            known = self._known[id(node)] = (node, found, hash(frozenset(found.items())), named)
+        return known
 
     def has_arrays(self, node: Node) -> bool:
         """Return whether a subtree holds arrays: numbers and texts alone are too easily confused."""

@@ -30,10 +30,10 @@ class Moved(NamedTuple):
         return any(name == "" for name, _ in self.leaves)
 
 
-def doubts(
+def judges(
     pairs: dict[Path, Path], stored: dict[Path, Look], idle: dict[Path, Look], fresh: dict[Path, Look]
-) -> Iterator[str]:
-    """Yield the doubts about the sources (target path → stored path) of all leaves except optimizers'."""
+) -> tuple[Iterator[str], ...]:
+    """Return iterators of doubts about the sources (target path → stored path) of all leaves except optimizers'."""
     layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
     for new, old in pairs.items():
         ours, theirs = bare(new), bare(old)
@@ -42,10 +42,7 @@ def doubts(
     found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
     moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
     unused, kept = _layers(idle), _layers(fresh)
-    yield from _names(moved)
-    yield from _swappable(moved)
-    yield from _replaceable(moved, unused, kept)
-    yield from _numbers(found, moved, unused, kept)
+    return _names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)
 
 
 def _layers(looks: dict[Path, Look]) -> Layers:
@@ -67,7 +64,6 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
         for change, one in changes.items():
             if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
                 yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
-                return
         one = members[0]
         if one.is_leaf or not old or not new or len({_inside(other.old) for other in members}) > 1:
             continue
@@ -75,7 +71,6 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
         oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
         if not oblong and not akin("_".join(old), "_".join(new)):
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
-            return
 
 
 def _is_shifted(changes: Sequence[tuple[Path, Path]]) -> bool:
@@ -119,7 +114,6 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
                 one, two = group[change], group[other]
                 if not told_apart(one[:2], two[:2]):
                     yield f"nothing says which of {show_path(one.old)} and {show_path(two.old)} goes where"
-                    return
 
 
 def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool = False) -> bool:
@@ -168,7 +162,6 @@ def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterato
                 ours, theirs = ((_same_start(end, there), _same_start(end[::-1], there[::-1])) for end in (right, path))
                 if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1]:
                     yield f"{show_path(path)} fits {show_path(there)} as well as {show_path(right)} does"
-                    return
 
 
 def _fitting(one: Moved, layers: Layers) -> Iterator[Path]:
@@ -200,13 +193,11 @@ def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh
         # One leaf of the same name and shape is enough: the others may be what the change was about.
         if any(rows.get(key, frozenset()) & leaves for key in _rows(path, other, kept=False)):
             yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
-            return
     same = (one for one in found if one.new and one.old[-1:] == one.new[-1:] and BY_FLAX.fullmatch(one.new[-1]))
     by_flax = {(one.new[:-1], one.leaves) for one in same}
     for path, leaves in fresh.items():
         if (path[:-1], leaves) in by_flax:
             yield f"{show_path(path)} may be what Flax gave a number before"
-            return
 
 
 def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:

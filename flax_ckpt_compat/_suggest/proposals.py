@@ -45,11 +45,8 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[Prop
             found.append((alike, steps))
 
     if "params" in variables:
-        add(
-            variables,
-            target,
-            *(ProposedRule(rules.unwrap(literal(name)), f"the target has no {name}") for name in variables),
-        )
+        unwraps = [ProposedRule(rules.unwrap(literal(name)), f"the target has no {name}") for name in variables]
+        add(variables, target, *unwraps)
         add(["params"], target, ProposedRule(rules.move("params", ""), "the target has no params"))
     for new, child in target.children.items():
         # An optimizer's state has the shapes of the parameters, too, and is none of them.
@@ -125,4 +122,4 @@ def _kept(pairing: Pairing, state: State) -> State:
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
-    return (pairing.tried(state, steps) if steps else None) or state
+    return pairing.tried(state, steps) or state

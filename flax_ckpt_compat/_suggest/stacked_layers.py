@@ -87,9 +87,8 @@ def renamed(old: LayerRow, new: LayerRow) -> dict[str, str]:
 
 def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
     """Return the step for one or several renames at once."""
-    return ProposedRule(
-        rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns), reason
-    )
+    rule = rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns)
+    return ProposedRule(rule, reason)
 
 
 def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRule]:

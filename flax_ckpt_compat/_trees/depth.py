@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from flax_ckpt_compat._core.errors import CheckpointError, DepthError
 
@@ -47,8 +47,4 @@ _REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, befo
 
 def _calls() -> int:
     """Return the current call depth."""
-    frame: FrameType | None = sys._getframe()
-    count = 0
-    while frame is not None:
-        frame, count = frame.f_back, count + 1
-    return count
+    return sum(1 for _ in traceback.walk_stack(sys._getframe()))

@@ -133,6 +133,14 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
     return {int(name) if name in node.int_keys else name: child for name, child in children.items()}
 
 
+def nested(node: Node) -> Any:
+    """Convert a tree to nested dicts and lists, as Orbax takes and passes them."""
+    if not isinstance(node, Branch):
+        return node
+    children = {name: nested(child) for name, child in node.children.items()}
+    return list(children.values()) if node.container.is_sequence else children
+
+
 def _has_custom_serialization(node: Any) -> bool:
     plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
     return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)

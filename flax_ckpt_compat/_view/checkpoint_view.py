@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any
@@ -159,21 +159,20 @@ class Checkpoint:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
 
     def _select(self, paths: Iterable[LeafPath]) -> Node:
-        selection = _Selection(paths)
-        root = selection.prune(self._root, ())
-        if selection.missing:
+        # A dict, to name what is missing in the order of asking.
+        wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
+        found: set[str | Path] = set()
+        root = _pruned(self._root, (), wanted.keys(), found)
+        missing = tuple(path if isinstance(path, str) else "/".join(path) for path in wanted if path not in found)
+        if missing:
             names = similar_names.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
-            rows, more = shown([Row((missing,)) for missing in selection.missing])
-            lines = []
+            rows, more = shown([Row((path,)) for path in missing])
+            lines = [f"{self.path} has no leaf and no subtree of these paths:"]
             for row in rows:
                 near = names.nearest(row.names[0])
                 lines.append(f"  {row.names[0]}{row.note}" + (f"   (stored: {', '.join(near)})" if near else ""))
-            lines += [f"  and {more} more"] if more else []
-            raise MissingLeavesError(
-                "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),
-                path=self.path,
-                missing=tuple(selection.missing),
-            )
+            lines += [f"  and {more} more", "See .leaves()."] if more else ["See .leaves()."]
+            raise MissingLeavesError("\n".join(lines), path=self.path, missing=missing)
         return Branch({}) if root is _NOTHING else root
 
 
@@ -192,35 +191,21 @@ def _as_paths(given: Any) -> list[LeafPath]:
 _NOTHING = object()
 
 
-class _Selection:
-    """Selection of key paths, and those not found yet."""
-
-    def __init__(self, paths: Iterable[LeafPath]):
-        # A dict, to name what is missing in the order of asking.
-        self._wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
-        self._found: set[str | Path] = set()
-
-    @property
-    def missing(self) -> list[str]:
-        """Return the selected paths that no node has."""
-        left = [path for path in self._wanted if path not in self._found]
-        return [path if isinstance(path, str) else "/".join(path) for path in left]
-
-    def prune(self, node: Node, path: Path) -> Node:
-        """Return the selected part of a tree."""
-        here = self._wanted.keys() & {path, "/".join(path)}
-        self._found |= here
-        if not isinstance(node, Branch):
-            return node if here else _NOTHING
-        pruned = {name: self.prune(child, (*path, name)) for name, child in node.children.items()}
-        if here:
-            return node
-        children = {name: child for name, child in pruned.items() if child is not _NOTHING}
-        if not children:
-            return _NOTHING
-        # A sequence with gaps becomes a dict of the indices.
-        container = node.container if len(children) == len(node.children) else Container.DICT
-        return Branch(children, container, node.int_keys & children.keys())
+def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Path]) -> Node:
+    """Return the part of a tree at the wanted key paths, or `_NOTHING`; add those that are there to ``found``."""
+    here = wanted & {path, "/".join(path)}
+    found |= here
+    if not isinstance(node, Branch):
+        return node if here else _NOTHING
+    pruned = {name: _pruned(child, (*path, name), wanted, found) for name, child in node.children.items()}
+    if here:
+        return node
+    children = {name: child for name, child in pruned.items() if child is not _NOTHING}
+    if not children:
+        return _NOTHING
+    # A sequence with gaps becomes a dict of the indices.
+    container = node.container if len(children) == len(node.children) else Container.DICT
+    return Branch(children, container, node.int_keys & children.keys())
 
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:

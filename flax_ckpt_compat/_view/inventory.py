@@ -9,15 +9,7 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._discovery.step_lookup import (
-    ChangedError,
-    Classified,
-    Directory,
-    State,
-    everything_of,
-    list_again_while_it_changes,
-)
+from flax_ckpt_compat._discovery import saved_steps, step_lookup
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -63,33 +55,30 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         [(1, True), (2, True)]
     """
     checkpoint_dir = saved_steps.checkpoint_dir(paths.as_text(directory), paths.as_text(prefix, "prefix"))
+    directory = checkpoint_dir.directory
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
-    yield from list_again_while_it_changes(checkpoint_dir.directory, lambda last: _records(checkpoint_dir, last))
+        async_saves.wait_for_multiprocess_saves(directory)
+    yield from step_lookup.list_again_while_it_changes(directory, lambda last: _records(checkpoint_dir, last))
 
 
 def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
-    listed = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
-    found = [_record(checkpoint_dir, classified) for classified in everything_of(listed)]
+    listed = step_lookup.Directory(checkpoint_dir, tolerant=last, lists_denied=True)
+    found = [_record(checkpoint_dir, classified) for classified in step_lookup.everything_of(listed)]
     if None in found and not last:
-        raise ChangedError
+        raise step_lookup.ChangedError
     return [record for record in found if record is not None]
 
 
-def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: Classified) -> CheckpointRecord | None:
+def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: step_lookup.Classified) -> CheckpointRecord | None:
     path, name = classified.entry.path, classified.entry.name
     format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
     storage = paths.storage_of(path)
     nbytes = storage.total_size(path) + storage.total_size(path + steps.ARRAYS_POSTFIX)
     if not paths.lexists(path):  # another process has just evicted it
         return None
-    state = classified.state
-    return CheckpointRecord(
-        classified.entry.step,
-        os.path.join(checkpoint_dir.shown, name),
-        UNKNOWN_FORMAT if state is State.FOREIGN else format.value,
-        nbytes,
-        state is State.COMPLETE,
-        f"not a checkpoint: {classified.why}" if state is State.FOREIGN else classified.why,
-    )
+    shown, is_complete = os.path.join(checkpoint_dir.shown, name), classified.state is step_lookup.State.COMPLETE
+    shown_format, why = format.value, classified.why
+    if classified.state is step_lookup.State.FOREIGN:
+        shown_format, why = UNKNOWN_FORMAT, f"not a checkpoint: {why}"
+    return CheckpointRecord(classified.entry.step, shown, shown_format, nbytes, is_complete, why)

@@ -189,16 +189,9 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         idle = [(path, stored[path]) for path in tree_plan.unused if isinstance(stored[path], LeafHandle | Derived)]
         unused_nbytes += sum(size for _, leaf in idle for size in needs(leaf).values())
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
-    return Plan(
-        opened.path,
-        opened.format,
-        tuple(leaves),
-        tuple(unused),
-        sum(needed.values()),
-        *_refusal(plans),
-        unused_nbytes,
-        tuple(plans.items.values()),
-    )
+    nbytes, trees = sum(needed.values()), tuple(plans.items.values())
+    refusal = _refusal(plans)
+    return Plan(opened.path, opened.format, tuple(leaves), tuple(unused), nbytes, *refusal, unused_nbytes, trees)
 
 
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
-from flax_ckpt_compat._core.text_formatting import format_size, printable
+from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any
@@ -29,10 +29,10 @@ def plain(plan: Plan) -> str:
     """Render the plan as text, without colours: what a restore does, proposed rules, and a table of the leaves."""
     rows, more = _shown(plan)
     cells = [_HEADINGS, *map(_cells, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(2)]
-    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in cells]
+    lines = [f"  {line}" for line in aligned(cells, right=())]
     if any(row.names[0].endswith("/…") for row in rows) and max(map(len, lines)) > _MAX_WIDTH:
-        lines = [line for row in cells for line in _on_two_lines(row, widths[0])]
+        width = max(len(path) for path, _, _ in cells)
+        lines = [line for row in cells for line in _on_two_lines(row, width)]
     return "\n".join([title(plan), *map(printable, verdict(plan)), *lines, *map(printable, _rest(plan, more))])
 
 

@@ -75,9 +75,8 @@ def planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[Plann
         if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
             yield _planned_subtree(path, stored, item, owners)
     for path in sorted(plan.empty):
-        yield kept_leaf(
-            show_path((*item, *path)), {}, "not in the checkpoint", "missing" if path in missing else "target"
-        )
+        origin = "missing" if path in missing else "target"
+        yield kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)
 
 
 def _planned_subtree(path: Path, stored: Node, item: Path, owners: Owners) -> PlannedLeaf:

@@ -35,7 +35,9 @@ class FailedError(click.ClickException):
 
 
 class Command(click.Command):
-    """Command with ``--debug`` that reports every failure alike; its help ends with ``examples``, lines of shell."""
+    """Command with ``--debug`` that reports every failure alike; its help ends with ``examples``, lines of shell.
+
+    Its function returns whether what was looked for is there, for exit code 1; or None."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -59,13 +61,14 @@ class Command(click.Command):
             ctx.fail(f"Got unexpected extra argument{'s' * (len(extra) > 1)} ({' '.join(extra)}){remedy}")
         return extra
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> None:
         """Run the command; translate what it raises."""
         debug = ctx.params.pop("debug")
         if os.environ.get("NO_COLOR"):  # rich knows it, click does not
             ctx.color = False
         try:
-            return super().invoke(ctx)
+            if super().invoke(ctx):
+                ctx.exit(FOUND)
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(INTERRUPTED)

@@ -40,8 +40,8 @@ def run(
     dask: str | None,
     shard: tuple[int, int] | None,
     as_json: bool,
-) -> None:
-    """Convert, and print what is done; see `flax_ckpt_compat.cli.convert`."""
+) -> bool:
+    """Convert, print what is done, and return whether something failed; see `flax_ckpt_compat.cli.convert`."""
     for name in filter(None, (target, transforms)) if dask is None else ():
         load_name(name)  # a wrong name is refused once, not for each checkpoint
     jobs = convert.plan(src, dst, to, step=steps or None, target=target, transforms=transforms, shard=shard)
@@ -61,10 +61,10 @@ def run(
                 bar.print(_line(result))
     order = {job.source: number for number, job in enumerate(jobs)}
     results.sort(key=lambda result: order[result.source])
-    _report(results, time.monotonic() - start, dry_run=dry_run, as_json=as_json)
+    return _report(results, time.monotonic() - start, dry_run=dry_run, as_json=as_json)
 
 
-def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_json: bool) -> None:
+def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_json: bool) -> bool:
     if as_json:
         print_json([_as_json(result) for result in results])
     elif dry_run:
@@ -82,8 +82,7 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_
     failed = [result for result in results if result.error is not None]
     for result in failed:
         echo(f"Error: {printable(str(result.error))}", _INDENT, err=True)
-    if failed:
-        click.get_current_context().exit(1)
+    return bool(failed)
 
 
 def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
@@ -109,13 +108,7 @@ def _line(result: Conversion) -> str:
 def _cells(result: Conversion) -> tuple[str, ...]:
     known = result.status != "failed"
     size, leaves = (format_size(result.nbytes), str(result.leaves)) if known else ("-", "-")
-    return (
-        result.status,
-        leaves,
-        size,
-        printable(result.source, one_line=True),
-        printable(result.destination, one_line=True),
-    )
+    return result.status, leaves, size, *(printable(one, one_line=True) for one in (result.source, result.destination))
 
 
 def _as_json(result: Conversion) -> dict[str, Any]:

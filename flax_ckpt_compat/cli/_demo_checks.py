@@ -50,17 +50,15 @@ def inspect_directory(workdir: str) -> list[Entry]:
 
 
 def _inspect(path: str) -> Entry:
-    is_orbax = os.path.isdir(path)
-    expected = leaves(_read_with_orbax(path) if is_orbax else _read_with_flax(path))
-    found = leaves(checkpoints.restore_checkpoint(path, None))
-    name = os.path.basename(path)
-    return Entry(
-        name,
-        "Orbax" if is_orbax else "msgpack",
-        paths.storage_of(path).total_size(path),
-        len(expected),
-        same_bits(expected, found),
-    )
+    format, read = ("Orbax", _read_with_orbax) if os.path.isdir(path) else ("msgpack", _read_with_flax)
+    return _entry(path, format, leaves(read(path)), leaves(checkpoints.restore_checkpoint(path, None)))
+
+
+def _entry(
+    path: str, format: str, expected: dict[str, np.ndarray[Any, Any]], found: dict[str, np.ndarray[Any, Any]]
+) -> Entry:
+    nbytes = paths.storage_of(path).total_size(path)
+    return Entry(os.path.basename(path), format, nbytes, len(expected), same_bits(expected, found))
 
 
 class _NamedClassifier(nn.Module):
@@ -91,14 +89,7 @@ def restore_into_changed_state(path: str) -> tuple[Plan, Entry, bool]:
     found = leaves(restore(path, target, transforms=list(proposed)))
     expected = {name.replace("Dense_2", "head"): leaf for name, leaf in leaves(_read_with_flax(path)).items()}
     kept = same_bits({"mean": found.pop("batch_stats/mean")}, statistics_)
-    entry = Entry(
-        os.path.basename(path),
-        "msgpack",
-        paths.storage_of(path).total_size(path),
-        len(expected),
-        same_bits(expected, found),
-    )
-    return plan, entry, kept
+    return plan, _entry(path, "msgpack", expected, found), kept
 
 
 def time_both(workdir: str, report: Callable[[str], None]) -> list[Timing]:

@@ -34,12 +34,8 @@ def examine(urls: Sequence[str]) -> Report:
     report = Report()
     report.sections["Versions"] = _versions(report)
     report.sections["Flax"] = _flax(report)
-    defaults = config.Settings()
-    changed = {
-        field.name: str(getattr(config.current(), field.name))
-        for field in dataclasses.fields(defaults)
-        if getattr(config.current(), field.name) != getattr(defaults, field.name)
-    }
+    settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
+    changed = {name: str(value) for name, value in settings.items() if value != defaults[name]}
     report.sections["Settings"] = changed or {"all": "defaults"}
     if urls:
         report.sections["Paths"] = {url: _listed(url, report) for url in urls}

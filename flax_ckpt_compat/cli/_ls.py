@@ -33,12 +33,9 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         folders = folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
         folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
+    has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
-    empty_reason = (
-        None
-        if any(one.rows or one.strangers for one in folders)
-        else _empty_reason(checkpoint_dir, prefix, recursive=recursive)
-    )
+    empty_reason = None if has_any else _empty_reason(checkpoint_dir, prefix, recursive=recursive)
     if as_json:
         print_json([record for folder in folders for record in _as_json(folder)])
     elif empty_reason is not None:

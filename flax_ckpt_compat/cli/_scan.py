@@ -15,13 +15,13 @@ from flax_ckpt_compat._scan.findings import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
-from ._command_base import FOUND, FailedError, echo, is_terminal, print_json
+from ._command_base import FailedError, echo, is_terminal, print_json
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 
 
-def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> None:
-    """Scan, print, fix if asked, and exit with the command's code."""
+def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> bool:
+    """Scan, print, and fix if asked; return whether something has to change."""
     report = scan(code)
     if as_json or as_sarif:
         print_json(to_sarif(report, __version__) if as_sarif else to_json(report))
@@ -34,10 +34,10 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
     if report.unreadable and not report.findings:
         sys.exit(FailedError.exit_code)
-    if any(found.about.action == CHANGE for found in report.findings):
-        if not (as_json or as_sarif or do_fix):
-            echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
-        sys.exit(FOUND)
+    has_changes = any(found.about.action == CHANGE for found in report.findings)
+    if has_changes and not (as_json or as_sarif or do_fix):
+        echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
+    return has_changes
 
 
 def _fix(report: ScanReport, *, yes: bool) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import FOUND, Command, FailedError, echo, is_terminal, json_option, print_json
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, print_json
 
 
 @click.command(
@@ -22,7 +22,7 @@ flax-ckpt clean gs://bucket/runs --yes
 @click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option("a JSON list of what there is")
-def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> bool:
     """Remove what interrupted saves left in DIRECTORY and below it.
 
     That is: temporaries whose writer is dead, unfinished uploads, and the arrays of several processes (_gda) without
@@ -50,11 +50,11 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
             click.echo(f"{'':10}{printable(one.path, one_line=True)}")
         click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
     if not going:
-        return
+        return False
     if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
         raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
     if dry_run or not (yes or click.confirm("Remove them?")):
-        raise click.exceptions.Exit(FOUND)
+        return True
     left = 0
     for one in going:
         try:
@@ -63,5 +63,4 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
             left += 1
             echo(f"Error: {error}", err=True)
     click.echo(f"Removed {len(going) - left} of {len(going)}.", err=as_json)
-    if left:
-        raise click.exceptions.Exit(FOUND)
+    return left > 0

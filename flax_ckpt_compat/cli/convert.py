@@ -46,7 +46,7 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 @click.option("--dask", metavar="ADDRESS", help="Run on the workers of this Dask scheduler, which see the same paths.")
 @click.option("--shard", metavar="I/N", callback=_shard, help="Every N-th checkpoint from the I-th, counted from 0.")
 @json_option("a list with source, destination, status, leaves, bytes, seconds, notes and error of each")
-def command(src: str, dst: str, **options: Any) -> None:
+def command(src: str, dst: str, **options: Any) -> bool:
     """Convert SRC, one checkpoint or all below a directory, to DST, and never touch SRC.
 
     For one checkpoint DST is the path of the result, else the directory of the results, which lie in it as below
@@ -65,4 +65,4 @@ def command(src: str, dst: str, **options: Any) -> None:
         raise click.UsageError("--all and --step contradict each other; leave one out")
     from ._convert import run
 
-    run(src, dst, **options)
+    return run(src, dst, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import FOUND, Command, echo, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, echo, json_option, prefix_option, print_json, step_option
 
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 
@@ -32,7 +32,7 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 @json_option("a JSON object with all differences")
 def command(
     a: str, b: str, step: str | None, prefix: str, rtol: float | None, atol: float | None, *, as_json: bool
-) -> None:
+) -> bool:
     """Compare the checkpoints A and B, of any formats, leaf by leaf.
 
     A and B are checkpoints, or directories of them. Shown are leaves of only one of them (- and +), and leaves of
@@ -51,5 +51,4 @@ def command(
         for line in diff_text.lines(found):
             echo(line, "    ", fg=_COLORS.get(line[0]))
         echo(diff_text.summary(found))
-    if not found.same:
-        raise click.exceptions.Exit(FOUND)
+    return not found.same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import FOUND, Command, echo, json_option, print_json
+from ._command_base import Command, echo, json_option, print_json
 
 
 @click.command(
@@ -18,7 +18,7 @@ flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
 @json_option("JSON")
-def command(paths: tuple[str, ...], *, as_json: bool) -> None:
+def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     """Print what a bug report needs: versions, Flax's flag, settings, what is patched, and whether PATHs can be listed.
 
     Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH cannot be listed.
@@ -35,5 +35,4 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> None:
                 echo(f"  {name:<28} {value}", f"{'':31}")
     for problem in report.problems:
         echo(f"Problem: {problem}", "  ", fg="red", err=True)
-    if report.problems:
-        raise click.exceptions.Exit(FOUND)
+    return bool(report.problems)

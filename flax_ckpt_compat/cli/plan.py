@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import FOUND, Command, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -26,7 +26,7 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 @json_option("a JSON object with a row for each leaf")
 def command(
     path: str, target: str | None, transforms: str | None, step: str | None, prefix: str, *, as_json: bool
-) -> None:
+) -> bool:
     """Show where each leaf of a target would come from, and what a restore would raise.
 
     PATH is a checkpoint, or a directory of them. MODULE is imported from the working directory or PYTHONPATH, and
@@ -39,13 +39,8 @@ def command(
     from flax_ckpt_compat._view import plan_text
     from flax_ckpt_compat._view.plan import plan_restore
 
-    found = plan_restore(
-        path,
-        load_value(target) if target else None,
-        step=step,
-        prefix=prefix,
-        transforms=load_name(transforms) if transforms else None,
-    )
+    state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
+    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules)
     if as_json:
         print_json(plan_text.to_json(found))
     elif is_terminal(sys.stdout):
@@ -54,5 +49,4 @@ def command(
         Console(highlight=False).print(found)
     else:
         click.echo(str(found))
-    if found.raises is not None:
-        raise click.exceptions.Exit(FOUND)
+    return found.raises is not None

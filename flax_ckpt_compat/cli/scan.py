@@ -25,7 +25,7 @@ flax-ckpt scan src --fix
 )
 @click.option("--yes", is_flag=True, help="With --fix: do not ask.")
 @click.option("-v", "--verbose", is_flag=True, help="List also the places that need nothing.")
-def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> None:
+def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> bool:
     """Find the uses of flax.training.checkpoints in CODE, and what breaks when checkpoints become directories.
 
     CODE is Python files, notebooks, and folders of them. It is parsed, never run. Found are calls, imports,
@@ -36,4 +36,4 @@ def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: boo
     """
     from ._scan import run
 
-    run(code, as_json=as_json, as_sarif=as_sarif, do_fix=do_fix, yes=yes, verbose=verbose)
+    return run(code, as_json=as_json, as_sarif=as_sarif, do_fix=do_fix, yes=yes, verbose=verbose)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import FOUND, Command, echo, json_option, print_json
+from ._command_base import Command, echo, json_option, print_json
 
 
 @click.command(
@@ -17,7 +17,7 @@ flax-ckpt shadow-report runs/a
 )
 @click.argument("directory")
 @json_option("a JSON list with one object a save; seconds, and sizes in bytes,")
-def command(directory: str, *, as_json: bool) -> None:
+def command(directory: str, *, as_json: bool) -> bool:
     """Show what shadow mode found in DIRECTORY: differences between the formats, seconds and bytes of each.
 
     Turn shadow mode on with FLAX_CKPT_COMPAT_SHADOW=true, or config.update(shadow=True): each save then also
@@ -32,5 +32,4 @@ def command(directory: str, *, as_json: bool) -> None:
         print_json(report.records)
     else:
         echo("\n".join(lines(report)), "  ")
-    if not report.is_clean:
-        raise click.exceptions.Exit(FOUND)
+    return not report.is_clean

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -57,7 +58,7 @@ def command(
     from flax_ckpt_compat._view import show, show_text
 
     with ExitStack() as stack:
-        progress = stack.enter_context(_Bar()) if stats and is_terminal(sys.stderr) else None
+        progress = stack.enter_context(_progress()) if stats and is_terminal(sys.stderr) else None
         found = show.contents(path, step=step, prefix=prefix, pattern=pattern, stats=stats, progress=progress)
     if as_json:
         print_json(show_text.to_json(found, depth))
@@ -88,20 +89,19 @@ def _write_page(file: str, found: Any) -> None:
     click.echo(f"Wrote {file}.", err=True)
 
 
-class _Bar:
-    """A progress bar on standard error, from the first bytes on."""
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, from the first bytes on."""
+    bar: Any = None
 
-    def __init__(self) -> None:
-        self._bar: Any = None
+    def advance(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = click.progressbar(length=total, file=sys.stderr, label="reading")
+        bar.update(done - bar.pos)
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = click.progressbar(length=total, file=sys.stderr, label="reading")
-        self._bar.update(done - self._bar.pos)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.render_finish()
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.render_finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import FOUND, Command, echo, json_option, prefix_option, print_json
+from ._command_base import Command, echo, json_option, prefix_option, print_json
 
 _COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
 
@@ -24,7 +24,7 @@ flax-ckpt verify gs://bucket/runs --json
 @prefix_option
 @click.option("--strict", is_flag=True, help="Exit with 1 also for leaves without checksums and unexpected files.")
 @json_option("a JSON list with a report for each PATH")
-def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bool, as_json: bool) -> None:
+def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bool, as_json: bool) -> bool:
     """Read every leaf of checkpoints, and report what is damaged.
 
     PATH is a checkpoint, or a directory: all checkpoints below it are verified, of every prefix and format. Each leaf
@@ -45,5 +45,4 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
         print_json([verify_report.to_json(report) for report in reports])
     else:
         echo(verify_report.summary([one for report in reports for one in report.checkpoints]), "  ")
-    if not all(report.verified if strict else report.ok for report in reports):
-        raise click.exceptions.Exit(FOUND)
+    return not all(report.verified if strict else report.ok for report in reports)

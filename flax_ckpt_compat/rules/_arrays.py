@@ -33,27 +33,19 @@ def describe(node: Node) -> str:
     return "None"
 
 
-def require_array(leaf: Node, path: Path, rule_name: str) -> Array:
-    """Return a leaf that must be an array.
-
-    Raises:
-        TransformError: it is not an array.
-    """
+def require_array(leaf: Node, path: Path) -> Array:
+    """Return a leaf, or raise RuleError if it is not an array."""
     if not is_array(leaf):
-        raise misfit(rule_name, path, f"is {describe(leaf)}, expected an array; move it or drop it first")
+        raise misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
     found: Array = leaf
     return found
 
 
-def axis_of(axis: int, ndim: int, path: Path, rule_name: str) -> int:
-    """Return an axis counted from the front.
-
-    Raises:
-        TransformError: an array of ``ndim`` axes has no such axis.
-    """
+def axis_of(axis: int, ndim: int, path: Path) -> int:
+    """Return an axis counted from the front; raise RuleError if an array of ``ndim`` axes has no such axis."""
     if not -ndim <= axis < ndim:
         other = f"pass one from {-ndim} to {ndim - 1}" if ndim else "match only arrays that have axes"
-        raise misfit(rule_name, path, f"has {ndim} axes, so no axis {axis}; {other}")
+        raise misfit(path, f"has {ndim} axes, so no axis {axis}; {other}")
     return axis % ndim
 
 
@@ -79,7 +71,6 @@ def join_trees(
     paths: Sequence[Path],
     describe_one: Callable[[Node, Path], str],
     join: Callable[[list[Array], Path], Derived],
-    rule_name: str,
 ) -> Node:
     """Join several similar trees, of whose nodes ``describe_one`` says the same; ``join`` takes an array of each."""
     texts = [describe_one(node, path) for node, path in zip(nodes, paths, strict=True)]
@@ -87,35 +78,25 @@ def join_trees(
     if count < len(texts):
         odd = next(n for n, text in enumerate(texts) if text != usual)
         like = show_path(paths[texts.index(usual)])
-        raise misfit(
-            rule_name,
-            paths[odd],
-            f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first",
-        )
+        raise misfit(paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first")
     first = nodes[0]
     if isinstance(first, Branch) and first.children:
         children = {
             name: join_trees(
-                [node.children[name] for node in nodes],
-                [(*path, name) for path in paths],
-                describe_one,
-                join,
-                rule_name,
+                [node.children[name] for node in nodes], [(*path, name) for path in paths], describe_one, join
             )
             for name in first.children
         }
         return Branch(children, first.container, first.int_keys)
     if has_no_value(first):
         return first
-    return join([require_array(leaf, path, rule_name) for leaf, path in zip(nodes, paths, strict=True)], paths[0])
+    return join([require_array(leaf, path) for leaf, path in zip(nodes, paths, strict=True)], paths[0])
 
 
-def each_array(
-    pattern: str, rule_name: str, change: Callable[[Array, Path, Node], Node], needed: str = "array"
-) -> Apply:
+def each_array(pattern: str, change: Callable[[Array, Path, Node], Node], needed: str = "array") -> Apply:
     """Return the `apply` of a rule that changes every matching array; see `_edit_tree.each_leaf`."""
     return _edit_tree.each_leaf(
-        pattern, rule_name, lambda leaf, path, target: change(leaf, path, target) if is_array(leaf) else None, needed
+        pattern, lambda leaf, path, target: change(leaf, path, target) if is_array(leaf) else None, needed
     )
 
 

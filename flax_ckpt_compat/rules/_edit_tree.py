@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.errors import NameCollisionError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import (
     Branch,
@@ -19,10 +19,10 @@ from flax_ckpt_compat._core.tree import (
     show_path,
 )
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply
+from flax_ckpt_compat.rules._rule import Apply, RuleError
 
 
-def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]], rule_name: str) -> Node:
+def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
     """Give every leaf new key paths, or none to drop it; containers whose children keep their names keep their type."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
@@ -30,18 +30,31 @@ def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]], rule_name: 
         for new in new_paths(old):
             if new in leaves:
                 first, second = show_path(origins[new]), show_path(old)
-                raise _collision(f"{rule_name}: {first} and {second} would both be called {show_path(new)}", new)
+                raise _collision(f"{first} and {second} would both be called {show_path(new)}", show_path(new))
             leaves[new], origins[new] = leaf, old
     try:
         tree = from_leaves(leaves, like=stored)
     except NameCollisionError as error:
-        raise NameCollisionError(f"{rule_name}: {error}; drop or move one of them first", leaf=error.leaf) from None
+        raise _collision(str(error), error.leaf) from None
     _take_containers(tree, stored, origins)
     return tree
 
 
-def _collision(message: str, path: Path) -> NameCollisionError:
-    return NameCollisionError(f"{message}; drop or move one of them first", leaf=show_path(path))
+def moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
+    """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
+
+    def new_paths(path: Path) -> list[Path]:
+        start = prefix_in(path, ends)
+        if start is None:
+            return [] if drops_rest else [path]
+        end = ends[start] + path[len(start) :]
+        return [path, end] if stays else [end]
+
+    return remap(stored, new_paths)
+
+
+def _collision(problem: str, leaf: str | None) -> RuleError:
+    return RuleError(f"{problem}; drop or move one of them first", leaf=leaf, kind=NameCollisionError)
 
 
 def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
@@ -49,30 +62,24 @@ def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
     return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
 
 
-def put(stored: Node, path: Path, node: Node, rule_name: str, *, depth: int = 0) -> Node:
+def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
     """Return a tree with a node replaced; ``stored`` is its subtree below the first ``depth`` names of the path."""
     if depth == len(path):
         return node
     if stored is not None and not isinstance(stored, Branch):
         leaf, inner = show_path(path[:depth]), show_path(path)
-        raise TransformError(
-            f"{rule_name}: stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf
-        )
+        raise RuleError(f"stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf)
     was = Branch({}) if stored is None else stored
-    child = put(was.children.get(path[depth]), path, node, rule_name, depth=depth + 1)
+    child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
     return Branch({**was.children, path[depth]: child}, was.container, was.int_keys)
 
 
-def each_leaf(pattern: str, rule_name: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
+def each_leaf(pattern: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
     """Return the `apply` of a rule that changes every leaf whose key path has a match; other leaves stay.
 
     ``change`` takes leaf, key path and target, and returns the new leaf, or None to leave it as it is and not count it.
-    ``needed`` is a noun for the required match.
-
-    Raises:
-        TransformError: not a regular expression; when applied: there is no such leaf.
-    """
-    names = [_patterns.whole_names(pattern, rule_name)]
+    ``needed`` is a noun for the required match."""
+    names = [_patterns.whole_names(pattern)]
 
     def apply(stored: Node, target: Node) -> Node:
         found = False
@@ -91,9 +98,7 @@ def each_leaf(pattern: str, rule_name: str, change: Callable[[Any, Path, Node], 
         tree = map_leaves(changed, stored)
         if not found:
             why = f"{one_line(others)} is none" if others else _patterns.near_names(pattern, stored)
-            raise TransformError(
-                f"{rule_name}: matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}"
-            )
+            raise RuleError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
         return tree
 
     return apply
@@ -113,7 +118,7 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
                 branch.container, branch.int_keys = was.container, was.int_keys
 
 
-def each_branch(change: Callable[[Branch, Path], Branch | None], rule_name: str, *, near: str) -> Apply:
+def each_branch(change: Callable[[Branch, Path], Branch | None], *, near: str) -> Apply:
     """Return the `apply` of a rule that changes every branch for which ``change`` returns one, inner ones first."""
 
     def apply(stored: Node, _: Node) -> Node:
@@ -131,27 +136,23 @@ def each_branch(change: Callable[[Branch, Path], Branch | None], rule_name: str,
 
         tree = visit(stored, ())
         if not found:
-            raise TransformError(
-                f"{rule_name}: matches nothing in the checkpoint; {_patterns.near_names(near, stored)}"
-            )
+            raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
         return tree
 
     return apply
 
 
-def replaced(
-    branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]], rule_name: str
-) -> Branch:
+def replaced(branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]]) -> Branch:
     """Return a branch with nodes below it replaced by (path below it, node) each, where the first old one was."""
     result = Branch({})
     for name, child in branch.children.items():
         inside = [at for at in old if at[0] == name]
         if inside and inside[0] == old[0]:
             for at, node in new:
-                _put(result, at, node, path, rule_name)
+                _put(result, at, node, path)
         kept = _without(child, [at[1:] for at in inside])
         if kept is not None or not inside:
-            _put(result, (name,), kept, path, rule_name)
+            _put(result, (name,), kept, path)
     return result
 
 
@@ -169,7 +170,7 @@ def _without(node: Node, old: Sequence[Path]) -> Node:
     return Branch(children) if children else None
 
 
-def _put(branch: Branch, at: Path, node: Node, path: Path, rule_name: str) -> None:
+def _put(branch: Branch, at: Path, node: Node, path: Path) -> None:
     """Put a node below a branch, merging subtrees."""
     name = at[0]
     for inner in reversed(at[1:]):
@@ -179,6 +180,7 @@ def _put(branch: Branch, at: Path, node: Node, path: Path, rule_name: str) -> No
         branch.children[name] = node
     elif isinstance(present, Branch) and isinstance(node, Branch):
         for inner, child in node.children.items():
-            _put(present, (inner,), child, (*path, name), rule_name)
+            _put(present, (inner,), child, (*path, name))
     else:
-        raise _collision(f"{rule_name}: there already is {show_path((*path, name))}", (*path, name))
+        shown = show_path((*path, name))
+        raise _collision(f"there already is {shown}", shown)

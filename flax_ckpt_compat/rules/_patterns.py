@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.regex_templates import compile_template, literal
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat.rules._rule import RuleError
 
 # Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
@@ -24,55 +24,47 @@ Replacement = str | Callable[[re.Match[str]], str]
 Fill = Callable[[re.Match[str]], str]
 
 
-def compiled(pattern: str, rule_name: str) -> re.Pattern[str]:
-    """Compile a pattern for `select`.
-
-    Raises:
-        TransformError: it is not a regular expression.
-    """
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern for `select`; raise RuleError if it is not a regular expression."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise TransformError(
-            f"{rule_name}: {pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
+        raise RuleError(
+            f"{pattern!r} is not a regular expression (literally it is {literal(pattern)!r}): {error}"
         ) from error
 
 
-def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
+def whole_names(pattern: str) -> re.Pattern[str]:
     """Compile a pattern for `matches`; same errors as `compiled`."""
     # Compiled alone first: errors give positions in it, and its flags apply to the whole expression.
-    flags = compiled(pattern, rule_name).flags
+    flags = compiled(pattern).flags
     end = "\n" if flags & re.VERBOSE else ""  # ends a comment
     return re.compile(rf"(?<![^/])(?:{_FLAGS.sub('', pattern)}{end})(?![^/])", flags)
 
 
-def check(patterns: Sequence[str], rule_name: str) -> None:
+def check(patterns: Sequence[str]) -> None:
     """Raise if there is no pattern for `select`, an empty one, or one that is not a regular expression."""
     if not all(patterns) or not patterns:
-        raise TransformError(f"{rule_name}: name at least one path; '.*' is the whole tree")
+        raise RuleError("name at least one path; '.*' is the whole tree")
     for pattern in patterns:
-        compiled(pattern, rule_name)
+        compiled(pattern)
 
 
-def filled(pattern: re.Pattern[str], replacement: Replacement, rule_name: str) -> Fill:
+def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function.
 
-    Raises:
-        TransformError: it refers to groups that the pattern lacks; when called: the function returns no text.
-    """
+    Raise RuleError if it refers to groups that the pattern lacks; when called: if the function returns no text."""
     if isinstance(replacement, str):
         try:
             return compile_template(pattern, replacement)
         except (re.error, IndexError) as error:
-            raise TransformError(
-                f"{rule_name}: {replacement!r} does not fit the groups of the pattern: {error}"
-            ) from error
+            raise RuleError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
     function = replacement
 
     def fill(match: re.Match[str]) -> str:
         text = function(match)
         if not isinstance(text, str):
-            raise TransformError(f"{rule_name}: the function returns {text!r:.100} for {match[0]}, expected text")
+            raise RuleError(f"the function returns {text!r:.100} for {match[0]}, expected text")
         return text
 
     return fill
@@ -81,10 +73,8 @@ def filled(pattern: re.Pattern[str], replacement: Replacement, rule_name: str) -
 def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
     """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
 
-    Yields:
-        Index of the pattern, the first that matches there; of the first name; after the last name; and the match. A
-        ``/`` inside a name is an ordinary character, at which no match begins or ends.
-    """
+    Yields the index of the pattern, the first that matches there; of the first name; after the last name; and the
+    match. A ``/`` inside a name is an ordinary character, at which no match begins or ends."""
     text = "/".join(path)
     able = [number for number, pattern in enumerate(patterns) if pattern.search(text)]
     if not able:
@@ -105,7 +95,7 @@ def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[i
         first = max(after, first + 1)
 
 
-def below(branch: Branch, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
     The pattern does not match names of the branch's own key path."""
@@ -122,57 +112,40 @@ def below(branch: Branch, path: Path, pattern: re.Pattern[str]) -> Iterator[tupl
     return visit(branch, ())
 
 
-def select(
-    tree: Node, patterns: Sequence[str], rule_name: str, *, whose: str = "the checkpoint"
-) -> dict[Path, re.Match[str]]:
+def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint") -> dict[Path, re.Match[str]]:
     """Return the key paths of the topmost nodes whose whole key path a pattern matches, each with its match.
 
-    The empty pattern is the whole tree, which messages call ``whose``.
-
-    Raises:
-        TransformError: a pattern that matches nothing, or two nodes with one text, because names contain ``/``.
-    """
+    The empty pattern is the whole tree, which messages call ``whose``. Raise RuleError for a pattern that matches
+    nothing, or two nodes with one text, because names contain ``/``."""
     found: dict[Path, re.Match[str]] = {}
     for text in patterns:
-        pattern = compiled(text, rule_name)
-        # Plain names need no search of the whole tree.
-        paths = paths_of(tree, text) if text == literal(text) else _matching(tree, pattern)
+        pattern = compiled(text)
+        # Plain names need no search of the whole tree; a pattern that matches the empty text is all of it.
+        paths = paths_of(tree, text) if text == literal(text) else (path for path, _ in below(tree, (), pattern))
+        paths = iter([()]) if pattern.fullmatch("") else paths
         seen: dict[str, re.Match[str]] = {}
         for path in paths:
             shown = "/".join(path)
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
-                raise TransformError(
-                    f"{rule_name}: {shown} means 2 things in {whose}, whose names contain /; match what is above them",
-                    leaf=shown,
+                raise RuleError(
+                    f"{shown} means 2 things in {whose}, whose names contain /; match what is above them", leaf=shown
                 )
             seen[shown] = found[path] = match
         if not seen:
             there = next(paths_of(tree, text), None)
             hint = near_names(text, tree) if there is None else f"it is literally there, so write {literal(text)!r}"
-            raise TransformError(f"{rule_name}: {whose} has no {text}; {hint}", leaf=text)
+            raise RuleError(f"{whose} has no {text}; {hint}", leaf=text)
     return found
 
 
-def select_one(tree: Node, pattern: str, rule_name: str, *, whose: str = "the checkpoint") -> Path:
-    """Return the only key path that `select` finds.
-
-    Raises:
-        TransformError: it finds several; or as in `select`.
-    """
-    first, *others = select(tree, [pattern], rule_name, whose=whose)
+def select_one(tree: Node, pattern: str, *, whose: str = "the checkpoint") -> Path:
+    """Return the only key path that `select` finds; raise RuleError if it finds several, or as in `select`."""
+    first, *others = select(tree, [pattern], whose=whose)
     if others:
         shown = one_line("/".join(path) for path in (first, *others))
-        raise TransformError(f"{rule_name}: {pattern!r} must match one place in {whose}, found {shown}")
+        raise RuleError(f"{pattern!r} must match one place in {whose}, found {shown}")
     return first
-
-
-def _matching(node: Node, pattern: re.Pattern[str], path: Path = ()) -> Iterator[Path]:
-    if pattern.fullmatch("/".join(path)):
-        yield path
-    elif isinstance(node, Branch):
-        for name, child in node.children.items():
-            yield from _matching(child, pattern, (*path, name))
 
 
 def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from flax_ckpt_compat._core.dtypes import dtype_name
-from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Node, Path, show_path
 
@@ -22,6 +24,50 @@ _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
 OpenTree = Callable[[str, Any, str], tuple[str, Node]]
 Apply = Callable[..., Node]
+_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
+
+
+class RuleError(Exception):
+    """A rule that is invalid, or does not fit; `named` makes the error of it that callers see."""
+
+    def __init__(
+        self, problem: str, *, leaf: str | None = None, kind: type[TransformError | NameCollisionError] = TransformError
+    ):
+        super().__init__(problem)
+        self.leaf, self.kind = leaf, kind
+
+
+def misfit(path: Path, problem: str) -> RuleError:
+    """Return the error for what is at a key path."""
+    shown = show_path(path)
+    return RuleError(f"{shown} {problem}", leaf=shown)
+
+
+@contextlib.contextmanager
+def named(rule_name: str) -> Iterator[None]:
+    """Begin the messages of errors with the name of a rule."""
+    token = _name.set(rule_name)
+    try:
+        yield
+    except RuleError as error:
+        raise error.kind(f"{rule_name}: {error}", leaf=error.leaf) from error.__cause__
+    finally:
+        _name.reset(token)
+
+
+def applied(rule_name: str, apply: Apply) -> Apply:
+    """Return an `apply` whose errors are `named`; cloudpickle can send it to Dask's workers."""
+
+    def apply_named(*trees: Any) -> Node:
+        with named(rule_name):
+            return apply(*trees)
+
+    return apply_named
+
+
+def name_in_messages() -> str:
+    """Return the name of the rule that is applied, for messages of what runs when values are read."""
+    return _name.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,16 +95,10 @@ class Rule:
         return self.source
 
 
-def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Rule]:
-    """Decorate a function that returns a rule's `apply`, so that it returns the `Rule`.
-
-    Args:
-        make: takes the rule's name for messages (its source without ``rules.``), which the decorator passes, then the
-            caller's arguments.
-    """
+def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
+    """Decorate a function that returns a rule's `apply`, so that it returns the `Rule`, whose errors are `named`."""
     signature = inspect.signature(make)
-    parameters = list(signature.parameters.values())[1:]
-    signature = signature.replace(parameters=parameters)
+    first = next(iter(signature.parameters), None)
 
     @functools.wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
@@ -67,22 +107,22 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
             parameter = signature.parameters[name]
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 words.extend(map(_shown, value))
-            elif name not in (parameters[0].name, "replacement") and parameter.default is not inspect.Parameter.empty:
+            elif name not in (first, "replacement") and parameter.default is not inspect.Parameter.empty:
                 words.append(f"{name}={_shown(value)}")
             else:
                 words.append(_shown(value))
         rule_name = f"{make.__name__}({', '.join(words)})"
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            _check_type(rule_name, signature.parameters[name], value)
-        apply = make(rule_name, *args, **kwargs)
-        return Rule(f"rules.{rule_name}", apply, getattr(apply, "opens", ()))
+        with named(rule_name):
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                _check_type(signature.parameters[name], value)
+            apply = make(*args, **kwargs)
+        return Rule(f"rules.{rule_name}", applied(rule_name, apply), getattr(apply, "opens", ()))
 
-    made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
 
 
-def _check_type(rule_name: str, parameter: inspect.Parameter, value: Any) -> None:
-    """Raise TransformError unless an argument is what its annotation says, if `_EXPECTED` knows all of that."""
+def _check_type(parameter: inspect.Parameter, value: Any) -> None:
+    """Raise an error unless an argument is what its annotation says, if `_EXPECTED` knows all of that."""
     names = str(parameter.annotation).split(" | ")
     # A prefix may also be a path object, and `as_text` refuses others.
     is_known = _EXPECTED.keys() >= set(names) and parameter.name != "prefix"
@@ -92,7 +132,7 @@ def _check_type(rule_name: str, parameter: inspect.Parameter, value: Any) -> Non
         if not any(is_right(one) for _, is_right in kinds):
             words = " or ".join(word for word, _ in kinds if word)
             found = f"{type(one).__name__}: {one!r:.100}"
-            raise TransformError(f"{rule_name}: {parameter.name} is {words}, found {found}")
+            raise RuleError(f"{parameter.name} is {words}, found {found}")
 
 
 def _is_whole(value: Any) -> bool:
@@ -119,12 +159,6 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "Callable[[Any], Any]": ("a function", callable),
     "None": ("", lambda value: value is None),
 }
-
-
-def misfit(rule_name: str, path: Path, problem: str) -> TransformError:
-    """Return the error of a rule for what is at a key path."""
-    shown = show_path(path)
-    return TransformError(f"{rule_name}: {shown} {problem}", leaf=shown)
 
 
 def _shown(value: object) -> str:

@@ -101,11 +101,8 @@ def _at(node: Node, paths: list[Path]) -> Iterator[State]:
     for path in paths:
         inner = [other[len(path) :] for other in paths if other != path and other[: len(path)] == path]
         branch = node_at(node, path)
-        own = {
-            below: leaf
-            for below, leaf in leaves_of(branch).items()
-            if not any(below[: len(one)] == one for one in inner)
-        }
+        leaves = leaves_of(branch).items()
+        own = {below: leaf for below, leaf in leaves if not any(below[: len(one)] == one for one in inner)}
         if own:
             way = [(node_at(node, path[:end]).container, name) for end, name in enumerate(path)]
             labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())

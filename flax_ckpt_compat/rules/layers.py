@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 
 @rule
-def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
+def stack(pattern: str, into: str, axis: int = 0) -> Apply:
     """Stack numbered subtrees into one, as for ``nn.scan`` over layers: ``stack(r"layer_(\\d+)", "layers")``.
 
     Applies to all such layers side by side (in params, moments of the optimizer, …); each of their arrays gets a new
@@ -36,25 +35,25 @@ def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
             the layers differ in their leaves, shapes or dtypes.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    compiled, levels = _patterns.whole_names(pattern, _rule_name), _levels(into, _rule_name)
+    compiled, levels = _patterns.whole_names(pattern), _levels(into)
     if compiled.groups != 1:
-        raise TransformError(f"{_rule_name}: {pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
+        raise RuleError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shape = leaves[0].shape or ()
-        at = _arrays.axis_of(axis, len(shape) + 1, path, _rule_name)
+        at = _arrays.axis_of(axis, len(shape) + 1, path)
         shape = (*shape[:at], len(leaves), *shape[at:])
         return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
 
     def stacked(branch: Branch, path: Path) -> Branch | None:
-        layers = _in_order(compiled, branch, path, _rule_name)
-        return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join, _rule_name)
+        layers = _in_order(compiled, branch, path)
+        return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join)
 
-    return _edit_tree.each_branch(stacked, _rule_name, near=pattern)
+    return _edit_tree.each_branch(stacked, near=pattern)
 
 
 @rule
-def unstack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
+def unstack(pattern: str, into: str, axis: int = 0) -> Apply:
     """Split subtrees into numbered ones, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
 
     Applies wherever the subtree occurs. Each of its arrays is sliced along the axis, and reads only the slice.
@@ -70,20 +69,20 @@ def unstack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
         NameCollisionError: when applied: there already is a new name.
     """
     if into.count("{}") != 1:
-        raise TransformError(f"{_rule_name}: {into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
+        raise RuleError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
     def names(node: Node, path: Path) -> list[str]:
-        return [into.replace("{}", str(n)) for n in range(_common_length(node, path, axis, _rule_name))]
+        return [into.replace("{}", str(n)) for n in range(_common_length(node, path, axis))]
 
     def layer(array: Array, path: Path, number: int, count: int) -> Derived:
-        at = _arrays.axis_of(axis, len(array.shape or ()), path, _rule_name)
+        at = _arrays.axis_of(axis, len(array.shape or ()), path)
         return _arrays.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
 
-    return _divide(pattern, names, layer, _rule_name)
+    return _divide(pattern, names, layer)
 
 
 @rule
-def fuse(_rule_name: str, names: Sequence[str], into: str, axis: int = -1) -> Apply:
+def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
     """Concatenate siblings into one subtree or leaf: ``fuse(["query", "key", "value"], "qkv")``.
 
     Args:
@@ -98,34 +97,32 @@ def fuse(_rule_name: str, names: Sequence[str], into: str, axis: int = -1) -> Ap
             the length on that axis.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    levels = _levels(into, _rule_name)
+    levels = _levels(into)
     if len(set(names)) < 2 or len(set(names)) < len(names) or isinstance(names, str):
-        raise TransformError(f"{_rule_name}: expected a list of two or more different names, found {names!r:.100}")
+        raise RuleError(f"expected a list of two or more different names, found {names!r:.100}")
 
     def alike(node: Node, path: Path) -> str:
         if not is_array(node):
             return _arrays.describe(node)
-        at = _arrays.axis_of(axis, len(node.shape), path, _rule_name)
+        at = _arrays.axis_of(axis, len(node.shape), path)
         shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
         return f"{node.dtype}[{shape}]"
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shapes = [leaf.shape or () for leaf in leaves]
-        at = _arrays.axis_of(axis, len(shapes[0]), path, _rule_name)
+        at = _arrays.axis_of(axis, len(shapes[0]), path)
         shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
         return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
 
     def fused(branch: Branch, path: Path) -> Branch | None:
         siblings = [next(_patterns.paths_of(branch, name), ()) for name in names]
-        return _join(branch, path, siblings if all(siblings) else [], levels, alike, join, _rule_name)
+        return _join(branch, path, siblings if all(siblings) else [], levels, alike, join)
 
-    return _edit_tree.each_branch(fused, _rule_name, near=names[0])
+    return _edit_tree.each_branch(fused, near=names[0])
 
 
 @rule
-def split(
-    _rule_name: str, pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None
-) -> Apply:
+def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
     """Split subtrees or leaves into several, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
 
     Applies wherever it occurs. Each of its arrays is sliced along the axis; each part reads only its own data.
@@ -141,16 +138,16 @@ def split(
         NameCollisionError: when applied: there already is a new name.
     """
     if not into or isinstance(into, str) or (sizes is not None and len(sizes) != len(into)):
-        raise TransformError(f"{_rule_name}: expected a list of names, and as many sizes if any; got sizes {sizes}")
+        raise RuleError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
 
     def part(array: Array, path: Path, number: int, count: int) -> Derived:
         shape = array.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
-        lengths = _lengths(shape[at], count, sizes, path, _rule_name)
+        at = _arrays.axis_of(axis, len(shape), path)
+        lengths = _lengths(shape[at], count, sizes, path)
         first = sum(lengths[:number])
         return _arrays.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
 
-    return _divide(pattern, lambda *_: into, part, _rule_name)
+    return _divide(pattern, lambda *_: into, part)
 
 
 def _join(
@@ -160,31 +157,27 @@ def _join(
     into: Path,
     describe: Callable[[Node, Path], str],
     join: Callable[[list[Array], Path], Derived],
-    rule_name: str,
 ) -> Branch | None:
     """Return a branch with the nodes at several paths below it joined into one; None if there are none."""
     if not levels:
         return None
     nodes, paths = [node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
-    whole = _arrays.join_trees(nodes, paths, describe, join, rule_name)
-    return _edit_tree.replaced(branch, path, levels, [(into, whole)], rule_name)
+    whole = _arrays.join_trees(nodes, paths, describe, join)
+    return _edit_tree.replaced(branch, path, levels, [(into, whole)])
 
 
 def _divide(
-    pattern: str,
-    names: Callable[[Node, Path], Sequence[str]],
-    part: Callable[[Array, Path, int, int], Derived],
-    rule_name: str,
+    pattern: str, names: Callable[[Node, Path], Sequence[str]], part: Callable[[Array, Path, int, int], Derived]
 ) -> Apply:
     """Return the `apply` of a rule that divides matching nodes; ``part`` takes array, path, number and count."""
-    compiled = _patterns.whole_names(pattern, rule_name)
+    compiled = _patterns.whole_names(pattern)
 
     def piece(node: Node, start: Path, number: int, count: int) -> Node:
         def one(path: Path, leaf: Any) -> Node:
             if _arrays.has_no_value(leaf):
                 return leaf
             full = (*start, *path)
-            return part(_arrays.require_array(leaf, full, rule_name), full, number, count)
+            return part(_arrays.require_array(leaf, full), full, number, count)
 
         return map_leaves(one, node)
 
@@ -192,63 +185,57 @@ def _divide(
         levels = [level for level, _ in _patterns.below(branch, path, compiled)]
         for level in levels:
             node, start = node_at(branch, level), (*path, *level)
-            parts = [_levels(name, rule_name) for name in names(node, start)]
+            parts = [_levels(name) for name in names(node, start)]
             new = [(name, piece(node, start, number, len(parts))) for number, name in enumerate(parts)]
-            branch = _edit_tree.replaced(branch, path, [level], new, rule_name)
+            branch = _edit_tree.replaced(branch, path, [level], new)
         return branch if levels else None
 
-    return _edit_tree.each_branch(divided, rule_name, near=pattern)
+    return _edit_tree.each_branch(divided, near=pattern)
 
 
-def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, rule_name: str) -> Sequence[int]:
+def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path) -> Sequence[int]:
     """Return the lengths of an axis' parts, which add up to its length."""
     lengths = [length // count] * count if sizes is None else sizes
     if sum(lengths) != length or min(lengths) < 0:
         parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
-        raise misfit(rule_name, path, f"has length {length} on the axis, which is not {parts}")
+        raise misfit(path, f"has length {length} on the axis, which is not {parts}")
     return lengths
 
 
-def _levels(name: str, rule_name: str) -> Path:
+def _levels(name: str) -> Path:
     if not name:
-        raise TransformError(f"{rule_name}: a new name is empty")
+        raise RuleError("a new name is empty")
     return _patterns.names_in(name)
 
 
-def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, rule_name: str) -> list[Path]:
+def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path) -> list[Path]:
     """Return the matching paths below a branch in the order of their numbers, which must be 0, 1, …, n-1."""
     numbered: dict[int, Path] = {}
     for level, match in _patterns.below(branch, path, pattern):
         shown = show_path((*path, *level))
         if not (match[1] or "").isdecimal():
-            raise TransformError(
-                f"{rule_name}: the group matches {match[1]!r} in {shown}, expected a number", leaf=shown
-            )
+            raise RuleError(f"the group matches {match[1]!r} in {shown}, expected a number", leaf=shown)
         other = numbered.setdefault(int(match[1]), level)
         if other != level:
-            raise TransformError(
-                f"{rule_name}: {shown} and {show_path(other)} have the same number; match only one of them", leaf=shown
-            )
+            raise RuleError(f"{shown} and {show_path(other)} have the same number; match only one of them", leaf=shown)
     lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
     if lacking:
-        raise misfit(
-            rule_name, path, f"has numbers {sorted(numbered)}, but not {lacking}; rename them to 0, 1, … first"
-        )
+        raise misfit(path, f"has numbers {sorted(numbered)}, but not {lacking}; rename them to 0, 1, … first")
     return [numbered[number] for number in range(len(numbered))]
 
 
-def _common_length(node: Node, start: Path, axis: int, rule_name: str) -> int:
+def _common_length(node: Node, start: Path, axis: int) -> int:
     """Return the length that all arrays of a subtree have on an axis."""
     lengths: dict[int, str] = {}
     for path, leaf in iter_leaves(node):
         if not _arrays.has_no_value(leaf):
             full = (*start, *path)
-            shape = _arrays.require_array(leaf, full, rule_name).shape or ()
-            lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full, rule_name)], show_path(full))
+            shape = _arrays.require_array(leaf, full).shape or ()
+            lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full)], show_path(full))
     if len(lengths) != 1 or math.prod(lengths) == 0:
         shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
-        raise TransformError(
-            f"{rule_name}: the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; "
+        raise RuleError(
+            f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; "
             f"found {shown}. Match only what is stacked, or name its axis"
         )
     return next(iter(lengths))

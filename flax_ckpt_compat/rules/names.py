@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 
 @rule
-def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacement: Replacement | None = None) -> Apply:
+def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | None = None) -> Apply:
     """Rename wherever a pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
 
     Args:
@@ -29,10 +28,10 @@ def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacemen
         NameCollisionError: when applied: two leaves would get the same name.
     """
     if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
-        raise TransformError(f"{_rule_name}: expected a pattern and a replacement, or a mapping of such pairs")
+        raise RuleError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
-    names = [_patterns.whole_names(one, _rule_name) for one in given]
-    fills = [_patterns.filled(name, text, _rule_name) for name, text in zip(names, given.values(), strict=True)]
+    names = [_patterns.whole_names(one) for one in given]
+    fills = [_patterns.filled(name, text) for name, text in zip(names, given.values(), strict=True)]
 
     def apply(stored: Node, _: Node) -> Node:
         unmatched = dict.fromkeys(range(len(names)))
@@ -46,20 +45,18 @@ def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacemen
                 done = after
             return ((*new, *path[done:]),)
 
-        tree = _edit_tree.remap(stored, renamed, _rule_name)
+        tree = _edit_tree.remap(stored, renamed)
         for number in unmatched:
             text = list(given)[number]
             what = f"{text!r} matches" if len(given) > 1 else "matches"
-            raise TransformError(
-                f"{_rule_name}: {what} nothing in the checkpoint; {_patterns.near_names(text, stored)}"
-            )
+            raise RuleError(f"{what} nothing in the checkpoint; {_patterns.near_names(text, stored)}")
         return tree
 
     return apply
 
 
 @rule
-def move(_rule_name: str, source: str, to: Replacement) -> Apply:
+def move(source: str, to: Replacement) -> Apply:
     """Move subtrees or leaves: ``move("model/params", "params")``, ``move("(.*)/attn/qkv", r"\\1/qkv")``.
 
     Args:
@@ -71,11 +68,11 @@ def move(_rule_name: str, source: str, to: Replacement) -> Apply:
         TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
         NameCollisionError: when applied: two leaves would get the same name.
     """
-    return _relocated(source, to, _rule_name, stays=False)
+    return _relocated(source, to, stays=False)
 
 
 @rule
-def copy(_rule_name: str, source: str, to: Replacement) -> Apply:
+def copy(source: str, to: Replacement) -> Apply:
     """Copy subtrees or leaves, such as parameters for a new EMA: ``copy("params", "ema_params")``.
 
     Args:
@@ -86,31 +83,22 @@ def copy(_rule_name: str, source: str, to: Replacement) -> Apply:
         TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
         NameCollisionError: when applied: there is such a leaf already.
     """
-    return _relocated(source, to, _rule_name, stays=True)
+    return _relocated(source, to, stays=True)
 
 
-def _relocated(source: str, to: Replacement, rule_name: str, *, stays: bool) -> Apply:
-    fill = _patterns.filled(_patterns.compiled(source, rule_name), to, rule_name)
+def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
+    fill = _patterns.filled(_patterns.compiled(source), to)
 
     def apply(stored: Node, target: Node) -> Node:
-        found = _patterns.select(stored, [source], rule_name)
+        found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        keeps_rest = stays or () not in ends.values()
-
-        def new_paths(path: Path) -> list[Path]:
-            start = _edit_tree.prefix_in(path, ends)
-            if start is None:
-                return [path] if keeps_rest else []
-            end = ends[start] + path[len(start) :]
-            return [path, end] if stays else [end]
-
-        return _edit_tree.remap(stored, new_paths, rule_name)
+        return _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
 
     return apply
 
 
 @rule
-def drop(_rule_name: str, *patterns: str) -> Apply:
+def drop(*patterns: str) -> Apply:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``.
 
     Args:
@@ -119,19 +107,17 @@ def drop(_rule_name: str, *patterns: str) -> Apply:
     Raises:
         TransformError: no pattern, or a bad one; when applied: the checkpoint has no such path.
     """
-    _patterns.check(patterns, _rule_name)
+    _patterns.check(patterns)
 
     def apply(stored: Node, _: Node) -> Node:
-        dropped = _patterns.select(stored, patterns, _rule_name)
-        return _edit_tree.remap(
-            stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path], _rule_name
-        )
+        dropped = _patterns.select(stored, patterns)
+        return _edit_tree.remap(stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path])
 
     return apply
 
 
 @rule
-def wrap(_rule_name: str, name: str, at: str = "") -> Apply:
+def wrap(name: str, at: str = "") -> Apply:
     """Move the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
     Args:
@@ -143,24 +129,19 @@ def wrap(_rule_name: str, name: str, at: str = "") -> Apply:
     """
     levels = _patterns.names_in(name)
     if not levels:
-        raise TransformError(f"{_rule_name}: the new level needs a name")
-    _patterns.compiled(at, _rule_name)
+        raise RuleError("the new level needs a name")
+    _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:
-        starts = _patterns.select(stored, [at], _rule_name)
-        _expect_children(stored, starts, _rule_name)
-
-        def deeper(path: Path) -> list[Path]:
-            start = _edit_tree.prefix_in(path, starts)
-            return [path if start is None else (*start, *levels, *path[len(start) :])]
-
-        return _edit_tree.remap(stored, deeper, _rule_name)
+        starts = _patterns.select(stored, [at])
+        _expect_children(stored, starts)
+        return _edit_tree.moved(stored, {start: (*start, *levels) for start in starts})
 
     return apply
 
 
 @rule
-def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
+def unwrap(name: str, at: str = "") -> Apply:
     """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     Args:
@@ -172,26 +153,21 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
         NameCollisionError: when applied: a child has the name of something beside the level.
     """
     for pattern in (name, at):
-        _patterns.compiled(pattern, _rule_name)
+        _patterns.compiled(pattern)
 
     def apply(stored: Node, _: Node) -> Node:
         ends: dict[Path, Path] = {}
-        for start in _patterns.select(stored, [at], _rule_name):
-            inside = _patterns.select(node_at(stored, start), [name], _rule_name, whose=show_path(start))
+        for start in _patterns.select(stored, [at]):
+            inside = _patterns.select(node_at(stored, start), [name], whose=show_path(start))
             ends |= {(*start, *level): start for level in inside}
-        _expect_children(stored, ends, _rule_name)
-
-        def higher(path: Path) -> list[Path]:
-            level = _edit_tree.prefix_in(path, ends)
-            return [path if level is None else ends[level] + path[len(level) :]]
-
-        return _edit_tree.remap(stored, higher, _rule_name)
+        _expect_children(stored, ends)
+        return _edit_tree.moved(stored, ends)
 
     return apply
 
 
-def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], rule_name: str) -> None:
+def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]]) -> None:
     for path in paths:
         node = node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
-            raise misfit(rule_name, path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
+            raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.module_names import linen_names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
@@ -18,7 +17,7 @@ _MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
 
 
 @rule
-def pre_linen(_rule_name: str, at: str = "params") -> Apply:
+def pre_linen(at: str = "params") -> Apply:
     """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
@@ -29,19 +28,18 @@ def pre_linen(_rule_name: str, at: str = "params") -> Apply:
         TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
     """
 
-    _patterns.compiled(at, _rule_name)
+    _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:
         new: dict[Path, Path] = {}
-        for start in _patterns.select(stored, [at], _rule_name):
+        for start in _patterns.select(stored, [at]):
             found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
             if all(path == other for path, other in found.items()):
-                raise TransformError(
-                    f"{_rule_name}: below {show_path(start)} all names are linen's already; leave the rule out",
-                    leaf=show_path(start),
+                raise RuleError(
+                    f"below {show_path(start)} all names are linen's already; leave the rule out", leaf=show_path(start)
                 )
             new |= found
-        return _edit_tree.remap(stored, lambda path: [new.get(path, path)], _rule_name)
+        return _edit_tree.remap(stored, lambda path: [new.get(path, path)])
 
     return apply
 
@@ -56,7 +54,7 @@ def _linen_paths(node: Node, path: Path, new: Path) -> Iterator[tuple[Path, Path
 
 
 @rule
-def pre_optax(_rule_name: str) -> Apply:
+def pre_optax() -> Apply:
     """Convert a checkpoint of ``flax.optim``, whose optimizer held the parameters, to a train state.
 
     The parameters go to ``params``, and the optimizer's step to ``step`` (unless there is one) and to the counts of the
@@ -71,10 +69,10 @@ def pre_optax(_rule_name: str) -> Apply:
     """
 
     def apply(stored: Node, target: Node) -> Node:
-        old = _Old.of(stored, target, _rule_name)
-        tree = _edit_tree.remap(stored, lambda path: filter(None, [old.renamed(path)]), _rule_name)
+        old = _Old.of(stored, target)
+        tree = _edit_tree.remap(stored, lambda path: filter(None, [old.renamed(path)]))
         for path, node in old.additions(tree):
-            tree = _edit_tree.put(tree, path, node, _rule_name)
+            tree = _edit_tree.put(tree, path, node)
         return tree
 
     return apply
@@ -88,19 +86,16 @@ class _Old:
     target: Node
     start: Path  # of the node with ``target`` and ``state``
     is_nested: bool  # its ``target`` is the dict of all collections, including ``params``, unlike the target's
-    rule_name: str
 
     @classmethod
-    def of(cls, stored: Node, target: Node, rule_name: str) -> _Old:
+    def of(cls, stored: Node, target: Node) -> _Old:
         for start in ((), ("optimizer",)):
             node = node_at(stored, start)
             if isinstance(node_at(node, ("state",)), Branch) and isinstance(node_at(node, ("target",)), Branch):
                 is_nested = isinstance(node_at(node, ("target", "params")), Branch)
-                return cls(
-                    stored, target, start, is_nested and node_at(target, ("params", "params")) is None, rule_name
-                )
-        raise TransformError(
-            f"{rule_name}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
+                return cls(stored, target, start, is_nested and node_at(target, ("params", "params")) is None)
+        raise RuleError(
+            "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
             f"{_patterns.near_names('optimizer/target', stored)}"
         )
 
@@ -134,7 +129,7 @@ class _Old:
         if len(homes) > 1:
             states = show_path((*self.start, "state", "param_states"))
             remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
-            raise misfit(self.rule_name, path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
+            raise misfit(path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
         return (*homes[0], *parameter) if homes else None
 
     def _homes(self, fields: set[str]) -> list[Path]:
@@ -146,9 +141,7 @@ class _Old:
     def additions(self, tree: Node) -> Iterator[tuple[Path, Node]]:
         """Yield the step for each count of the target's optimizer, and states without values, such as EmptyState.
 
-        Args:
-            tree: the tree with the new names; Adam's count goes only where its moments went.
-        """
+        In ``tree`` names are the new ones. Adam's count goes only where its moments went."""
         if self.step is not None and not isinstance(self.target, Branch) and node_at(tree, ("opt_state", "0", "mu")):
             yield ("opt_state", "0", "count"), self.step
         for path, branch in self._target_states():

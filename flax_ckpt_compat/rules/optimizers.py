@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
 from flax_ckpt_compat.rules._states import State
 
 
 @rule
-def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | None = None) -> Apply:
+def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Apply:
     """Carry over the optimizer's state of parameters that still exist; others keep the target's.
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
@@ -39,137 +38,134 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
     """
     source = at if stored_at is None else stored_at
     for pattern in (at, source):
-        _patterns.compiled(pattern, _rule_name)
+        _patterns.compiled(pattern)
 
     def apply(stored: Node, target: Node) -> Node:
-        at_path = _patterns.select_one(target, at, _rule_name, whose="the target")
-        start = _patterns.select_one(stored, source, _rule_name)
-        _refuse_loss(stored, at_path, start, _rule_name)
+        at_path = _patterns.select_one(target, at, whose="the target")
+        start = _patterns.select_one(stored, source)
+        _refuse_loss(stored, at_path, start)
         own, old = node_at(target, at_path), node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
-        call = _Call(_rule_name, at_path, start)
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
             group = [state for state in wanted if state.names == names]
             similar = [
                 State(*one, _states.leaves_of(one[1])) for one in branches if _states.alike(one[1], group[0].node)
             ]
-            taken |= _take(group, sorted(similar, key=State.order), call)
+            taken |= _Group(at_path, start, group, sorted(similar, key=State.order)).taken()
         if not taken:
-            raise TransformError(_nothing(_rule_name, show_path(start), wanted, old), leaf=show_path(at_path))
-        return _edit_tree.put(stored, at_path, _with(taken, own), _rule_name)
+            raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+        return _edit_tree.put(stored, at_path, _with(taken, own))
 
     return apply
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """Rule name, and the paths of the optimizer's state in the target and in the checkpoint."""
+class _Group:
+    """States in the target and in the checkpoint with the same fields."""
 
-    rule_name: str
-    at_path: Path
-    start: Path
+    at_path: Path  # of the optimizer's state in the target
+    start: Path  # of that in the checkpoint
+    wanted: list[State]
+    stored: list[State]
 
-    def ambiguous(self, pairs: list[tuple[State, State]], wanted: list[State], stored: list[State]) -> TransformError:
+    def taken(self) -> dict[Path, Node]:
+        """Map paths in the target's optimizer state to stored leaves."""
+        chosen = [self._chosen(state) for state in self.wanted]
+        spare = [state for state in self.stored if state not in chosen]
+        taken: dict[Path, Node] = {}
+        users: dict[tuple[State, Path], State] = {}
+        for state, source in zip(self.wanted, chosen, strict=True):
+            if source is None:
+                continue
+            for path in state.common_paths(source):
+                other = users.setdefault((source, path), state)
+                if other is not state and path in state.moments:
+                    raise self._ambiguous([(state, source), (other, source)])
+                taken[(*state.path, *path)] = source.leaves[path]
+            # Several optimizers may have become one: take its other moments from states that are not used otherwise.
+            found: dict[Path, list[Node]] = {}
+            for one in spare:
+                if not state.overlap([source, one]):
+                    for path in state.common_paths(one):
+                        found.setdefault(path, []).append(one.leaves[path])
+            for path in state.moments.keys() - set(state.common_paths(source)):
+                if len(fits := found.get(path, [])) == 1:
+                    taken[(*state.path, *path)] = fits[0]
+        return taken
+
+    def _chosen(self, state: State) -> State | None:
+        """Return the stored state that fits a target's state best."""
+        able = [one for one in self.stored if state.may_come_from(one)]
+        able = [one for one in able if not any(state.is_nearer(other, one) for other in able)]
+        if not able:
+            return None
+        best = max(map(state.fit, able))
+        equal = [one for one in able if state.fit(one) == best]
+        if len(equal) == 1:
+            return equal[0]
+        if found := self._in_order(state, equal):
+            return found
+        if state.moments and not state.overlap(equal):
+            return equal[0]  # each has other parameters; `taken` adds those of the rest
+        raise self._ambiguous([(state, one) for one in equal])
+
+    def _in_order(self, state: State, equal: list[State]) -> State | None:
+        """Return the stored chain member at the same position, if the chains are equally long; names have no order."""
+        peers = sorted((one for one in self.wanted if one.plain == state.plain), key=State.order)
+        members = [one for one in self.stored if one.plain == equal[0].plain]
+        is_chain = all(one.is_in_order for one in peers)
+        if len(peers) != len(members) or any(one not in members for one in equal):
+            return None
+        if not is_chain and [one.numbers for one in peers] != [one.numbers for one in members]:
+            return None
+        found = members[peers.index(state)]
+        return found if found in equal else None
+
+    def _ambiguous(self, pairs: list[tuple[State, State]]) -> RuleError:
         """Return the error for target states and stored states that fit equally well."""
         first, second = (dict.fromkeys(states) for states in zip(*pairs, strict=True))
         targets_own = [show_path((*self.at_path, *one.path)) for one in first]
         others = [show_path((*self.start, *one.path)) for one in second]
-        lines = " or ".join(self._line(*pair, wanted, stored) for pair in pairs[:4])
-        return TransformError(
-            f"{self.rule_name}: the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally "
+        lines = " or ".join(self._line(*pair) for pair in pairs[:4])
+        return RuleError(
+            f"the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally "
             f"well; name those that belong together, each in a rule of its own: {lines}; use from_target for "
             "one that starts anew",
             leaf=targets_own[0],
         )
 
-    def _line(self, one: State, source: State, wanted: list[State], stored: list[State]) -> str:
+    def _line(self, one: State, source: State) -> str:
         """Return a rule that pairs two states, by the outermost paths that hold no other state."""
         here, there = one.path, source.path
-        while here and there and here[-1] == there[-1] and _alone(here[:-1], wanted) and _alone(there[:-1], stored):
+        while here and there and here[-1] == there[-1] and self._holds_one(here[:-1], there[:-1]):
             here, there = here[:-1], there[:-1]
         paths = dict.fromkeys((show_path((*self.at_path, *here)), show_path((*self.start, *there))))
         return f"rules.optimizer_state({', '.join(map(repr, paths))})"
 
+    def _holds_one(self, here: Path, there: Path) -> bool:
+        both = ((here, self.wanted), (there, self.stored))
+        return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
 
-def _alone(path: Path, states: list[State]) -> bool:
-    return sum(one.path[: len(path)] == path for one in states) == 1
 
-
-def _refuse_loss(stored: Node, at_path: Path, start: Path, rule_name: str) -> None:
+def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
     """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
     node = node_at(stored, at_path)
     is_other = at_path[: len(start)] != start and start[: len(at_path)] != at_path
     if is_other and any(not _states.is_empty(leaf) for _, leaf in iter_leaves(node)):
         here, there = show_path(at_path), show_path(start)
-        raise TransformError(
-            f"{rule_name}: the checkpoint has {here}, too, which {there} would replace; before this rule use "
+        raise RuleError(
+            f"the checkpoint has {here}, too, which {there} would replace; before this rule use "
             f"rules.drop({here!r}) if it is not wanted, else rules.move({start[0]!r}, 'old') and read old/… here",
             leaf=here,
         )
 
 
-def _take(wanted: list[State], stored: list[State], call: _Call) -> dict[Path, Node]:
-    """Map paths in the target's optimizer state to stored leaves, for states with the same fields."""
-    chosen = [_choose(state, wanted, stored, call) for state in wanted]
-    spare = [state for state in stored if state not in chosen]
-    taken: dict[Path, Node] = {}
-    users: dict[tuple[State, Path], State] = {}
-    for state, source in zip(wanted, chosen, strict=True):
-        if source is None:
-            continue
-        for path in state.common_paths(source):
-            other = users.setdefault((source, path), state)
-            if other is not state and path in state.moments:
-                raise call.ambiguous([(state, source), (other, source)], wanted, stored)
-            taken[(*state.path, *path)] = source.leaves[path]
-        # Several optimizers may have become one: take its other moments from states that are not used otherwise.
-        found: dict[Path, list[Node]] = {}
-        for one in spare:
-            if not state.overlap([source, one]):
-                for path in state.common_paths(one):
-                    found.setdefault(path, []).append(one.leaves[path])
-        for path in state.moments.keys() - set(state.common_paths(source)):
-            if len(fits := found.get(path, [])) == 1:
-                taken[(*state.path, *path)] = fits[0]
-    return taken
-
-
-def _choose(state: State, wanted: list[State], stored: list[State], call: _Call) -> State | None:
-    """Return the stored state that fits a target's state best."""
-    able = [one for one in stored if state.may_come_from(one)]
-    able = [one for one in able if not any(state.is_nearer(other, one) for other in able)]
-    if not able:
-        return None
-    best = max(map(state.fit, able))
-    equal = [one for one in able if state.fit(one) == best]
-    if len(equal) == 1:
-        return equal[0]
-    if found := _in_order(state, equal, wanted, stored):
-        return found
-    if state.moments and not state.overlap(equal):
-        return equal[0]  # each has other parameters; `_take` adds those of the rest
-    raise call.ambiguous([(state, one) for one in equal], wanted, stored)
-
-
-def _in_order(state: State, equal: list[State], wanted: list[State], stored: list[State]) -> State | None:
-    """Return the stored chain member at the same position, if the chains have equal length; names have no order."""
-    peers = sorted((one for one in wanted if one.plain == state.plain), key=State.order)
-    members = [one for one in stored if one.plain == equal[0].plain]
-    is_chain = all(one.is_in_order for one in peers)
-    if len(peers) != len(members) or any(one not in members for one in equal):
-        return None
-    if not is_chain and [one.numbers for one in peers] != [one.numbers for one in members]:
-        return None
-    found = members[peers.index(state)]
-    return found if found in equal else None
-
-
-def _nothing(rule_name: str, start: str, wanted: list[State], old: Node) -> str:
+def _nothing(start: str, wanted: list[State], old: Node) -> str:
     fields = "; ".join(dict.fromkeys(", ".join(sorted(state.names)) for state in wanted)) or "none"
     there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
     return (
-        f"{rule_name}: no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
+        f"no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
         f"{there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new optimizer"
     )
 

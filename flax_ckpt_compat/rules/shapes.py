@@ -11,19 +11,18 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
 from flax_ckpt_compat.rules.values import checked_cast, kind_of
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
 
 
 @rule
-def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
+def cut(pattern: str, size: int, axis: int = 0) -> Apply:
     """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
 
     Args:
@@ -35,22 +34,22 @@ def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
         TransformError: when applied: it matches no array, or one is shorter.
     """
     if size < 0:
-        raise TransformError(f"{_rule_name}: a length cannot be negative")
+        raise RuleError("a length cannot be negative")
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
+        at = _arrays.axis_of(axis, len(shape), path)
         if shape[at] == size:
             return leaf
         if shape[at] < size:
-            raise misfit(_rule_name, path, f"has length {shape[at]} on axis {axis} only; see pad")
+            raise misfit(path, f"has length {shape[at]} on axis {axis} only; see pad")
         return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+    return _arrays.each_array(pattern, changed)
 
 
 @rule
-def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
+def transpose(pattern: str, axes: Sequence[int]) -> Apply:
     """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
 
     Args:
@@ -63,17 +62,17 @@ def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
-        order = tuple(_arrays.axis_of(axis, len(shape), path, _rule_name) for axis in axes)
+        order = tuple(_arrays.axis_of(axis, len(shape), path) for axis in axes)
         if sorted(order) != list(range(len(shape))):
-            raise misfit(_rule_name, path, f"has {len(shape)} axes, and each must be named once")
+            raise misfit(path, f"has {len(shape)} axes, and each must be named once")
         new = tuple(shape[axis] for axis in order)
         return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+    return _arrays.each_array(pattern, changed)
 
 
 @rule
-def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
+def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
     Args:
@@ -85,21 +84,21 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
     """
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
-        raise TransformError(f"{_rule_name}: at most one length may be -1; other negative lengths are not allowed")
+        raise RuleError("at most one length may be -1; other negative lengths are not allowed")
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.shape or ()
         count = math.prod(old)
         new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
         if math.prod(new) != count:
-            raise misfit(_rule_name, path, f"is {list(old)}, of {count} values; give a shape of as many")
+            raise misfit(path, f"is {list(old)}, of {count} values; give a shape of as many")
         return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+    return _arrays.each_array(pattern, changed)
 
 
 @rule
-def index(_rule_name: str, pattern: str, number: int, axis: int = 0) -> Apply:
+def index(pattern: str, number: int, axis: int = 0) -> Apply:
     """Take one index along an axis and drop the axis; only that slice is read: ``index("ensemble", 0)``.
 
     Args:
@@ -113,17 +112,17 @@ def index(_rule_name: str, pattern: str, number: int, axis: int = 0) -> Apply:
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
+        at = _arrays.axis_of(axis, len(shape), path)
         if not -shape[at] <= number < shape[at]:
-            raise misfit(_rule_name, path, f"has length {shape[at]} on axis {axis}, so no index {number}")
+            raise misfit(path, f"has length {shape[at]} on axis {axis}, so no index {number}")
         first = number % shape[at]
         return _arrays.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+    return _arrays.each_array(pattern, changed)
 
 
 @rule
-def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
+def unreplicate(pattern: str = ".*") -> Apply:
     """Take the first replica of a state that was saved replicated for ``jax.pmap``, and read only that.
 
     All matching arrays and typed PRNG keys lose their first axis, which must be equally long everywhere; numbers stay.
@@ -136,7 +135,7 @@ def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
     Raises:
         TransformError: a bad pattern; when applied: it matches no array, or they differ in the length of that axis.
     """
-    _patterns.whole_names(pattern, _rule_name)
+    _patterns.whole_names(pattern)
 
     def apply(stored: Node, target: Node) -> Node:
         lengths: dict[int, Path] = {}
@@ -151,20 +150,19 @@ def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
                 other, like = next(iter(lengths.items()))
                 more = f", but {show_path(like)} {other}" if like != path else ""
                 problem = f"has {count or 'no'} replicas on its first axis{more}; match only what is replicated"
-                raise misfit(_rule_name, path, problem)
+                raise misfit(path, problem)
             how = f"replica 0 of {count}"
             if is_array(leaf):
                 return _arrays.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        return _edit_tree.each_leaf(pattern, _rule_name, first, "array")(stored, target)
+        return _edit_tree.each_leaf(pattern, first, "array")(stored, target)
 
     return apply
 
 
 @rule
 def resize(
-    _rule_name: str,
     pattern: str,
     shape: Sequence[int],
     method: str = "linear",
@@ -192,8 +190,8 @@ def resize(
     """
     new = tuple(shape)
     if method not in _METHODS or not new or min(new) < 1 or skip < 0 or (skip and axis is None):
-        raise TransformError(
-            f"{_rule_name}: expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}, and an "
+        raise RuleError(
+            f"expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}, and an "
             "axis if there are values to skip"
         )
 
@@ -203,25 +201,26 @@ def resize(
         old = leaf.shape or ()
         if axis is None:
             if len(old) != len(new):
-                raise misfit(_rule_name, path, f"is {list(old)}, expected as many axes as in {list(new)}")
+                raise misfit(path, f"is {list(old)}, expected as many axes as in {list(new)}")
             whole, before, after = new, old, new
         else:
-            at = _arrays.axis_of(axis, len(old), path, _rule_name)
-            side = round(max(old[at] - skip, 0) ** (1 / len(new)))
-            if side ** len(new) != old[at] - skip or not side:
-                problem = (
-                    f"has {old[at] - skip} positions on axis {axis}, which is not a grid of equal sides; reshape it"
-                )
-                raise misfit(_rule_name, path, problem)
+            at = _arrays.axis_of(axis, len(old), path)
+            count = old[at] - skip
+            side = round(max(count, 0) ** (1 / len(new)))
+            if side ** len(new) != count or not side:
+                problem = f"has {count} positions on axis {axis}, which is not a grid of equal sides; reshape it"
+                raise misfit(path, problem)
             whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
             before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))
         if before == after:
             return leaf
 
+        what = f"{name_in_messages()}: {show_path(path)}"
+
         def resized(value: Any) -> Any:
             kept, grid = np.split(value, [skip], axis=axis) if axis is not None else (None, value)
             result = _interpolated(grid.reshape(before), after, method, antialias)
-            result = checked_cast(result, value.dtype, f"{_rule_name}: {show_path(path)}")
+            result = checked_cast(result, value.dtype, what)
             if kept is None:
                 return result
             parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
@@ -229,7 +228,7 @@ def resize(
 
         return _arrays.apply_to(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _arrays.each_array(pattern, _rule_name, changed, "array of floats")
+    return _arrays.each_array(pattern, changed, "array of floats")
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:

@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves, node_at
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, rule
+from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, RuleError, applied, named, rule
 
 
 @rule
-def from_target(_rule_name: str, *patterns: str) -> Apply:
+def from_target(*patterns: str) -> Apply:
     """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
 
     Args:
@@ -28,12 +27,12 @@ def from_target(_rule_name: str, *patterns: str) -> Apply:
         TransformError: no pattern, or a bad one; when applied: the target has no such path, or the checkpoint has a
             leaf where the target has a subtree around it.
     """
-    _patterns.check(patterns, _rule_name)
+    _patterns.check(patterns)
 
     def apply(stored: Node, target: Node) -> Node:
-        for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
+        for path in _patterns.select(target, patterns, whose="the target"):
             own = map_leaves(lambda _, __: Own.KEEP_TARGET, node_at(target, path))
-            stored = _edit_tree.put(stored, path, own, _rule_name)
+            stored = _edit_tree.put(stored, path, own)
         return stored
 
     return apply
@@ -41,7 +40,6 @@ def from_target(_rule_name: str, *patterns: str) -> Apply:
 
 @rule
 def from_checkpoint(
-    _rule_name: str,
     path: str | os.PathLike[str],
     *patterns: str,
     step: SupportsFloat | str | None = None,
@@ -66,10 +64,10 @@ def from_checkpoint(
         CheckpointNotFoundError: when applied: there is no such checkpoint.
         CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
-    _patterns.check(patterns, _rule_name)
+    _patterns.check(patterns)
     where, prefix = as_text(path), as_text(prefix, "prefix")
     if not isinstance(transforms, list | tuple) or not all(isinstance(one, Rule) for one in transforms):
-        raise TransformError(f"{_rule_name}: transforms= is a list of rules, found {transforms!r:.100}")
+        raise RuleError(f"transforms= is a list of rules, found {transforms!r:.100}")
 
     def apply(stored: Node, target: Node, open_tree: OpenTree) -> Node:
         located, other = open_tree(where, step, prefix)
@@ -77,13 +75,13 @@ def from_checkpoint(
         for one in transforms:
             other = one.apply_to(other, target, open_tree)
         whole, whose = (other, located) if target is None else (target, "the target")
-        for place in _patterns.select(whole, patterns, _rule_name, whose=whose):
+        for place in _patterns.select(whole, patterns, whose=whose):
             start = next(_patterns.paths_of(other, "/".join(place)), None)
             if start is None:
                 text = "/".join(place)
                 near = _patterns.near_names(text, other)
-                raise TransformError(f"{_rule_name}: {located} has no {text}; {near}", leaf=text)
-            stored = _edit_tree.put(stored, place, node_at(other, start), _rule_name)
+                raise RuleError(f"{located} has no {text}; {near}", leaf=text)
+            stored = _edit_tree.put(stored, place, node_at(other, start))
         return stored
 
     # The decorator passes it on to the rule.
@@ -101,44 +99,35 @@ def _named_after(leaf: Any, located: str) -> Any:
 def from_names(mapping: Mapping[str, Replacement]) -> Rule:
     """Return the rule for a mapping of the target's names to stored ones: ``{"params/encoder": "params/Dense_0"}``.
 
-    Args:
-        mapping: pattern of whole key paths of subtrees or leaves in the target → key path in the checkpoint, as in
-            ``re.sub``. All are taken at once.
-
-    Raises:
-        TransformError: a bad pattern or replacement; when applied: no target, or a path that one of both lacks.
-    """
+    Its keys are patterns of whole key paths of subtrees or leaves in the target, its values key paths in the
+    checkpoint, as in ``re.sub``. All are taken at once."""
     name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
-    fills = {new: _patterns.filled(_patterns.compiled(new, name), old, name) for new, old in mapping.items()}
+    with named(name):
+        fills = {new: _patterns.filled(_patterns.compiled(new), old) for new, old in mapping.items()}
 
     def apply(stored: Node, target: Node) -> Node:
         if target is None:
-            raise TransformError(f"{name}: maps names of a target, and there is none; use rules.rename or rules.move")
+            raise RuleError("maps names of a target, and there is none; use rules.rename or rules.move")
         places: dict[Path, Path] = {}
         for new, fill in fills.items():
-            for place, match in _patterns.select(target, [new], name, whose="the target").items():
+            for place, match in _patterns.select(target, [new], whose="the target").items():
                 old = fill(match)
                 found = list(_patterns.paths_of(stored, old))
                 if len(found) != 1:
                     problem = f"means {len(found)} things" if found else "is not stored"
                     near = _patterns.near_names(old, stored)
-                    raise TransformError(
-                        f"{name}: {old}, for the target's {'/'.join(place)}, {problem}; {near}", leaf=old
-                    )
+                    raise RuleError(f"{old}, for the target's {'/'.join(place)}, {problem}; {near}", leaf=old)
                 places[place] = found[0]
         tree = stored
         for place in sorted(places, key=len):
-            tree = _edit_tree.put(tree, place, node_at(stored, places[place]), name)
+            tree = _edit_tree.put(tree, place, node_at(stored, places[place]))
         # What was taken and has no place of its own in the target is used, and gone from its old place.
         wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
 
         def stays(path: Path) -> bool:
-            return (
-                path in wanted
-                or _edit_tree.prefix_in(path, taken) is None
-                or _edit_tree.prefix_in(path, places) is not None
-            )
+            was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, places))
+            return path in wanted or not was_taken or has_place
 
-        return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [], name)
+        return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])
 
-    return Rule(name, apply)
+    return Rule(name, applied(name, apply))

@@ -16,13 +16,13 @@ from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 from flax_ckpt_compat.rules import _arrays, _edit_tree
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, misfit, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
 
 _finfo: Any = ml_dtypes.finfo  # which has no types
 
 
 @rule
-def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
+def cast(pattern: str, dtype: Any) -> Apply:
     """Cast arrays to another dtype of the same kind: ``cast("params", "bfloat16")``.
 
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
@@ -40,7 +40,7 @@ def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
     wanted = _dtype(dtype)
     kind = kind_of(wanted)
     if kind is None:
-        raise TransformError(f"{_rule_name}: expected a dtype of floats, ints or complex numbers")
+        raise RuleError("expected a dtype of floats, ints or complex numbers")
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.dtype
@@ -49,16 +49,18 @@ def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
         if old == wanted:
             return leaf
 
+        what = f"{name_in_messages()}: {show_path(path)}"
+
         def function(value: Any) -> Any:
-            return checked_cast(value, wanted, f"{_rule_name}: {show_path(path)}")
+            return checked_cast(value, wanted, what)
 
         return _arrays.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
 
-    return _arrays.each_array(pattern, _rule_name, changed, f"array of {kind}")
+    return _arrays.each_array(pattern, changed, f"array of {kind}")
 
 
 @rule
-def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
+def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
     """Pad arrays, such as embeddings for a larger vocabulary: ``pad("embedding", 50304, value="target")``.
 
     Args:
@@ -73,32 +75,28 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
             dtype, or the target has no such array with values; when restored: the target's values do not fit.
     """
     if isinstance(value, str) and value != "target":
-        raise TransformError(f"{_rule_name}: value is {value!r}, expected a number or 'target'")
+        raise RuleError(f"value is {value!r}, expected a number or 'target'")
 
     def changed(leaf: Array, path: Path, target: Node) -> Node:
         old = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(old), path, _rule_name)
+        at = _arrays.axis_of(axis, len(old), path)
         if old[at] == size:
             return leaf
         if old[at] > size:
-            raise misfit(_rule_name, path, f"has length {old[at]} on axis {axis} already; see cut")
+            raise misfit(path, f"has length {old[at]} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
-        how = f"{old[at]} → {size} on axis {at}"
         if isinstance(value, str):
-            own = _targets_own(target, path, shape, leaf.dtype, _rule_name)
-            how += ", with the target's own values"
-            function = _filled(own, shape, leaf.dtype, f"{_rule_name}: the target's own {show_path(path)}")
+            fill, note = _targets_own(target, path, shape, leaf.dtype), "with the target's own values"
         else:
-            fill = _fill(value, leaf.dtype, path, _rule_name)
-            how += f", filled with {value}"
-            function = _filled(fill, shape, leaf.dtype, _rule_name)
-        return _arrays.apply_to(leaf, function, how, shape=shape)
+            fill, note = _fill(value, leaf.dtype, path), f"filled with {value}"
+        function = _filled(fill, shape, leaf.dtype, f"{name_in_messages()}: the target's own {show_path(path)}")
+        return _arrays.apply_to(leaf, function, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+    return _arrays.each_array(pattern, changed)
 
 
 @rule
-def apply(_rule_name: str, pattern: str, function: Callable[[Any], Any]) -> Apply:
+def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
     """Compute leaves with a function: ``apply("batch_stats", lambda value: value.mean(axis=0))``.
 
     Args:
@@ -115,6 +113,8 @@ def apply(_rule_name: str, pattern: str, function: Callable[[Any], Any]) -> Appl
         if not is_value and not (isinstance(leaf, Derived) and not is_key(leaf)):
             return None
 
+        note = f"raised by the function of rules.{name_in_messages()} for {show_path(path)}"
+
         def computed(value: Any) -> Any:
             if isinstance(value, np.ndarray):
                 value = value.view()
@@ -122,16 +122,16 @@ def apply(_rule_name: str, pattern: str, function: Callable[[Any], Any]) -> Appl
             try:
                 return function(value)
             except Exception as error:
-                error.add_note(f"raised by the function of rules.{_rule_name} for {show_path(path)}")
+                error.add_note(note)
                 raise
 
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
-    return _edit_tree.each_leaf(pattern, _rule_name, changed)
+    return _edit_tree.each_leaf(pattern, changed)
 
 
 @rule
-def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> Apply:
+def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
     """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
 
     Args:
@@ -153,15 +153,15 @@ def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> App
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
             raise misfit(
-                _rule_name, path, f"is not data of keys of {name} ({error}); name another impl, or do not match it"
+                path, f"is not data of keys of {name} ({error}); name another impl, or do not match it"
             ) from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
-    return _arrays.each_array(pattern, _rule_name, changed, "array of uint32")
+    return _arrays.each_array(pattern, changed, "array of uint32")
 
 
 @rule
-def key_data(_rule_name: str, pattern: str) -> Apply:
+def key_data(pattern: str) -> Apply:
     """Turn typed PRNG keys into raw ones, arrays of uint32, as ``jax.random.key_data`` does.
 
     Args:
@@ -176,7 +176,7 @@ def key_data(_rule_name: str, pattern: str) -> Apply:
             return None
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    return _edit_tree.each_leaf(pattern, _rule_name, changed, "PRNG key")
+    return _edit_tree.each_leaf(pattern, changed, "PRNG key")
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
@@ -196,11 +196,7 @@ def kind_of(dtype: np.dtype[Any]) -> str | None:
 
 
 def checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
-    """Cast an array; ``what`` names it in the message.
-
-    Raises:
-        TransformError: it has values that the dtype cannot hold.
-    """
+    """Cast an array; ``what`` names it in the TransformError about values that the dtype cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = _astype(value, dtype)
         bad = _unheld(value, result)
@@ -231,7 +227,7 @@ def _unheld(value: Any, result: Any) -> Any:
     return bad | (np.isnan(value) != np.isnan(same))
 
 
-def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
+def _fill(value: Any, dtype: Any, path: Path) -> Any:
     """Return the fill value as a 0-d array of a dtype."""
     kind = kind_of(dtype)
     try:
@@ -246,21 +242,21 @@ def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
                     return held
     except (TypeError, ValueError, OverflowError):
         pass
-    raise misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit; give a number that it holds")
+    raise misfit(path, f"is {dtype}, which {value!r} does not fit; give a number that it holds")
 
 
-def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, rule_name: str) -> Any:
+def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return the target's array at a path, which must have this shape, this kind of dtype and local values."""
     node = node_at(target, path)
     remedy = "give a number as value, or rename the stored leaf to the target's name first"
     if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
         what = "is abstract" if hasattr(node, "shape") else "is not an array"
-        raise misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
+        raise misfit(path, f"in the target {what}, so it has no values to fill with; {remedy}")
     if tuple(node.shape) != shape:
         problem = f"in the target is {tuple(node.shape)}, expected {shape}; pad to its length, or give a number"
-        raise misfit(rule_name, path, problem)
+        raise misfit(path, problem)
     if kind_of(np.dtype(node.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and node.dtype != dtype):
-        raise misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}; {remedy}")
+        raise misfit(path, f"in the target is {node.dtype}, which does not become {dtype}; {remedy}")
     return node
 
 

@@ -85,11 +85,7 @@ class RestoreArgs:
 
 
 def restore_args(leaf: Any) -> RestoreArgs:
-    """Return the `RestoreArgs` for a target's leaf.
-
-    Args:
-        leaf: the target's; a ``jax.ShapeDtypeStruct`` stands for a ``jax.Array``.
-    """
+    """Return the `RestoreArgs` for a target's leaf; a ``jax.ShapeDtypeStruct`` stands for a ``jax.Array``."""
     if leaf is None:
         return RestoreArgs()
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
