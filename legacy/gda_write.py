@@ -179,5 +179,6 @@ def _require(base: str, array: DistributedArray, missing: list[str]) -> None:
     if missing:
         folder = _folder(base, array)
         message = f"{folder}: {len(missing)} of the chunks of {array.subpath or 'the array'} were not written"
-        message += f" ({', '.join(missing[:3])}, …); do all processes save the same tree, and into a directory that "
+        shown = ", ".join([*missing[:3], *(["…"] if len(missing) > 3 else [])])
+        message += f" ({shown}); do all processes save the same tree, and into a directory that "
         raise StorageError(message + "they share?", path=folder)

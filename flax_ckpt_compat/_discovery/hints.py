@@ -79,7 +79,7 @@ def beside(path: str) -> str:
     """Return what is beside a path that does not exist, without a final stop: a similar name, or some of all."""
     if os.path.lexists(path):
         return ""
-    parent = os.path.dirname(path)
+    parent = os.path.dirname(os.path.abspath(path))
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
     names = [name for name in os.listdir(parent) if not name.startswith(".")]

@@ -114,7 +114,7 @@ def _read_notebook(file: Path) -> _Source:
     if not isinstance(cells, list):
         raise ValueError("not a notebook of format 4: it has no list of cells")  # noqa: TRY004 - a file, no argument
     code = [_cell_code(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    starts = tuple(accumulate((len(lines.splitlines()) for lines in code), initial=0))[:-1]
+    starts = tuple(accumulate((cell.count("\n") for cell in code), initial=0))[:-1]
     text = "".join(code)
     return _Source(str(file), text, _parse(text), starts)
 
@@ -123,7 +123,9 @@ def _cell_code(cell: dict[str, object]) -> str:
     """Return the Python of a cell, with as many lines; IPython's own commands become ``pass``."""
     source = cell.get("source")
     text = "".join(map(str, source)) if isinstance(source, list) else str(source or "")
-    lines = [re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line) for line in text.splitlines()]
+    # Not str.splitlines, which also cuts text at form feeds and at separators of Unicode.
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+    lines = [re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line) for line in lines]
     code = "".join(f"{line}\n" for line in lines)
     try:
         _parse(code)

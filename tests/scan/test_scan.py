@@ -266,6 +266,16 @@ def test_notebook(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\f", "\x1c", "\x85"])
+def test_separators_in_text_of_a_notebook(separator: str, tmp_path: Path) -> None:
+    """They end no line of Python: the cell was cut within its text, and passed over without a word."""
+    cells = ["import os", f"title = 'a{separator}b'\nfrom flax.training import checkpoints"]
+    code = [{"cell_type": "code", "source": text} for text in cells]
+    (tmp_path / "look.ipynb").write_text(json.dumps({"cells": code}))
+    found = [(one.cell, one.line, one.kind) for one in scan([tmp_path]).findings]
+    assert found == [(2, 2, "import")]
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code tells whether something has to change; --json and --sarif are data; --fix mends what it can."""
     file = tmp_path / "train.py"

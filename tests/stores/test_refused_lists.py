@@ -263,11 +263,12 @@ def test_the_token_of_a_machine(issuer: tuple[str, list[Any]], monkeypatch: pyte
     assert asked == [("/computeMetadata/v1/instance/service-accounts/default/token", "Google", b"")]
 
 
+@pytest.mark.parametrize("content", ['{"type": "service_account"}', "[]", "7", "{", ""])
 def test_a_key_that_would_have_to_sign(
-    issuer: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, issuer: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No token is known then, and nothing is asked."""
-    (tmp_path / "key.json").write_text(json.dumps({"type": "service_account"}))
+    """No token is known then, nor where the file is damaged, and nothing is asked."""
+    (tmp_path / "key.json").write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
     assert gs.token() is None
     assert issuer[1] == []

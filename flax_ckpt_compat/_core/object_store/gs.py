@@ -267,7 +267,7 @@ def _credentials_file() -> str | None:
 def _request_token(file: str | None) -> tuple[float, str | None]:
     """Request a token with the credentials in a file, or of this machine; return the seconds that it is valid for."""
     server = os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
-    with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException):
         if file is None:
             headers, timeout = {"Metadata-Flavor": "Google"}, _METADATA_TIMEOUT
             request = urllib.request.Request(f"http://{server}/{_METADATA}", headers=headers)
