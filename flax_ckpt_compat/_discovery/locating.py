@@ -252,7 +252,8 @@ def _has_changed(
     found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
 ) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
-    is_replaced = isinstance(error, ReplacedError) or _is_rewritten(found, error)
+    of_itself = isinstance(error, ReplacedError) and error.path == found.path
+    is_replaced = of_itself or _is_rewritten(found, error)
     if is_replaced or not is_there(found.path) or _identity(found.path) != before:
         return True
     if found.named:

@@ -100,7 +100,9 @@ def _of_others(path: str, what: str) -> Leftover:
 
 def _is_orphan(folder: str) -> bool:
     """Return whether a folder holds the arrays of a msgpack file that does not exist."""
-    if not presence.isdir(folder) or presence.isfile(folder.removesuffix(steps.ARRAYS_POSTFIX)):
+    main = folder.removesuffix(steps.ARRAYS_POSTFIX)
+    # Directories of Orbax's format have no arrays beside them.
+    if not presence.isdir(folder) or (presence.lexists(main) and not presence.isdir(main)):
         return False
     if not detect.is_only_arrays(folder):
         return False

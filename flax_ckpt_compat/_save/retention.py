@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import detect, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._save import saved_prefixes
+from flax_ckpt_compat._save import interrupted_saves, saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention_policy import expired
 
@@ -142,21 +142,20 @@ def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], be
             yield checkpoint_dir.path(name)
 
 
-def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageError]:
-    """Remove array folders without a main file, except those that a live writer is about to complete."""
-    orphaned = []
-    for name in saved_steps.names_in(checkpoint_dir):
-        main = name.removesuffix(steps.ARRAYS_POSTFIX)
-        if main == name or steps.step_of(main, checkpoint_dir.prefix) is None or _has_file(checkpoint_dir, main):
-            continue
-        if not detect.is_only_arrays(checkpoint_dir.path(name)):
-            continue
-        if not atomic.has_live_writer(checkpoint_dir.path(main)) and not _has_file(checkpoint_dir, main):
-            _log.info("Removing orphaned arrays at %s", checkpoint_dir.path(name))
-            orphaned.append(checkpoint_dir.path(name))
-    return atomic.discard(orphaned).values()
-
-
-def _has_file(checkpoint_dir: CheckpointDir, name: str) -> bool:
-    """Return whether a msgpack file has this name; directories of Orbax's format have no arrays beside them."""
-    return paths.lexists(checkpoint_dir.path(name)) and not paths.isdir(checkpoint_dir.path(name))
+def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]:
+    """Remove arrays of steps whose file is missing for a day: before, a copy of both may be under way, or a save."""
+    failures, prefix = list[StorageError](), checkpoint_dir.prefix
+    steps_of_arrays = (
+        name
+        for name in saved_steps.names_in(checkpoint_dir)
+        if name.endswith(steps.ARRAYS_POSTFIX)
+        and steps.step_of(name.removesuffix(steps.ARRAYS_POSTFIX), prefix) is not None
+    )
+    for one in interrupted_saves.in_folder(checkpoint_dir.directory, list(steps_of_arrays)):
+        if not one.kept:
+            _log.info("Removing orphaned arrays at %s", one.path)
+            try:
+                interrupted_saves.remove(one)
+            except StorageError as error:
+                failures.append(error)
+    return failures

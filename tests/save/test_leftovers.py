@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._save import interrupted_saves
 from flax_ckpt_compat.cli import main
 from tests.support.corpus import ARCHIVES
-from tests.support.saves import use_flag
+from tests.support.saves import later, use_flag
 
 ROOT = Path(__file__).parents[2]
 DAY = 24 * 3600.0
@@ -47,11 +46,6 @@ def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         assert temporaries.is_temporary(os.path.basename(process.stdout.readline().strip()))
         yield process
         process.kill()
-
-
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the clock of the file system on, so that all files here are two days old."""
-    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * DAY)
 
 
 def clean(*arguments: object) -> Result:

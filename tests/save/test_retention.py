@@ -24,8 +24,9 @@ from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
-from tests.support.saves import names, tree, use_flag
+from tests.support.saves import later, names, tree, use_flag
 
+DATA = Path(__file__).parents[1] / "data"
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
 OLD_TEMPORARIES = [
     "checkpoint_tmp",
@@ -315,14 +316,33 @@ def test_flaxs_own_checkpoints_are_evicted_too(flag: bool, tmp_path: Path) -> No
 
 
 def test_array_folders_go_with_their_checkpoint(flag: bool, tmp_path: Path) -> None:
-    """Eviction takes the ``_gda`` folder along, orphaned ones are collected, other prefixes' ones are left."""
-    for name in ("checkpoint_1_gda", "checkpoint_5_gda", "checkpoint_best_gda", "other_1_gda", "checkpoint_2_gda"):
+    """Eviction takes the ``_gda`` folder along; those of other prefixes are left."""
+    for name in ("checkpoint_1_gda", "checkpoint_best_gda", "other_1_gda", "checkpoint_2_gda"):
         (tmp_path / name / "w").mkdir(parents=True)
     for step in (1, 2):
         with use_flag(False):
             flax_checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=9)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=2)
     assert names(tmp_path) == ["checkpoint_2", "checkpoint_2_gda", "checkpoint_3", "checkpoint_best_gda", "other_1_gda"]
+
+
+def test_arrays_whose_file_is_missing_stay_for_a_day(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folder and file may be moved, or copied, one after the other: the next save deleted the arrays for good."""
+    shutil.copytree(DATA / "gda" / "two_processes_tree", tmp_path, dirs_exist_ok=True)
+    expected = jax.tree.leaves(ours.restore_checkpoint(tmp_path / "checkpoint_3", None))
+    notes = tmp_path / "checkpoint_3_gda" / "notes.txt"
+    notes.write_text("mine")
+    (tmp_path / "checkpoint_3").rename(tmp_path / "moved")
+    ours.save_checkpoint(tmp_path, tree(4), 4, keep=9)
+    (tmp_path / "moved").rename(tmp_path / "checkpoint_3")
+    found = jax.tree.leaves(ours.restore_checkpoint(tmp_path / "checkpoint_3", None))
+    assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
+    (tmp_path / "checkpoint_3").unlink()
+    later(monkeypatch)
+    ours.save_checkpoint(tmp_path, tree(5), 5, keep=9)
+    assert list((tmp_path / "checkpoint_3_gda").iterdir()) == [notes]
 
 
 def test_an_eviction_that_another_process_does_first_is_no_error(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.support.interpreters import run_python as run_python
 from tests.support.interpreters import start_python as start_python
 
@@ -75,3 +76,8 @@ def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
     old = Path(atomic.temporary_path(str(path), "old"))
     path.rename(old.with_name(old.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))
+
+
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves the clock of the file system on, so that all files here are two days old."""
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * 24 * 3600)
