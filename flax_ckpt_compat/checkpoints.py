@@ -186,7 +186,7 @@ def restore_checkpoint(
             no such leaf, and where the target has None.
 
     Returns:
-        A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, if there is no
+        A tree like ``target`` with the stored leaves, or ``target`` itself, with a line in the log, if there is no
         checkpoint. Arrays are writable numpy arrays; those of Orbax directories become ``jax.Array`` if the target's
         leaf has a sharding.
 

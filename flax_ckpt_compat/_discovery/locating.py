@@ -7,7 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -285,12 +285,14 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 
 @contextmanager
-def unchanged(path: str) -> Iterator[None]:
-    """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two."""
-    with paths.storage_of(path).watching(path) as is_replaced:
+def unchanged(path: str, since: Callable[[], bool] | None = None) -> Iterator[Callable[[], bool]]:
+    """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two.
+
+    With ``since``, which an earlier block yielded, it may not have been replaced since that one began, either."""
+    with nullcontext(since) if since is not None else paths.storage_of(path).watching(path) as is_replaced:
         cause = None
         try:
-            yield
+            yield is_replaced
         except _POLICY_ERRORS:
             raise
         except Exception as error:

@@ -39,9 +39,11 @@ def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def is_safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Return whether every value of a dtype survives a cast to another; 64-bit integers may be rounded, as in numpy."""
+    """Return whether every value of a dtype survives a cast to another."""
     if stored == wanted:
         return True
+    if is_integer(stored) and stored.itemsize == np.dtype(np.int64).itemsize and not is_integer(wanted):
+        return False  # numpy calls this safe, though float64 rounds what is above 2**53
     if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes, whose kind is not specific
         # What ml_dtypes registers as safe includes int8 to four-bit floats.
         return is_float(stored) and is_float(wanted) and _is_wider(_floats(stored), _floats(wanted))

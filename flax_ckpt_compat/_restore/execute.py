@@ -64,6 +64,7 @@ class _Run:
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
         self._lost: list[str] = []
+        self._abstract: list[str] = []  # leaves of the target that are kept and have no values
         self.values: dict[LeafHandle | ArraySlice, Any] = {}  # what was read and not used yet
         self.take: Callable[[Any], Any] = self.take_shared  # returns a value that was read, which nothing else holds
         self.shapes: list[ShapeDifference] = []  # shapes of function results that are not the target's
@@ -128,6 +129,8 @@ class _Run:
         if isinstance(source, Derived):
             return self._finish_derived(leaf, source)
         if not isinstance(source, LeafHandle):
+            if source is Own.KEEP_TARGET and isinstance(leaf.target, jax.ShapeDtypeStruct):
+                self._abstract.append(show_path(leaf.path))
             return leaf.target if source is Own.KEEP_TARGET else source
         cast = self._casts.get(leaf)
         if leaf.slices is None:
@@ -216,6 +219,8 @@ class _Run:
             "cast to the target's dtype, which does not hold all values": dict.fromkeys(self._lost),
             "64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the target's "
             "sharding; set jax_enable_x64, or cast": dict.fromkeys(self._plan.unsharded),
+            "kept from the target, which is abstract there, so that the result has a jax.ShapeDtypeStruct and no "
+            "values; put arrays into the target, or into the result": self._abstract,
             "cast to the abstract target's dtype, which cannot hold every stored value": self._plan.narrowed,
         }
         for what, leaves in found.items():

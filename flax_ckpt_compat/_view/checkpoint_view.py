@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any
@@ -55,9 +55,10 @@ def open_checkpoint(
 
     def open_one(path: str) -> Checkpoint:
         with ExitStack() as files:
-            with locating.unchanged(path):
+            with locating.unchanged(path) as is_replaced:
                 opened = files.enter_context(closing(opening.Opened(path, verify=verify)))
-                checkpoint = Checkpoint(opened, _step_of(opened, saved_steps.checkpoint_dir(ckpt_dir, prefix).prefix))
+                number = _step_of(opened, saved_steps.checkpoint_dir(ckpt_dir, prefix).prefix)
+                checkpoint = Checkpoint(opened, number, is_replaced)
             files.pop_all()  # the checkpoint closes them
             return checkpoint
 
@@ -76,8 +77,8 @@ class Checkpoint:
             the format's own terms). For several items, a dict of item name → tree.
     """
 
-    def __init__(self, opened: opening.Opened, step: float | None):
-        self._opened = opened
+    def __init__(self, opened: opening.Opened, step: float | None, is_replaced: Callable[[], bool]):
+        self._opened, self._is_replaced = opened, is_replaced
         self._root = self._whole()
         self.path: str = opened.path
         self.step: float | None = step
@@ -142,11 +143,12 @@ class Checkpoint:
             MissingLeavesError: the checkpoint has no such path.
             ArgumentError: an argument is not a path.
             CheckpointNotFoundError: the checkpoint was removed after it was opened.
+            ReplacedError: it is a directory, and another checkpoint has replaced it since it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
         root = self._root if paths is None else self._select(_as_paths(paths))
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
-        with locating.reporting_removal(self.path):
+        with locating.unchanged(self.path, self._is_replaced), locating.reporting_removal(self.path):
             return restore_pipeline.read_state(self._opened, trees)
 
     def _whole(self) -> Node:

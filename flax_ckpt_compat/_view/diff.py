@@ -205,7 +205,8 @@ class _Comparison:
                 is_other |= type(one) is not type(other) or one != other
             else:
                 found.add(np.asarray(one), np.asarray(other))
-            is_other |= len(impls) > 1
+            # Of keys, no number is near another one.
+            is_other |= len(impls) > 1 or (bool(impls) and not np.array_equal(one, other))
             if not a.shape:
                 shown = _with_value(shown[0], one), _with_value(shown[1], other)
         numbers = found if found.other_bits else None

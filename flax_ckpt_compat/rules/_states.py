@@ -55,10 +55,16 @@ class State:
         return tuple((not one.isdecimal(), int(one) if one.isdecimal() else 0, one) for one in self.path)
 
     def common_paths(self, other: State) -> list[Path]:
-        """Return paths of the leaves that another state has too, in the same shape."""
+        """Return paths of the leaves that another state has in the same shape: of a parameter all moments, or none."""
         if other not in self._common_paths:
             there = other.leaves
-            self._common_paths[other] = [path for path, leaf in self.leaves.items() if _fits(there.get(path), leaf)]
+            both = {path: leaf for path, leaf in self.moments.items() if there.get(path) is not None}
+            differ = {path[1:] for path, leaf in both.items() if not _fits(there[path], leaf)}
+            self._common_paths[other] = [
+                path
+                for path, leaf in self.leaves.items()
+                if _fits(there.get(path), leaf) and not (path in self.moments and path[1:] in differ)
+            ]
         return self._common_paths[other]
 
     def fit(self, other: State) -> tuple[int, int]:

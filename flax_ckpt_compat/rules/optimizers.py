@@ -19,7 +19,8 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
     them now: ``adam`` ↔ ``chain(clip, adam)``, ``masked``, ``multi_transform``, ``MultiSteps``. Renamed parameters need
     a `rename` before this rule. A state is carried over only if some of its parameters exist, so that no count comes
-    without its moments.
+    without its moments; of a parameter, all moments are, or none if one of them has another shape (``novograd`` keeps
+    one number where ``adam`` keeps an array).
 
     Of several states that fit the same parameters, the one with the same names in its path is used (``gen``, ``disc``);
     order decides only among members of a chain. An ambiguous match is an error. If several states become one, the count
@@ -165,8 +166,9 @@ def _nothing(start: str, wanted: list[State], old: Node) -> str:
     fields = "; ".join(dict.fromkeys(", ".join(sorted(state.names)) for state in wanted)) or "none"
     there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
     return (
-        f"no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
-        f"{there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new optimizer"
+        f"no stored state fits, by names and shapes. The target's have the fields: {fields}; below {start} the "
+        f"checkpoint has: {there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new "
+        "optimizer"
     )
 
 

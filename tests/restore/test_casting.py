@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, config, transforms
+from flax_ckpt_compat import checkpoints, config, restore, rules, transforms
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._restore import cast_losses, casting
@@ -67,7 +67,10 @@ def test_what_complex_values_lose() -> None:
 
 
 def test_what_integers_lose() -> None:
-    """Values below and above the range of the new dtype."""
+    """Values beyond the range of the new dtype, and what it rounds: float64 holds all up to 2**53 (IEEE 754)."""
+    for value, lost in ((2**53, False), (2**53 + 1, True), (2**53 + 2, False), (-(2**53) - 1, True), (2**63 - 1, True)):
+        for dtype in (np.float64, np.complex128):
+            assert cast_losses.is_lossy(np.array([value], np.int64), np.dtype(dtype)) is lost
     for value, lost in ((-129, True), (-128, False), (127, False), (128, True)):
         assert cast_losses.is_lossy(np.array([value], np.int64), np.dtype(np.int8)) is lost
     # The largest float16 is 65504: up to half a step above it, values round to it.
@@ -164,3 +167,13 @@ def test_integers_of_python_have_no_limit(kind: Any, value: int, flag: bool, tmp
         checkpoints.save_checkpoint(tmp_path, {"seed": kind(value)}, 1)
         restored = checkpoints.restore_checkpoint(tmp_path, {"seed": 0})["seed"]
     assert type(restored) is int and restored == value
+
+
+def test_leaves_that_are_kept_and_abstract_are_told(flag: bool, tmp_path: Path, caplog: Any) -> None:
+    """They have no values: the state came back with a ShapeDtypeStruct in it, without a word."""
+    path = checkpoints.save_checkpoint(tmp_path, {"body": np.ones(2, np.float32)}, 1)
+    target = jax.eval_shape(lambda: {"body": jnp.zeros(2), "head": {"w": jnp.zeros(3)}})
+    restored = restore(path, target, transforms=[rules.from_target("head")])
+    assert isinstance(restored["head"]["w"], jax.ShapeDtypeStruct)
+    (message,) = caplog.messages
+    assert "head/w" in message and "no values" in message and "body" not in message

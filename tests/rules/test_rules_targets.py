@@ -244,6 +244,24 @@ def test_no_count_without_its_moments() -> None:
         migrate(stored(old), ADAM.init({"other": jnp.ones(7)}))
 
 
+@pytest.mark.parametrize("names", ["to novograd", "from novograd"])
+def test_no_moment_without_the_others(names: str, flag: bool, tmp_path: Path) -> None:
+    """NovoGrad's second moment is one number an array: Adam's steps were 133 times as long with zeros in its place."""
+    kernels = {"a": jnp.ones((2, 3)), "b": jnp.ones((4,))}
+    new, old = (optax.novograd(1e-3), ADAM) if names == "to novograd" else (ADAM, optax.novograd(1e-3))
+    stored_tree = saved(trained(old, kernels), flag, tmp_path)
+    with pytest.raises(TransformError, match="no stored state fits"):
+        migrate(stored_tree, new.init(kernels))
+
+
+def test_moments_of_a_parameter_that_is_a_number() -> None:
+    """It has the same moments in both, so they are carried over with the count; those of the arrays are not."""
+    params = {"scale": jnp.float32(1), "kernel": jnp.ones((2, 3))}
+    old = trained(optax.novograd(1e-3), params)
+    found = migrate(stored(nested({"opt_state": old})), ADAM.init(params))
+    check(found, {"0/count": old[0].count, "0/mu/scale": old[0].mu["scale"], "0/nu/scale": old[0].nu["scale"]})
+
+
 def test_another_optimizer_altogether() -> None:
     """Momentum is not an Adam: nothing is taken, and the error tells the fields of both and what to do."""
     with pytest.raises(TransformError, match=r"count, mu, nu; below opt_state .*trace.*from_target"):

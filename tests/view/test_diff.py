@@ -194,6 +194,8 @@ def test_keys_and_text(tmp_path: Path) -> None:
     assert [(one.path, one.kind) for one in found.differences] == [("key", "values"), ("s", "values")]
     assert found.differences[1].a == "str 'run 0'"
     assert diff(paths[0], paths[0]).same
+    for seeds in paths, paths[::-1]:  # no key is near another one
+        assert [one.path for one in diff(*seeds, atol=2, rtol=0.5).differences] == ["key", "s"]
     data = jnp.arange(4, dtype=jnp.uint32)
     keys = [{"key": jax.random.wrap_key_data(data, impl=impl)} for impl in ("rbg", "unsafe_rbg")]
     paths = [checkpoints.save_checkpoint(tmp_path / str(at), key, 2) for at, key in enumerate(keys)]

@@ -299,3 +299,19 @@ def test_open_waits_for_real_orbax(tmp_path: Path) -> None:
         with open_checkpoint(tmp_path) as view:
             assert view.step == 4 and view.leaves()["w"].shape == (10**6,)
         checkpointer.close()
+
+
+def test_a_checkpoint_that_is_replaced_after_it_was_opened(tmp_path: Path) -> None:
+    """Of a directory no more is read, and the error does not call it damaged; a file is read on as it was."""
+    for flag in (False, True):
+        root = tmp_path / str(flag)
+        with use_flag(flag):
+            checkpoints.save_checkpoint(root, {"w": np.full(50_000, 1.0), "n": 1}, 1)
+            with open_checkpoint(root) as view:
+                checkpoints.save_checkpoint(root, {"w": np.full(50_000, 2.0), "n": 2}, 1, overwrite=True)
+                for path in ("w", "n"):
+                    if flag:
+                        with pytest.raises(errors.ReplacedError, match="was replaced while it was read"):
+                            view.read(path)
+                    else:
+                        assert np.all(view.read(path)[path] == 1)
