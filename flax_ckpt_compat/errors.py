@@ -81,6 +81,7 @@ class _FlaxTooError(CheckpointError):
         self.path = path
         self.leaf = leaf
         self._message = sanitize(message, path, leaf)
+        self.args = (self._message,)  # not Flax's own reason and link, which repr and logs would show
 
     def __str__(self) -> str:
         return self._message

@@ -87,11 +87,12 @@ def test_classes(name: str) -> None:
 
 @pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
 def test_messages(name: str) -> None:
-    """str is our message and nothing else; path and leaf are attributes."""
+    """str and repr have our message and nothing else; path and leaf are attributes."""
     error = make(name)
     assert str(error) == "the message {with} 100%"
     assert error.path == "/p"
-    assert "the message" in repr(error) or name in repr(error)
+    assert repr(error) == f"{name}('the message {{with}} 100%')"
+    assert error.args[0] == str(error)
 
 
 @pytest.mark.parametrize("copier", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
