@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import show_path
 
-from .source import File, Source
+from .read_bytes import File, Source
 
 # All sizes in bytes. Largest gap to read over (mostly keys and headers), and largest joint read.
 _GAP = 512

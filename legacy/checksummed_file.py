@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
 from .byte_ranges import Span, offset_of, pack, truncated
-from .source import File, Source
+from .read_bytes import File, Source
 
 UNIT = checksums.BLOCK_BYTES
 # Bytes. Shorter parts are copied: a system call takes at most IOV_MAX pieces of memory.

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .byte_ranges import Span, truncated
 from .checksummed_file import copy_parts, parts_by_unit
-from .source import StoredObject
+from .read_bytes import StoredObject
 
 _UNIT = 16 * 2**20  # bytes of a request
 

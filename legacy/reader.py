@@ -24,8 +24,8 @@ from .byte_ranges import Span, pack, read_run, runs_of
 from .checksummed_file import UNIT, open_checksums
 from .checksummed_object import read_object
 from .parse import parse
+from .read_bytes import File, Source, StoredObject, open_source
 from .sequential_reader import Window
-from .source import File, Source, StoredObject, open_source
 from .unpack_small_files import unpack
 
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.

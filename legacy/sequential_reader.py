@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from . import format
-from .source import Source
+from .read_bytes import Source
 
 _MIN_SKIP = 2 * 2**10
 _REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
 from .checksummed_file import ChecksummedFile
-from .source import File, Source
+from .read_bytes import File, Source
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20

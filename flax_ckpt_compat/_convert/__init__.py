@@ -1,1 +1,1 @@
-"""Convert checkpoints: find → open → check → write → verify → publish, one checkpoint a job."""
+"""Convert checkpoints: find → open → check → write → compare → publish, one checkpoint a job."""

@@ -10,7 +10,8 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import digests, output_writers, verify
+from flax_ckpt_compat._convert import digests, output_writers
+from flax_ckpt_compat._convert.compare import compare
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._convert.output_trees import Contents, contents_of
 from flax_ckpt_compat._core import paths, standard_streams
@@ -69,7 +70,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
             )
         output_writers.check_kept(final, job.to)
         if not job.dry_run:
-            verify.verify(final, job.to, contents, progress)
+            compare(final, job.to, contents, progress)
         return "kept"
     if job.dry_run:
         return "planned"
@@ -78,7 +79,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
     with paths.temporary(final) as temporary:
         with digests.of_reads(contents, progress) as crcs:
             output_writers.write(temporary, job.to, contents, prepared, final)
-        verify.verify(temporary, job.to, contents, progress, crcs)
+        compare(temporary, job.to, contents, progress, crcs)
         check_unchanged()
         paths.publish(temporary, final, new=True)
     return "converted"

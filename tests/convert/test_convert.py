@@ -542,17 +542,17 @@ def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that another process saves again during its conversion fails, and nothing gets its name."""
-    from flax_ckpt_compat._convert import verify
+    from flax_ckpt_compat._convert import convert_one
 
     save = functools.partial(flax_ckpt_compat.save, tmp_path / "src", step=1, format="orbax", overwrite=True)
     save({"n": 1, "w": np.zeros(10)})
-    compare = verify.verify
+    compare = convert_one.compare
 
     def replace_then_compare(*arguments: Any) -> None:
         save({"n": 2, "w": np.zeros(10)})  # the number is read at once, the array again
         compare(*arguments)
 
-    monkeypatch.setattr(verify, "verify", replace_then_compare)
+    monkeypatch.setattr(convert_one, "compare", replace_then_compare)
     with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -561,16 +561,16 @@ def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkey
 @pytest.mark.parametrize("to", ["msgpack", "orbax"])
 def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that saves the step itself during its conversion keeps its own, and the conversion says so."""
-    from flax_ckpt_compat._convert import verify
+    from flax_ckpt_compat._convert import convert_one
 
     flax_ckpt_compat.save(tmp_path / "src", {"n": 1}, step=1, format="orbax")
-    compare = verify.verify
+    compare = convert_one.compare
 
     def save_after_comparing(*arguments: Any) -> None:
         compare(*arguments)
         flax_ckpt_compat.save(tmp_path / "dst", {"n": 2}, step=1, format=to)
 
-    monkeypatch.setattr(verify, "verify", save_after_comparing)
+    monkeypatch.setattr(convert_one, "compare", save_after_comparing)
     with pytest.raises(errors.ConversionError, match="another process has saved a checkpoint of this name meanwhile"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}

@@ -14,7 +14,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, format, source
+from flax_ckpt_compat.legacy import BACKEND, format, read_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
     """Values are read right wherever the windows over the file begin and end."""
     document = flax.serialization.to_bytes(tree)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source.File, "window_sizes", source.WindowSizes(step, tiny, step, step, 0))
+        patch.setattr(read_bytes.File, "window_sizes", read_bytes.WindowSizes(step, tiny, step, step, 0))
         restored = load_bytes(document)
     assert list(restored.values()) == [] or fingerprint(list(restored.values())) == fingerprint(tree)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import serialization
-from flax_ckpt_compat.legacy import source
+from flax_ckpt_compat.legacy import read_bytes
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
@@ -122,8 +122,8 @@ def test_a_restore_of_many_large_arrays_of_a_msgpack_file(name: str, any_bucket:
 def test_what_is_read_ahead_is_what_is_there(seed: int, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays that repeat, nearly repeat and do not, in small windows: right and wrong guesses give the file's."""
     random = np.random.default_rng(seed)
-    monkeypatch.setattr(source.StoredObject, "window_sizes", source.WindowSizes(64, 0, 2048, 8192, 1000))
-    monkeypatch.setattr(source, "_CACHE_LIMIT", int(random.choice([65_536, 200_000, 2**26])))
+    monkeypatch.setattr(read_bytes.StoredObject, "window_sizes", read_bytes.WindowSizes(64, 0, 2048, 8192, 1000))
+    monkeypatch.setattr(read_bytes, "_CACHE_LIMIT", int(random.choice([65_536, 200_000, 2**26])))
     sizes = random.integers(0, 4000, 5)
     tree: dict[str, Any] = {}
     for number in range(150):

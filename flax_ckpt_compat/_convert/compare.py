@@ -38,7 +38,7 @@ class DifferentError(CheckpointError):
     """A result does not hold what its source holds."""
 
 
-def verify(
+def compare(
     path: str, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
 ) -> None:
     """Raise DifferentError unless a checkpoint holds exactly these leaves.
