@@ -82,9 +82,8 @@ def test_format_libraries() -> None:
     for module in FILES:
         tops = {imported.split(".")[0] for imported in imports_of(module)}
         assert not tops & ALLOWED.keys(), f"{module} imports a backend by its folder, which makes a second copy of it"
-        allowed = ALLOWED.get(part_of(module), set())
-        allowed = allowed | ({"tensorstore"} if module.startswith(f"{PACKAGE}._core.object_store") else set())
-        allowed = allowed | ({"orbax"} if module == f"{PACKAGE}.cli._demo_checks" else set())
+        is_store, is_demo = module.startswith(f"{PACKAGE}._core.object_store"), module == f"{PACKAGE}.cli._demo_checks"
+        allowed = ALLOWED.get(part_of(module), {"tensorstore"} if is_store else {"orbax"} if is_demo else set())
         forbidden = FORMAT_LIBRARIES | ({"jax", "flax"} if part_of(module) == "_core" else set())
         assert not tops & forbidden - allowed, f"{module} imports {tops & forbidden - allowed}"
 
