@@ -59,6 +59,7 @@ class KindDifference:
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
     is_longer: bool = False  # a longer sequence is stored, which is cut
+    box: str = ""  # name of the only stored child, if that is such an array as the target has
 
     @property
     def what(self) -> str:
@@ -101,7 +102,18 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     if not path and isinstance(target, str):
         hint = "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     is_leaf = wanted is not TargetKind.OTHER
-    return KindDifference(path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf)
+    return KindDifference(
+        path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf, box=_box(stored, target)
+    )
+
+
+def _box(stored: Any, target: Any) -> str:
+    """Return the name below which an array of the target's shape is stored alone, as in an ``nnx.State``, or ""."""
+    if not isinstance(stored, Branch) or len(stored.children) != 1:
+        return ""
+    ((name, child),) = stored.children.items()
+    is_array = isinstance(child, LeafHandle) and child.kind is LeafKind.ARRAY
+    return name if is_array and child.shape == getattr(target, "shape", None) else ""
 
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
@@ -209,14 +221,31 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
     lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
     lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
     lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
+    lines += _unboxing(differences)
     if refused:
-        leaves = [difference.path for difference in differences if difference.is_leaf and difference.path]
+        leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box]
         if leaves and len(leaves) <= _MAX_NAMED:
             named = ", ".join(repr(literal(show_path(path))) for path in leaves)
             lines.append(f"Where the target is right, rules.from_target({named}) keeps its own values.")
         wanted = "the entries that fit" if are_cut else "what is stored all the same"
         lines.append(f"To get {wanted}, set kind_mismatch='warn'{'' if are_cut else ', or restore without a target'}.")
     return "\n".join(lines)
+
+
+def _unboxing(differences: Sequence[KindDifference]) -> list[str]:
+    """Return the remedy for arrays that are stored one level deeper than the target has them."""
+    names: dict[str, set[str]] = {}
+    for one in differences:
+        if one.box and one.path:
+            names.setdefault(one.box, set()).add(literal(one.path[-1]))
+    lines = []
+    for box, parents in names.items():
+        pattern = rf"((?:.*/)?(?:{'|'.join(sorted(parents))}))/{literal(box)}"
+        lines.append(
+            f"Arrays below {box!r}, as an nnx.State or nn.with_partitioning has them, are taken out of it by "
+            rf"rules.rename({pattern!r}, r'\1')."
+        )
+    return lines
 
 
 def resolved_kind(handle: LeafHandle, target: Any) -> LeafKind:

@@ -18,7 +18,7 @@ from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, 
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import layer_counts, messages
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat.errors import KindMismatchError, MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat.transforms import Transform
 from tests.restore.test_matching import match
 
@@ -173,6 +173,22 @@ def test_layers_that_are_numbered_from_one(tmp_path: Path) -> None:
     with pytest.raises(MissingLeavesError) as caught:
         restore(tmp_path, target)
     assert "Build the model" not in str(caught.value) and "Dense_(3)" not in str(caught.value)
+
+
+def test_arrays_in_boxes_for_a_target_without_them(flag: bool, tmp_path: Path) -> None:
+    """As of an nnx.State, or of nn.with_partitioning: the error advised to keep the target's initial values."""
+    dense = {"kernel": {"value": np.full((4, 4), 3.0)}, "bias": {"value": np.full(4, 2.0)}}
+    saved = {"params": {"Dense_0": dense, "attn": {"value": {"kernel": {"value": np.ones((2, 2))}}}}}
+    target = {"params": {"Dense_0": {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)}, "attn": {}}}
+    target["params"]["attn"] = {"value": {"kernel": np.zeros((2, 2))}}  # a module of attention, and no box
+    path = checkpoints.save_checkpoint(tmp_path, saved, 1)
+    with pytest.raises(KindMismatchError) as caught:
+        restore(path, target)
+    assert "from_target" not in str(caught.value)
+    (source,) = re.findall(r"rules\.rename\(.*\)(?=\.\n)", str(caught.value))
+    restored = restore(path, target, transforms=[eval(source, {"rules": rules})])["params"]
+    assert np.all(restored["Dense_0"]["kernel"] == 3) and np.all(restored["Dense_0"]["bias"] == 2)
+    assert np.all(restored["attn"]["value"]["kernel"] == 1)
 
 
 @pytest.mark.parametrize("kind", ["stacked", "numbered", "list"])
