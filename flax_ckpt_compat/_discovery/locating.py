@@ -296,7 +296,8 @@ def unchanged(path: str, since: Callable[[], bool] | None = None) -> Iterator[Ca
         except _POLICY_ERRORS:
             raise
         except Exception as error:
-            if not is_replaced():
+            # In a store objects may just be lost, as the error says; a restore tries again, and finds out.
+            if (since is not None and paths.is_url(path)) or not is_replaced():
                 raise
             cause = error
         if cause is not None or is_replaced():

@@ -106,7 +106,9 @@ def _is_orphan(folder: str) -> bool:
         return False
     if not detect.is_only_arrays(folder):
         return False
-    return any(ZARR2_METADATA in files for _, _, files in os.walk(folder))
+    files = [name for _, _, names in os.walk(folder) for name in names]
+    # An interrupted removal may have left an empty one.
+    return ZARR2_METADATA in files or (not files and main[-1:].isdecimal())
 
 
 def _in_store(folder: str) -> Iterator[Leftover]:

@@ -10,10 +10,10 @@ from tests.support.saves import run_python
 
 # The parent imports; each writer and each checker is a fork of it, because only those may start threads.
 KILLS = """
-import os, shutil, signal, sys, traceback
+import os, shutil, signal, sys, time, traceback
 import numpy as np, tensorstore
 from flax_ckpt_compat._save import retention
-from flax_ckpt_compat._core.local import atomic as files
+from flax_ckpt_compat._core.local import atomic as files, temporaries
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
@@ -96,6 +96,7 @@ def look(killed, step):
     assert n in (0 if before == "none" else 1, 2), n
     files.remove_stale(folder)
     assert found() == n
+    temporaries.storage_time = lambda _: time.time() + 2 * 24 * 3600  # arrays without their file stay for a day
     retention._remove_orphaned_arrays(CheckpointDir(folder, "checkpoint_", folder))
     if n:
         check_tidy(n)

@@ -73,12 +73,12 @@ def visible(keys: list[str]) -> list[str]:
 
 
 def is_replaced(before: list[str], now: list[str]) -> bool:
-    """Return whether a folder's checkpoint was replaced between two lists of all its keys.
+    """Return whether a folder's checkpoint was replaced, or partly removed, between two lists of all its keys.
 
-    A new checkpoint has other names of data, or is in ``_next…``. What a running save adds is not part of it yet, and
-    what is only missing was removed, or lost."""
+    What a running save adds is not part of it yet. A new checkpoint has other names of data, or is in ``_next…``, and
+    the data of the old one goes; only that may tell, as the list before may have all of the new one already."""
     old, new = ({key for key in visible(keys) if not key.startswith(f"{layout.BEGUN}.")} for keys in (before, now))
-    return current_folder(before) != current_folder(now) or bool(old - new and new - old)
+    return current_folder(before) != current_folder(now) or not old <= new
 
 
 def _visible_key(key: str, chosen: dict[str, str]) -> str | None:
