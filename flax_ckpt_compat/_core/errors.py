@@ -196,8 +196,6 @@ class StorageError(CheckpointError, OSError):
 
     Attributes:
         errno: the operating system's error number, where there was one.
-        strerror: its text, where there was one.
-        filename: the same as ``path``.
     """
 
     def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
@@ -208,10 +206,12 @@ class StorageError(CheckpointError, OSError):
 
         @property
         def strerror(self) -> str | None:
+            """Return the text of the operating system's error number, where there was one."""
             return None if self.errno is None else os.strerror(self.errno)
 
         @property
         def filename(self) -> str | None:
+            """Return ``path``, under the name that it has in Python's own errors."""
             return self.path
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
