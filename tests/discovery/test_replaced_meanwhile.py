@@ -83,7 +83,7 @@ def _missing(path: str) -> list[str]:
 @pytest.mark.parametrize("during", [_replaced, _missing])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_the_directory_is_replaced_while_it_is_listed(during, exchanges, look, tmp_path, monkeypatch):
-    """It looked empty or absent, and the step before it was restored: 4 of 9,000 restores beside a writer."""
+    """It looked empty or absent, and the step before it was restored: 4 of 10,318 restores beside a writer."""
     if not exchanges:
         monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     with use_flag(True):
