@@ -12,7 +12,8 @@ from typing import Any
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
-from flax_ckpt_compat._discovery import detect, locating
+from flax_ckpt_compat._discovery import locating
+from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.walk import MSGPACK_SUFFIX, checkpoints_below
 
@@ -32,7 +33,7 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
     is no checkpoint, or not the step."""
     with paths.listing_cache(source):
         found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
-        missing = {path: detect.what_is_missing(path, lists_denied=True) for path in found}
+        holding = [contents_of(path, lists_denied=True) for path in found]
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
     if found == [source] and to in TO_STEPS and wanted:
@@ -45,11 +46,17 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         top = os.path.dirname(source) if found == [source] else source
         jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
-    incomplete = "IncompleteCheckpointError: {} is not a complete checkpoint: {}"
-    errors = {path: incomplete.format(path, why) for path, why in missing.items() if why}
+    errors = {one.path: _refusal(one) for one in holding if not one.is_complete}
     jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
     _check_outside(jobs)
     return _without_collisions(jobs)
+
+
+def _refusal(found: Contents) -> str:
+    """Return the error for what is not a complete checkpoint."""
+    if found.state is State.FOREIGN:
+        return f"UnrecognizedFormatError: {foreign_message(found)}"
+    return f"IncompleteCheckpointError: {found.path} is not a complete checkpoint: {found.why}"
 
 
 def _check_outside(jobs: Sequence[Job]) -> None:

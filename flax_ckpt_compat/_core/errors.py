@@ -66,6 +66,10 @@ class CheckpointError(Exception):
         self.path = path
         self.leaf = leaf
 
+    def add(self, sentence: str) -> None:
+        """Append a sentence to the message, such as what another part of the program knows of the remedy."""
+        self.args = (sanitize(f"{self.args[0]} {sentence}", self.path, self.leaf), *self.args[1:])
+
 
 def sanitize(message: str, *names: str | None) -> str:
     """Make a message safe to print: escape control characters, and line breaks from these names; cut endless words."""

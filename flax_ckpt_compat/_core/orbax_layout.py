@@ -42,6 +42,7 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 COMMIT_FILE = "commit_success.txt"
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
+PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this suffix until they are finalized
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
@@ -58,7 +59,7 @@ SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
 JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
 JAX_KEY_METADATA = "jax_random_key_metadata/metadata"
-JSON_FILES = ("metadata", "metrics")
+JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
 
 # The names of leaves.
 _BAD_ESCAPE = re.compile(r"~(?![01])")

@@ -32,9 +32,9 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     ``why_too_long``: why no checkpoint can have a path of that length, or None if one can.
     ``resolve``: the path without symbolic links. ``identity``: device and inode of a local path, or None.
     ``version``: bytes that change when a file is replaced; equal for all machines that share it.
-    ``is_empty``: whether a file is empty; one request in a store, where its size may take many.
+    ``head``: the first bytes of a file, none of an empty one; one request in a store, where its size may take many.
     ``total_size``: bytes in a file, or in all files below a directory; 0 if it does not exist.
-    ``prefetch_sizes``, ``prefetch_emptiness``, ``prefetch_contents``: request many in parallel, in `listing_cache`.
+    ``prefetch_sizes``, ``prefetch_heads``, ``prefetch_contents``: request many in parallel, in `listing_cache`.
     ``current_listing``, ``offering``: hand the listing of a `listing_cache` to the next one; None on a local disk.
     ``watching``: yield a function that returns whether a checkpoint was replaced since the block began.
     ``offering_after_commit``: hand it the listing that `publish` makes behind its commit.

@@ -79,7 +79,7 @@ SHADOW_FOLDER = ".flax_ckpt_compat_shadow"  # holds records and copies of shadow
 
 def is_foreign(name: str) -> bool:
     """Return whether a name is never a checkpoint: temporaries and array folders."""
-    return orbax_layout.TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
+    return orbax_layout.TEMPORARY in name or orbax_layout.PARTIAL_SAVE in name or name.endswith(ARRAYS_POSTFIX)
 
 
 def in_order(names: Iterable[str], prefix: str) -> list[str]:

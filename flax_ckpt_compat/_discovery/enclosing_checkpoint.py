@@ -11,7 +11,8 @@ from contextlib import suppress
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.thread_pools import results_of
-from flax_ckpt_compat._discovery import detect
+from flax_ckpt_compat._discovery import contents
+from flax_ckpt_compat._discovery.orbax_directory import MARKERS
 
 
 def why_inside(path: str) -> str | None:
@@ -30,13 +31,13 @@ def checkpoint_around(path: str) -> str | None:
     parent = os.path.dirname(storage.resolve(path))
     if storage.is_remote:
         return _around_in_store(parent)
-    marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
+    marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in MARKERS))
     return next(filter(_is_checkpoint, marked), None)
 
 
 @functools.lru_cache(maxsize=64)  # a request for each folder and marker
 def _around_in_store(url: str) -> str | None:
-    found = results_of(lambda place: _is_there(*place), list(itertools.product(_upwards(url), detect.MARKERS)))
+    found = results_of(lambda place: _is_there(*place), list(itertools.product(_upwards(url), MARKERS)))
     marked = {folder for (folder, _), is_there in found.items() if is_there}
     return next(filter(_is_checkpoint, sorted(marked, key=len, reverse=True)), None)
 
@@ -57,5 +58,5 @@ def _is_there(folder: str, marker: str) -> bool:
 
 def _is_checkpoint(folder: str) -> bool:
     with suppress(StorageError, OSError):
-        return detect.is_certainly_orbax(folder)
+        return contents.is_certainly_orbax(folder)
     return False

@@ -7,7 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -29,9 +29,11 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
-from flax_ckpt_compat._discovery import detect, not_found, saved_steps, step_lookup
+from flax_ckpt_compat._discovery import contents, lfs_pointers, not_found, saved_steps, step_lookup
+from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
@@ -46,6 +48,7 @@ _LONGEST_CHAIN = 8  # of causes, which may form a ring
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _DAMAGED = CorruptCheckpointError | UnrecognizedFormatError
+_UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 
@@ -74,14 +77,16 @@ def _find(root: str, checkpoint_dir: saved_steps.CheckpointDir, prefix: str, las
         return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
-    if not paths.isdir(root) or detect.is_certainly_orbax(root):
+    if not paths.isdir(root) or contents.is_certainly_orbax(root):
         return _located(root, named=True)
-    latest = step_lookup.latest_of(step_lookup.Directory(checkpoint_dir, tolerant=last))
+    directory = step_lookup.Directory(checkpoint_dir, tolerant=last)
+    latest = step_lookup.latest_of(directory)
     if latest is not None:
         return _located(latest.path, named=False)
     if _is_checkpoint(root):
         return _located(root, named=True)
-    return not_found.of_checkpoints(checkpoint_dir, prefix)
+    absence = not_found.of_checkpoints(checkpoint_dir, prefix)
+    return dataclasses.replace(absence, lost=step_lookup.newest_lost(directory))
 
 
 def _is_checkpoint(root: str) -> bool:
@@ -89,13 +94,20 @@ def _is_checkpoint(root: str) -> bool:
 
     What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
     try:
-        return detect.is_unfinished(root) or detect.is_orbax_directory(root) or detect.is_step_by_name(root)
+        found = contents.contents_of(root)
+        return found.is_one_checkpoint or (found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root)))
     except StorageError as error:
         folder, name = os.path.split(error.path or root)
-        is_step = detect.STEP_DIRECTORY.fullmatch(os.path.basename(root)) and name != _RECOVERED
+        is_step = STEP_DIRECTORY.fullmatch(os.path.basename(root)) and name != _RECOVERED
         if not is_denied(error) or folder != root or name in _MAY_BE_PARTS or is_step:
             raise
         return False
+
+
+def _has_begun(root: str) -> bool:
+    """Return whether Orbax has begun to write items to a directory: those of whole checkpoints do not count."""
+    begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
+    return any(name.startswith(begun) for name in paths.listdir(root))
 
 
 def _located(path: str, *, named: bool) -> LocatedCheckpoint:
@@ -144,7 +156,7 @@ def _step_path(root: str, checkpoint_dir: saved_steps.CheckpointDir, text: str, 
         known, has_remedy = f"{why}; shorten the step or the prefix", True
     elif available:
         known, has_remedy = f"available steps: {', '.join(available)}", True
-    elif paths.isfile(root) or detect.is_certainly_orbax(root):
+    elif paths.isfile(root) or contents.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
         absent = not_found.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
@@ -179,7 +191,7 @@ def read_found(
         log_once(_subject(ckpt_dir, prefix), None)
         before = _identity(found.path)
         try:
-            with paths.storage_of(found.path).offering(found.listing):
+            with paths.storage_of(found.path).offering(found.listing), lfs_pointers.named(found.path):
                 return read(found.path)
         except _POLICY_ERRORS:
             raise
@@ -191,6 +203,8 @@ def read_found(
                 removed = found.path, error
                 continue
             if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
+                if not found.named and isinstance(error, _UNUSABLE):
+                    _add_older_step(error, saved_steps.checkpoint_dir(ckpt_dir, prefix), found.path)
                 raise
             if found.named and not is_there(found.path):
                 raise removed_error(found.path) from error
@@ -199,6 +213,14 @@ def read_found(
     path, cause = removed
     message = f"{path} was removed or replaced while it was read, as were {rounds - 1} before it"
     raise CheckpointNotFoundError(f"{message}; keep more checkpoints (keep=), or save less often", path=path) from cause
+
+
+def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.CheckpointDir, path: str) -> None:
+    """Add to the error of the latest step which older one looks complete."""
+    with suppress(CheckpointError, OSError):
+        older = step_lookup.newest_complete(step_lookup.Directory(checkpoint_dir, tolerant=True), but=path)
+        if older is not None:
+            error.add(f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}.")
 
 
 def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> LocatedCheckpoint:
@@ -212,11 +234,23 @@ def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Excepti
 def _nothing(
     ckpt_dir: str, prefix: str, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
 ) -> _Result:
+    if found.lost is not None:
+        raise IncompleteCheckpointError(_only_lost(found.lost), path=found.lost.path)
     if otherwise is None:
         raise found.error(paths.absolute(ckpt_dir), f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
     log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
+
+
+def _only_lost(lost: Contents) -> str:
+    """Return the error for an incomplete checkpoint without a complete one beside it.
+
+    No save that is interrupted leaves one under its final name on a file system, so a program must not begin anew."""
+    return (
+        f"{lost.path} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is complete. "
+        "Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it away."
+    )
 
 
 def _may_be_old_view(path: str, error: BaseException | None) -> bool:
@@ -239,7 +273,7 @@ def refresh(ckpt_dir: str, prefix: str) -> bool:
     Return False if nothing can have changed, or this process cannot look anew."""
     directory = saved_steps.checkpoint_dir(ckpt_dir, prefix).directory
     storage = paths.storage_of(directory)
-    if not storage.isdir(directory) or detect.is_certainly_orbax(directory):
+    if not storage.isdir(directory) or contents.is_certainly_orbax(directory):
         directory = os.path.dirname(directory)
     return storage.refresh(directory)
 
@@ -258,7 +292,7 @@ def _has_changed(
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
-        if not isinstance(error, _AS_FOUND) and detect.what_is_missing(found.path) is not None:
+        if not isinstance(error, _AS_FOUND) and not contents.contents_of(found.path).is_complete:
             raise removed_error(found.path) from error
         return False
     try:

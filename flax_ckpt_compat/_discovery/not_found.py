@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._discovery import foreign, hints, saved_steps
+from flax_ckpt_compat._discovery.contents import Contents
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
@@ -27,6 +28,7 @@ class Absence:
     why: str
     remedy: str = ""  # what to do next, or empty
     is_start: bool = False  # there is nothing at all, as in a program's first run
+    lost: Contents | None = None  # the newest incomplete checkpoint, where no save can have left it
 
     def __str__(self) -> str:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why

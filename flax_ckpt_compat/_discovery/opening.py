@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import detect, foreign, orbax_directory
+from flax_ckpt_compat._discovery import contents, lfs_pointers
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.orbax_directory import Item
 
 _log = logging.getLogger("flax_ckpt_compat")
+_DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
 _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
 
@@ -29,11 +36,11 @@ class Opened:
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
         with paths.listing_cache(path):
-            found = detect.detect(path)
+            self.contents = found = contents.checkpoint_at(path)
             self.path: str = path  # of the checkpoint
             # Name → format and path; a checkpoint that is one tree has the single item ''.
-            self.items: dict[str, orbax_directory.Item] = found.items
-            self.trees: dict[str, orbax_directory.Item] = found.trees  # the items that are not JSON
+            self.items: dict[str, Item] = dict(found.items)
+            self.trees: dict[str, Item] = found.trees  # the items that are not JSON
             if paths.is_url(path) and len(found.items) == 1:
                 self.reader(*found.items)  # now, while the listing is cached
         if found.unknown:
@@ -57,8 +64,25 @@ class Opened:
     def reader(self, item: str) -> Reader:
         """Return the reader of an item, opened on first use."""
         if item not in self._readers:
-            self._readers[item] = self._open.enter_context(closing(open_item(self.items[item], verify=self._verify)))
+            try:
+                reader = open_item(self.items[item], verify=self._verify)
+            except _DAMAGE as error:
+                self._add_whole_items(error, item)
+                raise
+            self._readers[item] = self._open.enter_context(closing(reader))
         return self._readers[item]
+
+    def _add_whole_items(self, error: CheckpointError, broken: str) -> None:
+        """Add to the error of one item which others open: they restore by their own paths."""
+        whole = []
+        for name, item in self.items.items():
+            with suppress(CheckpointError):
+                if name != broken:
+                    open_item(item).close()
+                    whole.append(name)
+        if whole:
+            where = self.path.rstrip("/")
+            error.add(f"Of the items of this step only {broken!r} is affected: {where}/{whole[0]} restores alone.")
 
     def close(self) -> None:
         """Close all items."""
@@ -71,21 +95,12 @@ class Opened:
             reader.tree = None
 
 
-def open_item(item: orbax_directory.Item, *, verify: bool = False) -> Reader:
-    """Open one tree or JSON item; see `Backend.open`. Raise UnrecognizedFormatError for a file of another kind."""
-    if item.format is None:
-        return JsonReader(item.path)
-    try:
+def open_item(item: Item, *, verify: bool = False) -> Reader:
+    """Open one tree or JSON item; see `Backend.open`."""
+    with lfs_pointers.named(item.path):
+        if item.format is None:
+            return JsonReader(item.path)
         return backend_for(item.format).open(item.path, verify=verify)
-    except CorruptCheckpointError:
-        look = foreign.file_looks_like(item.path) if item.format is Format.MSGPACK else None
-        if look is None:
-            raise
-        raise UnrecognizedFormatError(
-            f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
-            "directory.",
-            path=item.path,
-        ) from None  # the advice for damaged msgpack files would mislead
 
 
 class JsonReader(Reader):

@@ -1,10 +1,13 @@
-"""Tell what one directory of Orbax holds, by names and first bytes: a tree, an array, items, JSON."""
+"""Tell what one directory of Orbax holds, by names, first bytes and records: a tree, an array, items, JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -16,20 +19,37 @@ from flax_ckpt_compat._core.storage_errors import translated
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
 ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
+MARKERS = (*TREE_MARKERS, *ITEMS_MARKERS)  # that only Orbax writes
 FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
+STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
+RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 _PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
-RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 _FIRST_BYTES = 512
 _ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
+_MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
+# The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
+# documented in its checkpoint importer).
+_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xafflax_optimizer")
+_T5X_ARRAYS = ("target.", "state.", "param_states.")
+
+
+class ItemKind(enum.Enum):
+    """Kind of an item, by the handler of Orbax that reads it."""
+
+    TREE = "tree"
+    ARRAY = "array"
+    KEY = "random key"
+    JSON = "JSON"
+    UNKNOWN = "of an unknown kind"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One tree of a checkpoint."""
+    """One tree, or other item, of a checkpoint."""
 
     format: Format | None  # on-disk format; None for a plain JSON item
-    path: str  # the file or directory of this tree
+    path: str  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -55,12 +75,21 @@ def is_tree(path: str, names: set[str]) -> bool:
         return True
     child = os.path.join(path, layout.MSGPACK_FILE)
     # Orbax's handler of single arrays calls its array by the same name.
-    return layout.MSGPACK_FILE in names and (_holds_msgpack_tree(child) or is_array(child))
+    return layout.MSGPACK_FILE in names and (_begins_like_aggregate(_first_bytes(child)) or is_array(child))
 
 
 def is_array(path: str) -> bool:
     """Return whether a directory has the zarr metadata of one array."""
     return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
+
+
+def is_t5x(path: str, names: set[str]) -> bool:
+    """Return whether a directory is a checkpoint of T5X: a msgpack file of TensorStore specs, arrays beside it."""
+    if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
+        return False
+    has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
+    first = _first_bytes(os.path.join(path, layout.MSGPACK_FILE))
+    return has_arrays and first[:1] in (b"\x81", b"\x82", b"\x83") and any(key in first for key in _T5X_KEYS)
 
 
 def is_never_merged(path: str, names: set[str]) -> bool:
@@ -74,13 +103,71 @@ def is_never_merged(path: str, names: set[str]) -> bool:
     return finished and len(databases) == 1 and len(folders) > 1
 
 
+def recorded_handlers(path: str, names: set[str]) -> Mapping[str, str] | str:
+    """Return the handlers that a step's metadata records: of each item, or of the one tree; empty without a record.
+
+    Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
+    if layout.STEP_METADATA not in names:
+        return {}
+    file = os.path.join(path, layout.STEP_METADATA)
+    with translated(file), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        try:
+            content = json.loads(paths.read(file, 0, _MAX_RECORD_BYTES))
+        except (ValueError, RecursionError):  # Orbax takes what does not decode as missing
+            return {}
+        handlers = content.get("item_handlers") if isinstance(content, dict) else None
+        if isinstance(handlers, str):
+            return handlers
+        if isinstance(handlers, dict):
+            return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
+    return {}
+
+
+def kind_of_handler(handler: str) -> ItemKind:
+    """Return the kind of the items that a handler of Orbax, v0 or v1, writes."""
+    name = handler.rpartition(".")[2]
+    if "RandomKey" in name:
+        return ItemKind.KEY
+    if name.startswith(("Json", "Metrics")):
+        return ItemKind.JSON
+    if name.startswith("ArrayCheckpoint"):
+        return ItemKind.ARRAY
+    if name.startswith(("PyTree", "StandardCheckpoint")):
+        return ItemKind.TREE
+    return ItemKind.UNKNOWN
+
+
+def missing_part(path: str, names: set[str], handler: str) -> str | None:
+    """Return the path, relative to an item, of a file or folder that its handler has written and that is not there.
+
+    ``names`` are those in the item's directory. None also if nothing is known of the handler."""
+    kind = kind_of_handler(handler)
+    if kind is ItemKind.TREE and layout.TREE_METADATA not in names:
+        return layout.TREE_METADATA
+    if kind is ItemKind.ARRAY and not names.intersection((layout.SINGLE_ARRAY, layout.MANIFEST)):
+        return layout.SINGLE_ARRAY
+    if kind is ItemKind.JSON and json_name(names, handler) is None:
+        return "data.json" if ".v1." in handler else layout.JSON_FILES[0]
+    if kind is ItemKind.KEY:
+        key = layout.JAX_KEY if "Jax" in handler else layout.NUMPY_KEY
+        wanted = (key, f"{key}_metadata")
+        absent = [name for name in wanted if not names_in(os.path.join(path, name))]
+        return f"{absent[0]}/" if absent else None
+    return lost_manifest_in(path, names) if kind in (ItemKind.TREE, ItemKind.ARRAY) else None
+
+
+def lost_manifest_in(path: str, names: set[str]) -> str | None:
+    """Return the name of the manifest if a directory has an array database, or a tree of arrays, without it."""
+    return layout.MANIFEST if lost_manifest(path, names) else None
+
+
 def lost_manifest(path: str, names: set[str]) -> bool:
     """Return whether a directory has an array database, or a tree of arrays, without the manifest that locates them.
 
     An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is mounted
     as a file system, which copies file by file (s3fs, measured)."""
-    if names.intersection((layout.MANIFEST, layout.MSGPACK_FILE)):
-        return False
+    if names.intersection((layout.MANIFEST, layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)):
+        return False  # without OCDBT, the array of a bare leaf lies in the directory itself
     data_files = _data_files(path, names)
     if data_files is not None:  # or those of an array of that name
         return all(map(_DATA_FILE.fullmatch, data_files))
@@ -99,7 +186,7 @@ def _data_files(path: str, names: set[str]) -> set[str] | None:
 
 
 def lost_structure(path: str, names: set[str]) -> bool:
-    """Return whether a directory has parts of a tree, or folders of single arrays, but lost the structure file."""
+    """Return whether a directory has parts of a tree of Orbax, but lost the structure file."""
     if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
     if any(map(_DATA_FILE.fullmatch, _data_files(path, names) or ())):
@@ -111,24 +198,45 @@ def lost_structure(path: str, names: set[str]) -> bool:
         and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks)))
     ):
         return True
-    # Beside other files, a folder of a single array is a data set.
+    return bool(names.intersection(FINISHED)) and is_folder_of_arrays(path, names)
+
+
+def is_folder_of_arrays(path: str, names: set[str]) -> bool:
+    """Return whether a directory has nothing but folders of single arrays, some of them with zarr metadata.
+
+    Beside other files, a folder of a single array is a data set."""
     folders = [os.path.join(path, name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
     return all(map(paths.isdir, folders)) and any(map(is_array, folders))
 
 
-def json_file(path: str, names: set[str]) -> str | None:
-    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
+def json_name(names: set[str], handler: str = "") -> str | None:
+    """Return the name of the one file of a JSON item among the names in its directory, or None.
+
+    With a recorded ``handler`` of JSON, that file may have any name."""
     rest = names.difference(FINISHED)
-    file = os.path.join(path, *rest)
-    return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and paths.isfile(file) else None
+    known = rest.intersection(layout.JSON_FILES)
+    if len(rest) == 1 and (known or kind_of_handler(handler) is ItemKind.JSON):
+        return next(iter(rest))
+    return None
 
 
-def _holds_msgpack_tree(path: str) -> bool:
+def json_file(path: str, names: set[str], handler: str = "") -> str | None:
+    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
+    name = json_name(names, handler)
+    file = os.path.join(path, name or "")
+    return file if name is not None and paths.isfile(file) else None
+
+
+def _first_bytes(file: str) -> bytes:
+    """Return the first bytes of a file; none of what is not a file."""
+    if not paths.isfile(file):
+        return b""
+    with translated(file):
+        return paths.read(file, 0, _FIRST_BYTES)
+
+
+def _begins_like_aggregate(first: bytes) -> bool:
     """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
-    if not paths.isfile(path):
-        return False
-    with translated(path):
-        first = paths.read(path, 0, _FIRST_BYTES)
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
 
 
@@ -141,29 +249,61 @@ def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
     return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
 
 
-def items_in(path: str, names: set[str]) -> dict[str, Item]:
-    """Return the named items of a CheckpointManager step or an Orbax v1 directory."""
-    items = {}
-    is_marked = bool(names.intersection(ITEMS_MARKERS))
+def items_in(path: str, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
+    """Return the named items of a CheckpointManager step or an Orbax v1 directory; not those of an unknown kind.
+
+    ``handlers`` are those that the step's metadata records."""
+    handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
+    inside = dict[str, set[str]]()
     for name in sorted(names):
         child = os.path.join(path, name)
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
-        if temporaries.is_temporary(name) or not paths.isdir(child):
-            continue
-        inside = names_in(child)
-        if is_checkpoint_itself(name, inside, is_marked):
-            continue
-        keys = sorted(inside.intersection(RANDOM_KEYS))
-        if is_tree(child, inside):
-            items[name] = Item(Format.ORBAX, child, inside)
-        elif keys:
-            items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
-        elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):
-            items[name] = Item(None, os.path.join(child, *inside.intersection(layout.JSON_FILES)))
-    return items
+        if not temporaries.is_temporary(name) and paths.isdir(child):
+            inside[name] = names_in(child)
+    whole = {
+        name for name, found in inside.items() if name not in handlers and is_checkpoint_itself(name, found, is_marked)
+    }
+    found = {
+        name: item
+        for name in inside
+        if name not in whole and (item := _item(os.path.join(path, name), inside[name], handlers.get(name, "")))
+    }
+    if whole and not is_marked:
+        for name in _items_that_look_like_steps(path, found, {one: inside[one] for one in whole}):
+            if (item := _item(os.path.join(path, name), inside[name], "")) is not None:
+                found[name] = item
+    return dict(sorted(found.items()))
 
 
-def only_orbax_has(items: dict[str, Item]) -> bool:
+def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
+    """Return which directories are items although their names end in numbers, or they have step metadata of their own.
+
+    A tree beside JSON, with a name that is not a step, is an item that a checkpointer of its own wrote. And in the
+    step of a manager before 0.5.11, which is named by its number only, ``net_1`` is an item."""
+    has_json = any(item.format is None for item in items.values())
+    if has_json:
+        named = {name for name in whole if not steps.ends_in_step(name)}
+        if named:
+            return named
+    is_step = os.path.basename(path).isdecimal()
+    unmarked = {name for name, inside in whole.items() if layout.STEP_METADATA not in inside}
+    if not is_step or len(unmarked) < len(whole):
+        return set()
+    return {name for name in unmarked if not name.isdecimal() and not name.startswith("checkpoint_")}
+
+
+def _item(path: str, names: set[str], handler: str) -> Item | None:
+    """Return an item with these names in its directory; None if its kind is unknown."""
+    keys = sorted(names.intersection(RANDOM_KEYS))
+    if is_tree(path, names):
+        return Item(Format.ORBAX, path, names)
+    if keys:
+        return Item(Format.ORBAX, os.path.join(path, keys[0]))
+    file = json_file(path, names, handler)
+    return Item(None, file) if file is not None else None
+
+
+def only_orbax_has(items: Mapping[str, Item]) -> bool:
     """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
     kinds = {os.path.basename(item.path) in RANDOM_KEYS or item.format for item in items.values()}
     return True in kinds or kinds == {None, Format.ORBAX}

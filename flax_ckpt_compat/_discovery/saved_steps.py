@@ -13,7 +13,9 @@ from collections.abc import Container
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, foreign
+from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery.contents import Layout, State, contents_of
+from flax_ckpt_compat._discovery.log_once import log_once
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -55,38 +57,52 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
         raise
 
 
-def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]:
-    """Return the names of complete numeric checkpoints, oldest first; warn about incomplete ones."""
-    complete, broken = [], []
+def removable_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]:
+    """Return the names of the numeric checkpoints that retention counts and removes, oldest first; warn of others.
+
+    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay as they are."""
+    removable, broken = [], []
     with paths.listing_cache(checkpoint_dir.directory):
         ours = steps.in_order(names, checkpoint_dir.prefix)
-        paths.storage_of(checkpoint_dir.directory).prefetch_emptiness(list(map(checkpoint_dir.path, ours)))
+        paths.storage_of(checkpoint_dir.directory).prefetch_heads(list(map(checkpoint_dir.path, ours)))
         for name in ours:
             path = checkpoint_dir.path(name)
-            missing = detect.what_is_missing(path, lists_denied=True)
-            if missing is None:
-                complete.append(name)
-            # Otherwise another process has just evicted it, or it is not a checkpoint.
-            elif missing == detect.DENIED or (
-                not detect.is_gone(path, missing) and paths.lexists(path) and not detect.foreign_look(path)
-            ):
-                broken.append(f"{name} ({missing})")
+            found = contents_of(path, lists_denied=True)
+            if found.may_be_removed:
+                removable.append(name)
+            elif found.state is State.FOREIGN:
+                _warn_of_foreign(checkpoint_dir, name, found.why)
+            # Otherwise another process has just evicted it.
+            elif found.state in (State.INCOMPLETE, State.DENIED) and paths.lexists(path):
+                broken.append(f"{name} ({found.why})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
-    return complete
+    return removable
+
+
+def _warn_of_foreign(checkpoint_dir: CheckpointDir, name: str, look: str) -> None:
+    log_once(
+        (checkpoint_dir.path(name), "foreign"),
+        f"{checkpoint_dir.path(name)} is named like a checkpoint, but looks like {look}: it stays, is not counted for "
+        "keep, and prevents no save of a lower step",
+    )
 
 
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
     """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
 
-    One that may not be listed counts as complete."""
+    One that may not be listed counts as complete, and nothing that is foreign does."""
     with paths.listing_cache(checkpoint_dir.directory):
         for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
             if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
                 return None
-            missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
-            if name not in but and missing in (None, detect.DENIED):
+            if name in but:
+                continue
+            found = contents_of(checkpoint_dir.path(name), lists_denied=True)
+            if found.is_complete or found.state is State.DENIED:
                 return name
+            if found.state is State.FOREIGN:
+                _warn_of_foreign(checkpoint_dir, name, found.why)
     return None
 
 
@@ -94,7 +110,9 @@ def is_checkpoint(path: str) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
         with translated(path):
-            of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else foreign.may_be_msgpack_tree(path)
-            return detect.what_is_missing(path) is None and of_its_kind
+            found = contents_of(path)
+            if found.layout is Layout.FILE and not foreign.may_be_msgpack_tree(path):
+                return False
+            return found.is_complete and found.is_one_checkpoint
     except StorageError:
         return False

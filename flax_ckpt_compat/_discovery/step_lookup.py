@@ -8,7 +8,6 @@ restores use this; saves overwrite and remove by the literal rules of `flax_ckpt
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import os
 import time
@@ -19,8 +18,10 @@ from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from flax_ckpt_compat._discovery import detect, saved_steps
+from flax_ckpt_compat._discovery import contents, saved_steps
+from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
@@ -36,15 +37,6 @@ _SETTLED_SECONDS, _MAX_KNOWN = 2.0, 1000
 _incomplete_since: OrderedDict[str, float] = OrderedDict()
 
 
-class State(enum.Enum):
-    """Classification of a listed name, by names and sizes alone."""
-
-    COMPLETE = "complete"
-    INCOMPLETE = "incomplete"
-    FOREIGN = "foreign"
-    VANISHED = "vanished"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
     """A listed name that may be a checkpoint."""
@@ -58,16 +50,26 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classified:
-    """An entry with its classification."""
+    """An entry with what it holds."""
 
     entry: Entry
-    state: State
-    why: str | None = None  # the missing part, or what a foreign directory looks like
+    contents: Contents
+
+    @property
+    def state(self) -> State:
+        """Return what it is; a file that is named like a step of a manager is none."""
+        is_file = self.entry.managed and self.contents.layout is contents.Layout.FILE
+        return State.FOREIGN if is_file else self.contents.state
+
+    @property
+    def why(self) -> str:
+        """Return what is missing, or what a foreign file or directory looks like."""
+        return self.contents.why or ("a file" if self.state is State.FOREIGN else "")
 
     @property
     def counts(self) -> bool:
-        """Return whether look-ups include it: complete checkpoints, and, as in Flax, foreign directories."""
-        return self.state is State.COMPLETE or (self.state is State.FOREIGN and not self.entry.managed)
+        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
+        return self.state in (State.COMPLETE, State.DENIED) or (self.state is State.FOREIGN and not self.entry.managed)
 
 
 class ChangedError(Exception):
@@ -135,7 +137,7 @@ class Directory:
         """Return the steps of the only CheckpointManager with its own prefix, if the caller chose none."""
         if self.checkpoint_dir.prefix not in _DEFAULT_PREFIXES:
             return []
-        heads = {match[1] for match in map(detect.STEP_DIRECTORY.fullmatch, self.names) if match and match[1]}
+        heads = {match[1] for match in map(STEP_DIRECTORY.fullmatch, self.names) if match and match[1]}
         families = [family for head in sorted(heads - {self.checkpoint_dir.prefix}) if (family := self._family(head))]
         return families[0] if len(families) == 1 else []
 
@@ -167,7 +169,7 @@ class Directory:
 
         Raise `UnsettledError` if it looks incomplete, but another machine may be replacing it."""
         classified = self._state_of(entry)
-        if classified.state is State.VANISHED and not self._tolerant:
+        if classified.state is State.ABSENT and not self._tolerant:
             raise VanishedError
         if not _is_settled(classified) and not self._tolerant:
             for other in (*self.steps, *self.texts):  # so that one wait is enough for all of them
@@ -198,10 +200,10 @@ class Directory:
 
     def _family(self, head: str) -> list[Entry]:
         """Return the steps named ``head + digits``, if at least one is a complete step of a manager."""
-        matches = filter(None, map(detect.STEP_DIRECTORY.fullmatch, self.names))
+        matches = filter(None, map(STEP_DIRECTORY.fullmatch, self.names))
         found = [self._entry(match[0], match[2], managed=True) for match in matches if (match[1] or "") == head]
         found.sort(key=_order)
-        is_manager = any(detect.is_step_of_manager(entry.path) for entry in reversed(found))
+        is_manager = any(contents.is_step_of_manager(entry.path) for entry in reversed(found))
         return found if is_manager else []
 
     def _state_of(self, entry: Entry) -> Classified:
@@ -210,24 +212,17 @@ class Directory:
         return self._classified[entry.name]
 
     def _classify(self, entry: Entry) -> Classified:
-        why = detect.what_is_missing(entry.path, lists_denied=self._lists_denied)
-        if entry.managed and paths.isfile(entry.path):
-            return Classified(entry, State.FOREIGN, "a file")
-        if why is None:
-            return Classified(entry, State.COMPLETE)
-        if detect.is_gone(entry.path, why) or not (paths.is_url(entry.path) or paths.lexists(entry.path)):
-            return Classified(entry, State.VANISHED, why)
-        foreign = detect.foreign_look(entry.path) if why != detect.DENIED else None
-        if foreign is None:
-            return Classified(entry, State.INCOMPLETE, why)
-        # It may have been removed during the check.
-        return Classified(entry, State.FOREIGN if paths.lexists(entry.path) else State.VANISHED, foreign)
+        found = contents.contents_of(entry.path, lists_denied=self._lists_denied)
+        # It may have been removed during the look.
+        if not found.is_complete and not paths.storage_of(entry.path).is_remote and not paths.lexists(entry.path):
+            found = dataclasses.replace(found, state=State.ABSENT)
+        return Classified(entry, found)
 
 
 def _is_settled(classified: Classified) -> bool:
     """Return whether a state can be relied on: not if a checkpoint of a network file system just became incomplete."""
     path = classified.entry.path
-    if classified.state is not State.INCOMPLETE or classified.why == detect.DENIED:
+    if classified.state is not State.INCOMPLETE:
         _incomplete_since.pop(path, None)
         return True
     if not paths.storage_of(path).is_shared(os.path.dirname(path)):
@@ -267,10 +262,30 @@ def latest_of(directory: Directory) -> Entry | None:
                 return entry
             if classified.state is State.INCOMPLETE:
                 skipped.append(classified)
-            if classified.state is State.VANISHED:
+            if classified.state is State.ABSENT:
                 _refuse_old_list(checkpoint_dir, entry)
     directory.check_unchanged()
     _warn_of_skipped(checkpoint_dir, skipped)
+    return None
+
+
+def newest_complete(directory: Directory, *, but: str) -> Entry | None:
+    """Return the newest complete checkpoint of one listing that is not at the path ``but``, or None."""
+    for entry in reversed([*directory.texts, *(directory.steps or directory.other_family)]):
+        if entry.path != but and directory.classify(entry).state is State.COMPLETE:
+            return entry
+    return None
+
+
+def newest_lost(directory: Directory) -> Contents | None:
+    """Return the newest incomplete checkpoint of one listing without a complete one; None if a save may have left it.
+
+    In a store, that is one of which an upload has not ended."""
+    texts = directory.texts if directory.checkpoint_dir.prefix else []
+    for entry in reversed([*texts, *directory.steps]):
+        found = directory.classify(entry).contents
+        if found.state is State.INCOMPLETE and not found.is_upload:
+            return found
     return None
 
 
@@ -299,10 +314,10 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
         directory = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
         found = _classified_steps(directory)
         # A step that may not be listed is there, by its name: a restore of it tells of the permission.
-        counted = [one.entry for one in found if one.counts or one.why == detect.DENIED]
+        counted = [one.entry for one in found if one.counts]
         if not counted:
             directory.check_unchanged()
-        skipped = [one for one in found if one.state is State.INCOMPLETE and one.why != detect.DENIED]
+        skipped = [one for one in found if one.state is State.INCOMPLETE]
         _warn_of_skipped(checkpoint_dir, skipped)
         shadowed = {entry.step for entry in counted if not entry.managed}
         return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
@@ -333,14 +348,14 @@ def everything_of(directory: Directory) -> list[Classified]:
 
 def _is_listed(directory: Directory, classified: Classified) -> bool:
     if classified.state is not State.FOREIGN:
-        return classified.state is not State.VANISHED
+        return classified.state is not State.ABSENT
     # Without a prefix every other folder of the directory would count.
     return classified.counts and (classified.entry.step is not None or bool(directory.checkpoint_dir.prefix))
 
 
 def _classified_steps(directory: Directory) -> list[Classified]:
     entries = directory.steps or directory.other_family
-    paths.storage_of(directory.checkpoint_dir.directory).prefetch_emptiness([entry.path for entry in entries])
+    paths.storage_of(directory.checkpoint_dir.directory).prefetch_heads([entry.path for entry in entries])
     return [directory.classify(entry) for entry in entries]
 
 

@@ -10,7 +10,8 @@ from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
-from flax_ckpt_compat._discovery import detect, foreign, not_found
+from flax_ckpt_compat._discovery import contents, foreign, not_found
+from flax_ckpt_compat._discovery.contents import State
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -25,7 +26,7 @@ def checkpoints_below(root: str) -> list[str]:
     with paths.listing_cache(root):
         if not paths.lexists(root):
             raise not_found.of_directory(root).error(root)
-        if not paths.isdir(root) or (not detect.has_no_orbax_marker(root) and _is_checkpoint(root)):
+        if not paths.isdir(root) or (contents.is_certainly_orbax(root)):
             return [root]
         denied: list[StorageError] = []
         found = [path for _, inside in folders_below(root, denied) for path in inside]
@@ -70,7 +71,8 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
 
 
 def _is_checkpoint(path: str) -> bool:
-    return detect.is_orbax_directory(path) or detect.is_unfinished(path)
+    found = contents.contents_of(path)
+    return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 
 
 def _is_checkpoint_or_denied(path: str) -> bool:
@@ -80,7 +82,7 @@ def _is_checkpoint_or_denied(path: str) -> bool:
             return _is_checkpoint(path)
     except StorageError as error:
         if is_denied(error):
-            return not detect.has_no_orbax_marker(path)
+            return contents.has_marker(path)
         raise
 
 

@@ -10,9 +10,9 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.object_store import removal
-from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, not_found, walk
+from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
 
@@ -81,9 +81,12 @@ def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Lef
                 is_there = presence.lexists(os.path.join(folder, match["name"]))
                 what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
             yield Leftover(path, what, _size(path), kept)
+        elif PARTIAL_SAVE in name:
+            whose = contents.temporary_of(name)
+            yield Leftover(path, whose or "", _size(path), "it holds values that were saved, and can be completed")
         elif TEMPORARY in name:
             yield _of_others(path, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
-        elif name in _FLAX_TEMPORARIES and detect.is_only_arrays(path):  # or a file
+        elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(path):  # or a file
             yield _of_others(path, "unfinished save by Flax")
         elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
             main = path.removesuffix(steps.ARRAYS_POSTFIX)
@@ -104,7 +107,7 @@ def _is_orphan(folder: str) -> bool:
     # Directories of Orbax's format have no arrays beside them.
     if not presence.isdir(folder) or (presence.lexists(main) and not presence.isdir(main)):
         return False
-    if not detect.is_only_arrays(folder):
+    if not contents.is_only_arrays(folder):
         return False
     files = [name for _, _, names in os.walk(folder) for name in names]
     # An interrupted removal may have left an empty one.

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._discovery import detect, saved_steps
+from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import interrupted_saves, saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
@@ -45,27 +45,27 @@ def retain(request: SaveRequest) -> None:
 
 def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures, lost = request.checkpoint_dir, list[StorageError](), None
+    checkpoint_dir, failures, lost = request.checkpoint_dir, list[StorageError](), False
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         with paths.listing_cache(checkpoint_dir.directory):
             names = saved_steps.names_in(checkpoint_dir)
-            ordered = [name for name in saved_steps.complete_steps(checkpoint_dir, names) if name not in others]
+            ordered = [name for name in saved_steps.removable_steps(checkpoint_dir, names) if name not in others]
             if request.name not in ordered:
                 return  # another writer removed it meanwhile, and cleans up itself
             doomed = _to_remove(request, ordered)
             if not (is_watched := _takes_newer_in_store(request, doomed)):
                 failures += _remove(checkpoint_dir, request.name, doomed, names)
-        if is_watched and detect.what_is_missing(request.path) is None:
+        if is_watched and contents.contents_of(request.path).is_complete:
             failures += _remove(checkpoint_dir, request.name, doomed, names)
-            lost = detect.what_is_missing(request.path)
+            lost = not contents.contents_of(request.path).is_complete
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
-    if lost is not None:
+    if lost:
         message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
         raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
     if failures:

@@ -16,7 +16,8 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, hints, opening, orbax_directory, saved_steps
+from flax_ckpt_compat._discovery import contents, hints, opening, orbax_directory, saved_steps
+from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import saved_prefixes
@@ -96,7 +97,7 @@ def _check_directory(request: SaveRequest) -> None:
     """
     parent, own_name = os.path.split(request.directory)
     is_step = steps.step_of(own_name, request.checkpoint_dir.prefix) is not None
-    if (is_step and paths.isfile(request.directory)) or detect.is_certainly_orbax(request.directory):
+    if (is_step and paths.isfile(request.directory)) or contents.is_certainly_orbax(request.directory):
         message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
     if why := why_inside(request.directory):
@@ -106,17 +107,17 @@ def _check_directory(request: SaveRequest) -> None:
 def _check_replaced(request: SaveRequest) -> None:
     """Raise if something is there that may not be replaced.
 
-    `save_checkpoint` replaces anything but directories in a foreign format; with ``replace_only_checkpoints``, a save
-    replaces only what is exactly one checkpoint.
+    `save_checkpoint` replaces all checkpoints, incomplete ones too; with ``replace_only_checkpoints``, a save replaces
+    only what is exactly one checkpoint.
     """
     path, strict = request.path, request.replace_only_checkpoints
     if not strict:
-        format_name = _check_stable(path, detect.foreign_look)
-        if format_name is not None:
+        reason = _check_stable(path, lambda path: _why_never_replaced(contents.contents_of(path)))
+        if reason is not None:
             raise _invalid(
                 request,
-                f"cannot save to {path}: it is not a checkpoint of Flax or Orbax, but looks like {format_name}, and "
-                "only checkpoints are replaced; save under another name, or remove it yourself.",
+                f"cannot save to {path}: {reason}, and only checkpoints are replaced; save under "
+                "another name, or remove it yourself.",
             )
         return
     if not paths.lexists(path):
@@ -136,6 +137,15 @@ def _check_replaced(request: SaveRequest) -> None:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
 
 
+def _why_never_replaced(found: Contents) -> str | None:
+    """Return why a save does not replace what is there, or None."""
+    if found.state is State.FOREIGN:
+        return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
+    if found.is_complete and not found.may_be_removed and found.layout is not None:
+        return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
+    return None
+
+
 def _object_version(path: str) -> bytes | None:
     """Return the version of an object of a store, of which opening it again takes five rounds; None for all else."""
     storage = paths.storage_of(path)
@@ -149,8 +159,8 @@ def _check_overwrite(request: SaveRequest) -> None:
     """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
     path, checkpoint_dir = request.path, request.checkpoint_dir
     if paths.lexists(path) and not paths.holds_nothing(path):
-        missing = detect.what_is_missing(path)
-        state = f"is there, incomplete ({missing})" if missing else "already exists"
+        found = contents.contents_of(path)
+        state = "already exists" if found.is_complete else f"is there, {found.state.value} ({found.why})"
         raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
     step = steps.step_of(request.name, checkpoint_dir.prefix)
     if step is None:
@@ -195,7 +205,7 @@ def _file_id(path: str) -> tuple[int, ...] | None:
 def _foreign_reason(path: str) -> str | None:
     """Return why the path is not exactly one checkpoint, or None if it is."""
     if paths.isdir(path):
-        if not detect.is_certainly_orbax(path):
+        if not contents.is_certainly_orbax(path):
             return "nothing in that directory marks it as one checkpoint"
         extra = _extra_files(path)
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
@@ -213,7 +223,7 @@ def _foreign_reason(path: str) -> str | None:
 def _extra_files(path: str) -> list[str]:
     """Return the names in an Orbax checkpoint that are not part of it."""
     try:
-        items = detect.detect(path).items
+        items = contents.checkpoint_at(path).items
     except StorageError:
         raise
     except CheckpointError:

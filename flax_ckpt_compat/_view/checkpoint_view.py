@@ -16,7 +16,8 @@ from flax_ckpt_compat._core.fold_names import Row, shown
 from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
-from flax_ckpt_compat._discovery import detect, locating, opening, saved_steps
+from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
@@ -212,6 +213,6 @@ def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Pa
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:
     name = os.path.basename(opened.path)
-    match = detect.STEP_DIRECTORY.fullmatch(name) if "" not in opened.items else None
+    match = STEP_DIRECTORY.fullmatch(name) if "" not in opened.items else None
     step = steps.step_of(name, prefix)
     return int(match[2]) if step is None and match else step

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
+from flax_ckpt_compat._discovery.contents import State
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -21,7 +22,7 @@ class CheckpointRecord:
     Attributes:
         step: its number; None for a named one (``checkpoint_best``).
         path: of the file or directory, in the form in which the directory was given.
-        format: ``msgpack`` for files, ``orbax`` for directories, ``unknown`` for directories in other formats.
+        format: ``msgpack`` for files, ``orbax`` for directories, ``unknown`` for what is in another format.
         nbytes: on disk, in bytes, with the arrays in a ``_gda`` folder beside it.
         complete: no names or files are missing; the data may still be damaged.
         why: the missing part, that permission to list it is denied, or that it is not a checkpoint and what it looks
@@ -77,8 +78,8 @@ def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: step_lookup.C
     nbytes = storage.total_size(path) + storage.total_size(path + steps.ARRAYS_POSTFIX)
     if not paths.lexists(path):  # another process has just evicted it
         return None
-    shown, is_complete = os.path.join(checkpoint_dir.shown, name), classified.state is step_lookup.State.COMPLETE
-    shown_format, why = format.value, classified.why
-    if classified.state is step_lookup.State.FOREIGN:
+    shown, is_complete = os.path.join(checkpoint_dir.shown, name), classified.state is State.COMPLETE
+    shown_format, why = format.value, classified.why or None
+    if classified.state is State.FOREIGN:
         shown_format, why = UNKNOWN_FORMAT, f"not a checkpoint: {why}"
     return CheckpointRecord(classified.entry.step, shown, shown_format, nbytes, is_complete, why)

@@ -27,7 +27,8 @@ from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import locating, opening, orbax_directory, walk
+from flax_ckpt_compat._discovery import locating, opening, walk
+from flax_ckpt_compat._discovery.orbax_directory import Item
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 
@@ -139,7 +140,7 @@ class _Findings:
     any_opened: bool = False
     readable: bool = True
 
-    def add_item(self, name: str, item: orbax_directory.Item, prefix: Path) -> None:
+    def add_item(self, name: str, item: Item, prefix: Path) -> None:
         """Verify one item; leaves are also verified if the structure has a wrong checksum, as far as it decodes."""
         for checks in (True, False):
             try:

@@ -13,7 +13,7 @@ import click
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
-from flax_ckpt_compat._discovery import detect, hints, not_found, saved_steps
+from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
 from ._command_base import FailedError, echo, is_terminal, print_json
@@ -53,7 +53,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, prefix: str, *, rec
     path = checkpoint_dir.directory
     if not paths.isdir(path):
         raise not_found.no_directory(path).error(path)
-    if detect.is_certainly_orbax(path):
+    if contents.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path, has_remedy=True)
     if not paths.is_url(path) and not os.listdir(path):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._discovery import detect, saved_steps, walk
+from flax_ckpt_compat._discovery import saved_steps, walk
+from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
@@ -81,11 +82,11 @@ def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointReco
 
 def _single(path: str, shown: str, name: str) -> CheckpointRecord:
     full = os.path.join(path, name)
-    why = detect.what_is_missing(full)
-    format = "orbax" if paths.isdir(full) else "msgpack"
-    return CheckpointRecord(
-        None, os.path.join(shown, name), format, paths.storage_of(full).total_size(full), why is None, why
-    )
+    found = contents_of(full)
+    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if paths.isdir(full) else "msgpack"
+    why = f"not a checkpoint: {found.why}" if found.state is State.FOREIGN else found.why or None
+    nbytes = paths.storage_of(full).total_size(full)
+    return CheckpointRecord(None, os.path.join(shown, name), format, nbytes, found.is_complete, why)
 
 
 def _row(record: CheckpointRecord, *, leaves: bool) -> Row:

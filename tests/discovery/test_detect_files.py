@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
-from flax_ckpt_compat.errors import UnrecognizedFormatError
+from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 
@@ -74,7 +74,7 @@ def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
         with pytest.raises(UnrecognizedFormatError, match=word) as caught:
             checkpoints.restore_checkpoint(path, None)
         assert str(tmp_path / "checkpoint_1") in str(caught.value)
-        assert caught.value.__cause__ is None and caught.value.__suppress_context__
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
         assert isinstance(caught.value, ValueError)
 
 
@@ -116,12 +116,12 @@ def test_random_bytes(content: bytes, tmp_path: Path) -> None:
 
 
 def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
-    """A file without content is an error that says so, by path and by step; it is never the latest."""
+    """A file without content is an error that says so, by path, by step, and alone; it is never the latest."""
     (tmp_path / "checkpoint_2").touch()
-    for arguments in ((tmp_path / "checkpoint_2", None), (tmp_path, None, 2)):
-        with pytest.raises(CheckpointError, match="empty"):
+    for arguments in ((tmp_path / "checkpoint_2", None), (tmp_path, None, 2), (tmp_path, None)):
+        with pytest.raises(IncompleteCheckpointError, match="empty"):
             checkpoints.restore_checkpoint(*arguments)
-    assert checkpoints.restore_checkpoint(tmp_path, None) is None
+    assert checkpoints.latest_checkpoint(tmp_path) is None
 
 
 def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, convert, errors, restore, save
-from flax_ckpt_compat._discovery import detect
+from flax_ckpt_compat._discovery import contents
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from tests.support.peers import ocp_v1
 from tests.support.saves import names, saved_by_peer, tree
@@ -60,7 +60,7 @@ def test_a_folder_above_that_cannot_be_read(step: Path, error: Exception, monkey
     def refuse(_: str) -> bool:
         raise error
 
-    monkeypatch.setattr(detect, "is_certainly_orbax", refuse)
+    monkeypatch.setattr(contents, "is_certainly_orbax", refuse)
     assert why_inside(str(step / "sub")) is None
 
 

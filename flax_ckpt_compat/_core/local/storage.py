@@ -20,6 +20,7 @@ _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
 _WAITS_SECONDS = (0.01, 0.05, 0.1, 0.3)
 _SMALL_READ = 64 * 2**10  # bytes
+_HEAD_BYTES = 32
 
 
 class LocalStorage:
@@ -74,8 +75,8 @@ class LocalStorage:
                     return f"{size} bytes, with a name of {longest}, are more than the file system allows"
         return None
 
-    def is_empty(self, path: str) -> bool:
-        return os.path.getsize(path) == 0
+    def head(self, path: str) -> bytes:
+        return self.read(path, 0, _HEAD_BYTES)
 
     def holds_nothing(self, path: str) -> bool:
         with translated(path):
@@ -155,7 +156,7 @@ class LocalStorage:
     def prefetch_sizes(self, found: Collection[str]) -> None:
         """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""
 
-    prefetch_emptiness = prefetch_contents = prefetch_sizes
+    prefetch_heads = prefetch_contents = prefetch_sizes
 
     def kvstore(self, path: str) -> dict[str, Any]:
         where = os.path.join(os.path.abspath(path), "")

@@ -25,6 +25,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 # TensorStore's version of a missing object (measured).
 NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
+HEAD_BYTES = 32  # enough to tell a msgpack tree from most other files
 # Assumed size of objects that are read whole (JSON and the like), for timeouts.
 _SMALL_BYTES = 64 * 2**20
 
@@ -70,7 +71,7 @@ def listing_cache(url: str) -> Iterator[None]:
     if listing is None:
         found = fresh_keys(url)
         listing = Listing(url, found, visible_objects.visible(found), {})
-    cache.emptiness.update(listing.emptiness)
+    cache.heads.update(listing.heads)
     cache.listings.append(listing)
     try:
         yield
@@ -153,10 +154,11 @@ def is_object(url: str) -> bool:
         return name in cached_keys
     if not cache.listings:
         return _read(url, slice(0, 0)) is not None
-    found = _read(url, slice(0, 1))
-    if found is not None:  # the next question is whether it is empty
-        cache.emptiness[url] = not isinstance(found, bytes)
-    return found is not None
+    try:
+        head(url)  # the next question is what it begins with
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def is_listed_object(url: str) -> bool:
@@ -195,19 +197,16 @@ def size(url: str) -> int:
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
-def is_empty(url: str) -> bool:
-    """Return whether an object has no bytes; one request, or none within `listing_cache`."""
-    if url in cache.sizes:
-        return cache.sizes[url] == 0
-    if url in cache.emptiness:
-        return cache.emptiness[url]
-    if scheme_of(url).tells_sizes:
-        found = size(url) == 0  # without reading a byte
-    else:
-        first = _read_there(url, slice(0, 1))  # out of range if there is no first byte
-        found = not isinstance(first, bytes) or not first
+def head(url: str) -> bytes:
+    """Return the first bytes of an object, all of a tiny one; one request if it has more, or none if it is cached."""
+    if url in cache.heads:
+        return cache.heads[url]
+    folder, name = posixpath.split(url)
+    if (listed := cache.keys(folder)) is not None and name not in listed:
+        raise not_found(url)
+    found = read_range(url, 0, HEAD_BYTES)
     if cache.listings:
-        cache.emptiness[url] = found
+        cache.heads[url] = found
     return found
 
 
@@ -257,7 +256,7 @@ def request_object(url: str, span: slice | None) -> Any:
         found = retry(url, "read", request, nbytes, at_most=at_most)
     except OutOfRangeError as error:
         if span is None:
-            raise _too_short(url) from error
+            raise too_short(url) from error
         raise
     if found.state == "unspecified":  # see `_write`
         raise _unconditional_412(url, "read")
@@ -277,11 +276,12 @@ def _resolve(url: str) -> str:
 
 def _whole(url: str, found: bytes | int) -> bytes:
     if isinstance(found, int):
-        raise _too_short(url)
+        raise too_short(url)
     return found
 
 
-def _too_short(url: str) -> StorageError:
+def too_short(url: str) -> StorageError:
+    """Return the error for an answer that ends before the object does."""
     return store_error(url, "read", "the answer has fewer bytes than the object", "")
 
 

@@ -29,6 +29,8 @@ class OpenedObject:
             if error.size <= 0:
                 return  # empty
             found, is_whole = client.request_object(url, None), True  # one answer, even if it was just replaced
+            if found is not None and len(found.value) < error.size and client.size(url) > len(found.value):
+                raise client.too_short(url) from error
         self._version = self._version_of(found)
         self.head = bytes(found.value)
         self.size = len(self.head) if is_whole else client.size(url)

@@ -18,13 +18,9 @@ def prefetch_sizes(urls: Collection[str]) -> None:
     _prefetch(cache.sizes, urls, client.size)
 
 
-def prefetch_emptiness(urls: Collection[str]) -> None:
-    """Request in parallel whether those that are objects are empty, within `listing_cache` only."""
-    objects = list(filter(commit.counts_as_object, urls))
-    if any(client.scheme_of(url).tells_sizes for url in objects):
-        prefetch_sizes(objects)
-    else:
-        _prefetch(cache.emptiness, objects, client.is_empty)
+def prefetch_heads(urls: Collection[str]) -> None:
+    """Request in parallel the first bytes of those that are objects, within `listing_cache` only."""
+    _prefetch(cache.heads, list(filter(commit.counts_as_object, urls)), client.head)
 
 
 def prefetch_contents(urls: Collection[str]) -> None:

@@ -22,7 +22,7 @@ class ObjectStorage:
     isfile = staticmethod(commit.counts_as_object)
     files_below = staticmethod(client.keys)
     getsize = staticmethod(client.size)
-    is_empty = staticmethod(client.is_empty)
+    head = staticmethod(client.head)
     version = staticmethod(client.version)
     delete = staticmethod(client.delete)
     listing_cache = staticmethod(client.listing_cache)
@@ -31,7 +31,7 @@ class ObjectStorage:
     offering = staticmethod(thread_cache.offering)
     offering_after_commit = staticmethod(thread_cache.offering_after_commit)
     prefetch_sizes = staticmethod(prefetching.prefetch_sizes)
-    prefetch_emptiness = staticmethod(prefetching.prefetch_emptiness)
+    prefetch_heads = staticmethod(prefetching.prefetch_heads)
     prefetch_contents = staticmethod(prefetching.prefetch_contents)
     why_unfinished = staticmethod(commit.why_unfinished)
     temporary_path = staticmethod(commit.staging_path)
@@ -63,7 +63,7 @@ class ObjectStorage:
         with suppress(FileNotFoundError):  # another writer has just replaced it
             if self.isdir(path):
                 return commit.is_unfinished(self.listdir(path))
-            return client.is_object(path) and client.is_empty(path)
+            return client.is_object(path) and not client.head(path)
         return False
 
     def identity(self, path: str) -> None:

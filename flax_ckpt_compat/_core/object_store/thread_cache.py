@@ -13,12 +13,12 @@ from flax_ckpt_compat._core.thread_pools import Once, start_thread
 
 
 class Listing(NamedTuple):
-    """A folder with all its keys, the visible ones, and which of its objects are known to be empty or not."""
+    """A folder with all its keys, the visible ones, and the first bytes of its objects as far as they are known."""
 
     root: str
     keys: list[str]
     visible: list[str]
-    emptiness: dict[str, bool]
+    heads: dict[str, bytes]
 
     def below(self, url: str, *, every: bool) -> list[str] | None:
         """Return the keys below ``url`` if the listing covers it: the visible ones, or ``every`` one."""
@@ -42,7 +42,7 @@ class _Cache(threading.local):
         self.wanted: str | None = None
         self.beside: list[Once] = []  # what `offering_after_commit` waits for
         self.sizes: dict[str, int] = {}
-        self.emptiness: dict[str, bool] = {}
+        self.heads: dict[str, bytes] = {}
         self.contents: dict[str, bytes] = {}
 
     def keys(self, url: str, *, every: bool = False) -> list[str] | None:
@@ -57,7 +57,7 @@ class _Cache(threading.local):
     def clear_objects(self) -> None:
         """Clear all but the listings."""
         self.sizes.clear()
-        self.emptiness.clear()
+        self.heads.clear()
         self.contents.clear()
 
 
@@ -66,7 +66,7 @@ cache = _Cache()
 
 def current_listing() -> Listing | None:
     """Return the listing of the enclosing `client.listing_cache`, with what was found since, for `offering`."""
-    return cache.listings[0]._replace(emptiness=dict(cache.emptiness)) if cache.listings else None
+    return cache.listings[0]._replace(heads=dict(cache.heads)) if cache.listings else None
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def _was_written(url: str, content: np.ndarray[Any, Any], version: bytes) -> boo
 
 def _has_bytes(url: str) -> bool:
     with suppress(FileNotFoundError):
-        return not client.is_empty(url)
+        return bool(client.head(url))
     return False
 
 

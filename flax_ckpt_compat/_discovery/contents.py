@@ -1,0 +1,425 @@
+"""Decide what a path holds, once: every look-up, restore, command, save and removal asks `Contents`.
+
+Names, sizes and first bytes tell, and the records of what a checkpoint consists of; nothing is decoded, and no backend
+imported. Recorded beats present: an item that the step's metadata lists and that is not there makes it incomplete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import os
+from collections.abc import Iterator, Mapping
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+    UnrecognizedFormatError,
+)
+from flax_ckpt_compat._core.local import directories, temporaries
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.storage_errors import is_denied, translated
+from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery.orbax_directory import (
+    FINISHED,
+    ITEMS_MARKERS,
+    MARKERS,
+    RANDOM_KEYS,
+    STEP_DIRECTORY,
+    Item,
+    holds_files,
+    is_array,
+    is_checkpoint_itself,
+    is_folder_of_arrays,
+    is_never_merged,
+    is_t5x,
+    is_tree,
+    items_in,
+    json_file,
+    lost_manifest,
+    lost_structure,
+    missing_part,
+    names_in,
+    only_orbax_has,
+    recorded_handlers,
+)
+
+_NO_ITEMS = {layout.DESCRIPTOR}
+_REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
+DENIED = "permission to list it is denied"
+
+
+class State(enum.Enum):
+    """What a path is."""
+
+    COMPLETE = "complete"  # a checkpoint; its data may still be damaged
+    INCOMPLETE = "incomplete"  # a checkpoint that was begun, or lost a part
+    FOREIGN = "foreign"  # something else
+    TEMPORARY = "temporary"  # what a save writes before it has its name, or left when it was interrupted
+    DENIED = "denied"  # there is something that the system refuses to list
+    ABSENT = "absent"
+
+
+class Layout(enum.Enum):
+    """How a checkpoint is laid out."""
+
+    FILE = "msgpack file"
+    TREE = "one tree in a directory"
+    ITEMS = "items of a step"
+    JSON = "JSON alone"
+    CUSTOM = "files of a custom handler"
+    T5X = "T5X"  # read, never written by us or by Flax
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contents:
+    """The description of what a path holds."""
+
+    path: str
+    state: State
+    why: str = ""  # what is missing, what it looks like, or whose temporary it is
+    layout: Layout | None = None  # of checkpoints, where it shows
+    items: Mapping[str, Item] = dataclasses.field(
+        default_factory=dict
+    )  # name → item; a checkpoint that is one tree or file has the single item ''
+    unknown: tuple[str, ...] = ()  # names of directories beside the items that are not items
+    is_upload: bool = False  # incomplete as the unfinished save to a store is
+    is_dangling: bool = False  # a link to nothing
+    is_whole: bool = False  # no part is missing, be it a temporary
+    is_marked: bool = False  # a name in it is one that only Orbax, or our Orbax backend, writes
+    # It is one checkpoint, whole or not, also where no listing of steps says so: not a directory of checkpoints.
+    is_one_checkpoint: bool = False
+
+    @property
+    def trees(self) -> dict[str, Item]:
+        """Return the items that are pytrees, arrays or keys."""
+        return {name: item for name, item in self.items.items() if item.format is not None}
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing that names, sizes and records tell is missing."""
+        return self.state is State.COMPLETE
+
+    @property
+    def is_listed(self) -> bool:
+        """Return whether look-ups name it: complete checkpoints, and, as Flax does, what is foreign."""
+        return self.state in (State.COMPLETE, State.FOREIGN, State.DENIED)
+
+    @property
+    def may_be_removed(self) -> bool:
+        """Return whether ``keep`` and ``overwrite`` count, replace and remove it: checkpoints of Flax, Orbax and ours.
+
+        Not what only resembles one: of T5X, or a directory with items that may be checkpoints of their own."""
+        if self.state is not State.COMPLETE or self.layout in (None, Layout.T5X):
+            return False
+        return self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+
+    @property
+    def name(self) -> str:
+        """Return the last name of the path."""
+        return os.path.basename(self.path.rstrip("/"))
+
+
+def contents_of(path: str, *, lists_denied: bool = False) -> Contents:
+    """Describe what a path holds.
+
+    What the system refuses to list is `State.DENIED` with ``lists_denied``, else StorageError is raised for it. In a
+    directory that other processes replace meanwhile, a name may be listed whose content is gone: a second look tells.
+    """
+    found = _look_once(path, lists_denied)
+    storage = paths.storage_of(path)
+    for _ in range(_REPLACEMENTS):
+        if found.is_complete or found.is_whole or storage.is_remote:
+            break
+        before = storage.identity(path)
+        found = _look_once(path, lists_denied)
+        if storage.identity(path) == before:
+            break
+    return found
+
+
+def marked_contents_of(path: str) -> Contents | None:
+    """Describe a directory that has a marker which only Orbax writes; None without one, after one listing.
+
+    A directory of thousands of checkpoints is not read through."""
+    return contents_of(path) if has_marker(path) else None
+
+
+def has_marker(path: str) -> bool:
+    """Return whether a directory has a marker that only Orbax writes."""
+    return bool(names_in(path).intersection(MARKERS))
+
+
+def is_certainly_orbax(path: str) -> bool:
+    """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
+    found = marked_contents_of(path)
+    return found is not None and found.is_one_checkpoint
+
+
+def is_step_of_manager(path: str) -> bool:
+    """Return whether a path is a complete step of an Orbax CheckpointManager: a directory of items."""
+    # A flat directory may be a checkpoint of any prefix.
+    found = contents_of(path)
+    return found.is_complete and found.layout in (Layout.ITEMS, Layout.JSON, Layout.CUSTOM)
+
+
+def is_only_arrays(path: str) -> bool:
+    """Return whether a folder named like the arrays of a msgpack file has no structure, so it is no checkpoint."""
+    return not names_in(path).intersection((*MARKERS, layout.MSGPACK_FILE))
+
+
+def temporary_of(name: str) -> str | None:
+    """Return whose unfinished save a name is, or None."""
+    match = temporaries.parse(name)
+    if match is not None:
+        return f"an unfinished save of {match['name']}"
+    if layout.PARTIAL_SAVE in name:
+        whole = name.partition(layout.PARTIAL_SAVE)[0]
+        return f"a partial save of {whole} by Orbax: orbax.checkpoint.experimental.v1.partial.finalize completes it"
+    if layout.TEMPORARY in name:
+        return f"an unfinished save of {name.partition(layout.TEMPORARY)[0]} by Orbax"
+    return None
+
+
+def checkpoint_at(path: str) -> Contents:
+    """Describe the complete checkpoint at a path, to be opened; also a temporary whose content is complete.
+
+    Raise CheckpointNotFoundError, IncompleteCheckpointError, or UnrecognizedFormatError for what is something else."""
+    found = contents_of(path)
+    if found.state is State.ABSENT:
+        raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+    if found.is_dangling:
+        raise CheckpointNotFoundError(found.why, path=path, has_remedy=True)
+    if found.state is State.FOREIGN:
+        raise UnrecognizedFormatError(foreign_message(found), path=path)
+    if not found.is_complete and not (found.state is State.TEMPORARY and found.is_whole):
+        raise IncompleteCheckpointError(incomplete_message(found), path=path)
+    if not found.items:
+        raise UnrecognizedFormatError(
+            f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it with "
+            "the orbax_checkpointer that wrote it.",
+            path=path,
+        )
+    return found
+
+
+def foreign_message(found: Contents) -> str:
+    """Return what an error says of something else than a checkpoint."""
+    if paths.isdir(found.path):
+        remedy = foreign.foreign_remedy(found.path)
+        return f"{found.path} is not a checkpoint of Flax or Orbax: it looks like {found.why}. {remedy}"
+    expected = "Expected a msgpack file of Flax or an Orbax directory."
+    return f"{found.path} is not a checkpoint: it looks like {found.why}. {expected}"
+
+
+def incomplete_message(found: Contents) -> str:
+    """Return what an error says of a checkpoint that was never finished, or lost a part."""
+    if found.state is State.TEMPORARY:
+        return f"{found.path} is not a checkpoint yet: it is {found.why}. Restore another step."
+    remedy = "restore another step, or restore the lost files from a backup"
+    return f"{found.path} is not a complete checkpoint: {found.why}. Files were lost, or not all were copied: {remedy}."
+
+
+def _look_once(path: str, lists_denied: bool) -> Contents:
+    """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
+    try:
+        with translated(path):
+            found = _by_content(path)
+        whose = temporary_of(found.name)
+        if whose is None:
+            return found
+        return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+            return _absent(path)
+        if lists_denied and is_denied(error):
+            return Contents(path, State.DENIED, DENIED)
+        raise
+
+
+def _by_content(path: str) -> Contents:
+    if not paths.isdir(path):
+        return _file(path)
+    names = set(paths.listdir(path))
+    return _directory(path, names) if names else Contents(path, State.INCOMPLETE, "the directory is empty")
+
+
+def _absent(path: str) -> Contents:
+    """Describe a path where nothing is: a link to nothing was a checkpoint once."""
+    dangling = directories.dangling_link(path) if not paths.storage_of(path).is_remote else None
+    if dangling is None:
+        return Contents(path, State.ABSENT, "it does not exist")
+    return Contents(path, State.INCOMPLETE, dangling, is_dangling=True)
+
+
+def _file(path: str) -> Contents:
+    whole = Contents(path, State.COMPLETE, "", Layout.FILE, {"": Item(Format.MSGPACK, path)}, is_one_checkpoint=True)
+    try:
+        with translated(path):
+            head = paths.storage_of(path).head(path)
+        if not head:
+            return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
+        look = foreign.file_looks_like(path, head)
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+            raise
+        if paths.lexists(path) and not paths.isfile(path):
+            return Contents(path, State.FOREIGN, "something that is not a regular file")
+        return whole  # a restore tells why it cannot be read
+    return whole if look is None else Contents(path, State.FOREIGN, look, Layout.FILE)
+
+
+def _directory(path: str, names: set[str]) -> Contents:
+    if path.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
+        main = os.path.basename(path).removesuffix(steps.ARRAYS_POSTFIX)
+        return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
+    found = _orbax_directory(path, names)
+    upload = paths.storage_of(path).why_unfinished(path, names)
+    if unfinished := upload or _why_unfinished(names):
+        found = dataclasses.replace(found, state=State.INCOMPLETE, why=unfinished, is_upload=upload is not None)
+    if found.state is State.INCOMPLETE and not _looks_begun(path, names):
+        return Contents(path, State.FOREIGN, _look_of(path, names))
+    return dataclasses.replace(
+        found, is_marked=bool(names.intersection(MARKERS)), is_one_checkpoint=_is_one_checkpoint(found, names)
+    )
+
+
+def _is_one_checkpoint(found: Contents, names: set[str]) -> bool:
+    if found.layout is not Layout.ITEMS:
+        return found.layout is not None and (found.is_complete or found.layout is not Layout.CUSTOM)
+    # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
+    is_named = bool(names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *RANDOM_KEYS)))
+    return is_named or only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(found.name) is not None
+
+
+def _why_unfinished(names: set[str]) -> str | None:
+    unfinished = sorted(name for name in names if layout.TEMPORARY in name)
+    return f"the directory still holds {unfinished[0]}, which Orbax had not finished" if unfinished else None
+
+
+def _orbax_directory(path: str, names: set[str]) -> Contents:
+    """Describe a directory by the rules for those of Orbax; INCOMPLETE if it is none, too."""
+    if is_tree(path, names):
+        kind = Layout.T5X if is_t5x(path, names) else Layout.TREE
+        why = _missing_in_tree(path, names)
+        items = {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))}
+        return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", kind, items)
+    handlers = recorded_handlers(path, names)
+    if isinstance(handlers, str):
+        return _flat_without_tree(path, names, handlers)
+    if file := json_file(path, names):
+        return Contents(path, State.COMPLETE, "", Layout.JSON, {"": Item(None, file)})
+    items = items_in(path, names, handlers)
+    if items or handlers:
+        rest = names - items.keys() - _NO_ITEMS
+        unknown = tuple(sorted(name for name in rest if paths.isdir(os.path.join(path, name))))
+        why = next(_missing_in_items(path, names, items, handlers), None)
+        return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", Layout.ITEMS, items, unknown)
+    return _without_items(path, names)
+
+
+def _missing_in_tree(path: str, names: set[str]) -> str | None:
+    unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
+    if unmerged and not is_never_merged(path, names):
+        return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
+    if lost_manifest(path, names):
+        return _not_copied(layout.MANIFEST)
+    if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
+        return f"{layout.TREE_METADATA} is missing"
+    return None
+
+
+def _flat_without_tree(path: str, names: set[str], handler: str) -> Contents:
+    """Describe a checkpoint of one item whose handler is recorded, and which has no sign of a tree."""
+    if part := missing_part(path, names, handler):
+        layout_of_lost = Layout.JSON if "Json" in handler else Layout.TREE
+        return Contents(path, State.INCOMPLETE, _recorded(part), layout_of_lost)
+    if file := json_file(path, names, handler):
+        return Contents(path, State.COMPLETE, "", Layout.JSON, {"": Item(None, file)})
+    return _without_items(path, names)
+
+
+def _missing_in_items(
+    path: str, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what items of a step lack: those that are recorded all that their handlers write, others a manifest."""
+    for name, handler in handlers.items():
+        child = os.path.join(path, name)
+        if name in _NO_ITEMS:
+            continue
+        if name not in names or not paths.isdir(child):
+            yield _recorded(f"{name}/")
+        elif part := missing_part(child, names_in(child), handler):
+            yield _recorded(f"{name}/{part}")
+    for name, item in items.items():
+        if name not in handlers and item.format and lost_manifest(item.path, item.names or names_in(item.path)):
+            yield _not_copied(f"{item.path[len(path) + 1 :]}/{layout.MANIFEST}")
+
+
+def _without_items(path: str, names: set[str]) -> Contents:
+    if lost_structure(path, names):
+        missing = (
+            f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say "
+            f"where they belong, nor the {layout.ZARR2_METADATA} of a single one"
+        )
+        return Contents(path, State.INCOMPLETE, missing, Layout.TREE)
+    if names.issuperset(FINISHED) and any(holds_files(os.path.join(path, name)) for name in names.difference(FINISHED)):
+        return Contents(path, State.COMPLETE, "", Layout.CUSTOM)
+    missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
+    return Contents(path, State.INCOMPLETE, missing, Layout.CUSTOM if names.intersection(ITEMS_MARKERS) else None)
+
+
+def _not_copied(file: str) -> str:
+    return f"{file} is missing, so it was not copied, or renamed, to the end"
+
+
+def _recorded(part: str) -> str:
+    return f"{part} is missing, which {layout.STEP_METADATA} records"
+
+
+def _look_of(path: str, names: set[str]) -> str:
+    """Return what a directory without signs of Orbax looks like."""
+    if is_array(path):
+        return "a single zarr array, without the tree that it belongs to (TensorStore and zarr read it)"
+    if is_folder_of_arrays(path, names):
+        return "a folder of arrays without a tree, as jax's array serialization writes (TensorStore reads each of them)"
+    return foreign.names_look_like(names)
+
+
+def _looks_begun(path: str, names: set[str]) -> bool:
+    """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
+    if names.intersection(MARKERS) or lost_structure(path, names) or not holds_files(path):
+        return True
+    inside = {os.path.join(path, name): names_in(os.path.join(path, name)) for name in names}
+    if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
+        return False  # a directory of checkpoints, which would be lost with it
+    if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
+        return True
+    return only_orbax_has(items_in(path, names))
+
+
+def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
+    """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
+    name = os.path.basename(path)
+    if steps.is_foreign(name) or commit.is_marker(name):
+        return False
+    if inside:
+        return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
+    try:
+        return steps.ends_in_step(name) and paths.isfile(path) and foreign.may_be_msgpack_tree(path)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
+            return False
+        raise
+
+
+def _has_sign(path: str, names: set[str]) -> bool:
+    # A checkpoint that is being removed from a store may have only commit_success.txt left.
+    if names.intersection((*MARKERS, *FINISHED)) or lost_structure(path, names):
+        return True
+    return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
