@@ -12,9 +12,10 @@ from flax_ckpt_compat._core.backend import Inspection
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import Path
 
+from .decode_leaves import may_be_key_data
 from .files import list_names, read_json
 from .open_index import Index
-from .tree_structure import Structure, arrays_listed
+from .tree_structure import Structure, arrays_listed, is_unlisted
 from .zarr import ArrayInfo
 
 _FILES = {
@@ -91,6 +92,8 @@ def _contradictions(path: str, structure: Structure, infos: Mapping[str, ArrayIn
         info = infos.get(entry.name)
         if info is None:
             continue
+        if is_unlisted(structure, entry) and may_be_key_data(info.dtype, info.shape):
+            yield entry.path, f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"
         if entry.write_shape is not None and not _fits(entry.write_shape, info):
             yield entry.path, _problem(f"the write_shape {entry.write_shape} in {layout.TREE_METADATA}", info)
         for file, chunks in listed.get(entry.name, ()):

@@ -8,17 +8,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .array_items import implementation
-from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
+from .decode_leaves import StoredLeaf, describe_leaf, may_be_key_data
 from .open_index import Index
-from .tree_structure import UNKNOWN, LeafEntry, Structure
+from .tree_structure import UNKNOWN, LeafEntry, Structure, is_unlisted
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
 
@@ -131,11 +129,9 @@ class LeafDescriptions:
             return
         doubtful = []
         for entry, leaf in zip(self._structure.entries, leaves, strict=True):
-            has_shape = entry.write_shape is not None
-            unlisted = (
-                entry.value_type == layout.JAX_ARRAY and has_shape and entry.name not in self._structure.key_impls
-            )
-            if unlisted and isinstance(leaf, LeafHandle) and _may_be_key(leaf):
+            if not isinstance(leaf, LeafHandle) or not is_unlisted(self._structure, entry):
+                continue
+            if may_be_key_data(leaf.dtype, leaf.shape):
                 leaf.possible_kinds |= {LeafKind.PRNG_KEY}
                 doubtful.append(leaf.name)
         if doubtful:
@@ -173,7 +169,3 @@ def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptC
         path=path,
         leaf=keystr,
     )
-
-
-def _may_be_key(handle: LeafHandle) -> bool:
-    return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in KEY_WIDTHS.values()

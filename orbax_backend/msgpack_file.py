@@ -34,12 +34,17 @@ class Aggregate:
         # Path, key types and leaf, in stored order: a handle of the file, None for a placeholder, or Orbax's name of an
         # empty node.
         self.leaves: list[tuple[Path, Kinds, LeafHandle | str | None]] = []
+        # Path → folder of each array of T5X, which has TensorStore's spec in place of a placeholder.
+        self.folders: dict[Path, str] = {}
         self._collect(reader.tree, (), ())
         # Path → handle of each leaf with its value in the file.
         self.values = {path: leaf for path, _, leaf in self.leaves if isinstance(leaf, LeafHandle)}
 
     def _collect(self, node: Node, path: Path, kinds: Kinds) -> None:
-        if isinstance(node, Branch) and node.children:
+        if (folder := _folder_of_spec(node)) is not None:
+            self.folders[path] = folder
+            self.leaves.append((path, kinds, None))
+        elif isinstance(node, Branch) and node.children:
             below = (*kinds, SEQUENCE_KEY if node.container.is_sequence else DICT_KEY)
             for name, child in node.children.items():
                 self._collect(child, (*path, name), below)
@@ -81,6 +86,21 @@ def _structure_leaf(entry: Entry) -> Any:
     if entry.marker is None:
         return _PLACEHOLDERS[0] + entry.name
     return {"Dict": {}, "List": [], "Tuple": []}.get(entry.marker)
+
+
+def _folder_of_spec(node: Node) -> str | None:
+    """Return the folder, beside the file, of the array that a spec of TensorStore describes; None for other nodes.
+
+    The folder may have been moved since T5X wrote its path (t5x/checkpoints.py, 2021 to 2024, documented)."""
+    if not isinstance(node, Branch) or "driver" not in node.children:
+        return None
+    if "base" in node.children:  # of the driver ``cast``
+        return _folder_of_spec(node.children["base"])
+    kvstore = node.children.get("kvstore")
+    at = kvstore.children.get("path") if isinstance(kvstore, Branch) else None
+    if not isinstance(at, LeafHandle) or at.kind is not LeafKind.STR:
+        return None
+    return os.path.basename(str(at.read()).rstrip("/")) or None
 
 
 def _is_placeholder(leaf: LeafHandle) -> bool:

@@ -157,7 +157,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
 def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
     """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
     if aggregate is not None:
-        return [_untyped_entry(*leaf) for leaf in aggregate.leaves]
+        return [_untyped_entry(*leaf, aggregate.folders.get(leaf[0])) for leaf in aggregate.leaves]
     try:
         if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
             return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
@@ -166,9 +166,9 @@ def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> l
     raise _missing_structure(path)
 
 
-def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> LeafEntry:
+def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name: str | None = None) -> LeafEntry:
     value_type = leaf if isinstance(leaf, str) else UNKNOWN
-    return LeafEntry(path, kinds, layout.leaf_name(path), value_type, leaf is not None, None)
+    return LeafEntry(path, kinds, layout.leaf_name(path) if name is None else name, value_type, leaf is not None, None)
 
 
 def _missing_structure(path: str) -> Exception:
@@ -176,6 +176,13 @@ def _missing_structure(path: str) -> Exception:
         return errors.CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
     names = list_names(path)
     ours = {layout.MANIFEST, layout.STEP_METADATA, layout.SHARDING, layout.STRINGS, layout.DATA_DIRECTORY} & set(names)
+    if ours == {layout.MANIFEST, layout.DATA_DIRECTORY}:
+        return errors.IncompleteCheckpointError(
+            f"{path}: expected an Orbax checkpoint with the structure of the tree in {layout.TREE_METADATA} or, of a "
+            f"release before 0.5, in {layout.MSGPACK_FILE}, found only a database of arrays. Restore that file from a "
+            "backup; if jax's own array serialization wrote the arrays, which has no such file, read them with it",
+            path=path,
+        )
     if not ours:
         return errors.UnrecognizedFormatError(
             f"{path}: expected an Orbax checkpoint with a file {layout.TREE_METADATA} or, of a release before 0.5, "
@@ -188,6 +195,12 @@ def _missing_structure(path: str) -> Exception:
         f"restore it from a backup",
         path=path,
     )
+
+
+def is_unlisted(structure: Structure, entry: LeafEntry) -> bool:
+    """Return whether an array is of a release that lists all in ``array_metadatas``, and is not listed there."""
+    is_recent = entry.value_type == layout.JAX_ARRAY and entry.write_shape is not None
+    return is_recent and structure.annotations is None and entry.name not in structure.key_impls
 
 
 def arrays_listed(folder: str, file: str) -> list[tuple[str, Any, str | None]]:

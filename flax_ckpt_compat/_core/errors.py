@@ -66,9 +66,12 @@ class CheckpointError(Exception):
         self.path = path
         self.leaf = leaf
 
-    def add(self, sentence: str) -> None:
-        """Append a sentence to the message, such as what another part of the program knows of the remedy."""
-        self.args = (sanitize(f"{self.args[0]} {sentence}", self.path, self.leaf), *self.args[1:])
+
+def add_sentence(error: CheckpointError, sentence: str) -> None:
+    """Append a sentence to an error's message: what its raiser could not know of the remedy."""
+    before = str(error.args[0])
+    stop = "" if before.endswith((".", "!", "?", ":", "\n")) else "."
+    error.args = (sanitize(f"{before}{stop} {sentence}", error.path, error.leaf), *error.args[1:])
 
 
 def sanitize(message: str, *names: str | None) -> str:

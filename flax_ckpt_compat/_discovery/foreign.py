@@ -54,6 +54,7 @@ _SCALAR_SIZES = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 
 _SIZED_SCALARS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 _MAX_SHOWN = 3
+_SOMETHING_ELSE = "a folder of something else"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
 _HUGGING_FACE = re.compile(
@@ -159,7 +160,12 @@ def names_look_like(found: Collection[str]) -> str:
     for pattern, what in _KINDS:
         if any(map(pattern.fullmatch, names)):
             return f"{what} ({_shown(names)})"
-    return f"a folder of something else ({_shown(names)})"
+    return f"{_SOMETHING_ELSE} ({_shown(names)})"
+
+
+def is_unknown_look(look: str) -> bool:
+    """Return whether a look of `names_look_like` tells no more than names."""
+    return look.startswith(_SOMETHING_ELSE)
 
 
 def _shown(names: Sequence[str]) -> str:

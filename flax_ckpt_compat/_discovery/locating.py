@@ -25,6 +25,7 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     TransformError,
     UnrecognizedFormatError,
+    add_sentence,
 )
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
@@ -220,7 +221,9 @@ def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.Checkpoi
     with suppress(CheckpointError, OSError):
         older = step_lookup.newest_complete(step_lookup.Directory(checkpoint_dir, tolerant=True), but=path)
         if older is not None:
-            error.add(f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}.")
+            add_sentence(
+                error, f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}."
+            )
 
 
 def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> LocatedCheckpoint:

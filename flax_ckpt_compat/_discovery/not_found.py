@@ -8,12 +8,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._discovery import foreign, hints, saved_steps
-from flax_ckpt_compat._discovery.contents import Contents
+from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
@@ -95,7 +96,21 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     if below := hints.checkpoints_below(directory):
         remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
         return Absence(f"{none}; there are checkpoints at {hints.some(below)}", remedy)
-    return Absence(none, is_start=all(map(_is_unrelated, names)))
+    is_start = all(map(_is_unrelated, names))
+    return (None if is_start else _of_kind(directory, none)) or Absence(none, is_start=is_start)
+
+
+def _of_kind(directory: str, none: str) -> Absence | None:
+    """Explain that a local directory is something else of a known kind, or a temporary; None if it is not."""
+    if paths.storage_of(directory).is_remote:
+        return None
+    with suppress(CheckpointError, OSError):
+        found = contents_of(directory)
+        if found.state is State.TEMPORARY:
+            return Absence(f"{directory} is {found.why}", "pass a finished checkpoint")
+        if found.state is State.FOREIGN and not foreign.is_unknown_look(found.why):
+            return Absence(f"{none}, but looks like {found.why}", "read it with the program that wrote it")
+    return None
 
 
 def _is_unrelated(name: str) -> bool:

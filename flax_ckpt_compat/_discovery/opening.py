@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnrecognizedFormatError,
+    add_sentence,
 )
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
@@ -81,8 +82,8 @@ class Opened:
                     open_item(item).close()
                     whole.append(name)
         if whole:
-            where = self.path.rstrip("/")
-            error.add(f"Of the items of this step only {broken!r} is affected: {where}/{whole[0]} restores alone.")
+            alone = f"{self.path.rstrip('/')}/{whole[0]}"
+            add_sentence(error, f"Only the item {broken!r} of this step is affected: {alone} restores alone.")
 
     def close(self) -> None:
         """Close all items."""

@@ -278,14 +278,13 @@ def items_in(path: str, names: set[str], handlers: Mapping[str, str] | None = No
 def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
     """Return which directories are items although their names end in numbers, or they have step metadata of their own.
 
-    A tree beside JSON, with a name that is not a step, is an item that a checkpointer of its own wrote. And in the
-    step of a manager before 0.5.11, which is named by its number only, ``net_1`` is an item."""
-    has_json = any(item.format is None for item in items.values())
-    if has_json:
-        named = {name for name in whole if not steps.ends_in_step(name)}
-        if named:
-            return named
+    Beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of its own wrote.
+    And in the step of a manager before 0.5.11, which is named by its number only, ``net_1`` is an item."""
     is_step = os.path.basename(path).isdecimal()
+    has_json = any(item.format is None for item in items.values())
+    named = {name for name in whole if not steps.ends_in_step(name)}
+    if named and (has_json or (is_step and len(named) == len(whole))):
+        return named
     unmarked = {name for name, inside in whole.items() if layout.STEP_METADATA not in inside}
     if not is_step or len(unmarked) < len(whole):
         return set()

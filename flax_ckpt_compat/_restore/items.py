@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import KindMismatchError, NameCollisionError
+from flax_ckpt_compat._core.errors import NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._restore.item_choice import ALL, choose_item
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
@@ -27,13 +27,19 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
     if target is None:
         return _plan_everything(opened, options)
-    if _names_items(opened, target):
+    if "" in opened.items:
+        return RestorePlan({"": _plan_item(opened, "", described(target), options)}, False)
+    is_mapping = _names_items(opened, target)
+    if is_mapping and len(opened.trees) < 2:
         return RestorePlan(_plan_items(opened, target, options), True)
     target_tree = described(target)
-    if _names_some_items(opened, target, target_tree.node):
-        return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False)
-    name = "" if "" in opened.items else main_item(opened)
-    return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False)
+    names_some = is_mapping or _names_some_items(opened, target, target_tree.node)
+    name, fits = choose_item(opened, target_tree.node, options, prefers_all=names_some)
+    if name == ALL and is_mapping:
+        return RestorePlan(_plan_items(opened, target, options), True, fits)
+    if name == ALL:
+        return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False, fits)
+    return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False, fits)
 
 
 def described(target: Any) -> TargetTree:
@@ -170,23 +176,6 @@ class _ReaderOfSeveral(Reader):
             for number, value in zip(mine, found, strict=True):
                 values[number] = value
         return values
-
-
-def main_item(opened: opening.Opened) -> str:
-    """Return the item for a target that is not a mapping of items; raise if none of several has a usual name."""
-    if (usual := _usual_item(opened)) is not None:
-        return usual
-    if not opened.trees:
-        raise KindMismatchError(
-            f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
-            "target, or with a dict of these names",
-            path=opened.path,
-        )
-    raise KindMismatchError(
-        f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
-        f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
-        path=opened.path,
-    )
 
 
 def _usual_item(opened: opening.Opened) -> str | None:

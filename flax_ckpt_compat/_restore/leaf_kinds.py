@@ -26,7 +26,6 @@ _DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 _MAX_NAMED = 4
-_NNX_HINT = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
 
 
 class TargetKind(enum.Enum):
@@ -179,8 +178,6 @@ def _hint(stored: Any, target: Any) -> str:
             "A sharding is given with the array that it is for: jax.ShapeDtypeStruct(shape, dtype, "
             "sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...)))."
         )
-    if _is_instance(target, "flax.nnx", "Module"):
-        return _NNX_HINT
     if _is_instance(target, "flax.linen", "Module"):
         return "Pass the variables that module.init returns, or jax.eval_shape(module.init, ...)."
     if isinstance(target, type) or callable(target):
@@ -203,14 +200,6 @@ def _is_instance(value: Any, module: str, name: str) -> bool:
     """Return whether a value is an instance of a class in a module that need not be loaded."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
-
-
-def module_difference(tree: Any) -> KindDifference | None:
-    """Return the difference for a target that is an ``nnx.Module`` or optimizer and so no tree of leaves, or None."""
-    for name in ("Module", "Optimizer"):
-        if _is_instance(tree, "flax.nnx", name):
-            return KindDifference((), "a tree", f"an object of type {type(tree).__name__}, an nnx.{name}", _NNX_HINT)
-    return None
 
 
 def explain(differences: Sequence[KindDifference], source: str, *, refused: bool) -> str:

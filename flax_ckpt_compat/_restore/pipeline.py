@@ -14,13 +14,19 @@ from jax import monitoring
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    UnrecognizedFormatError,
+    add_sentence,
+)
 from flax_ckpt_compat._core.timing import Stopwatch
-from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import checkpointer_reader, policies
 from flax_ckpt_compat._restore.execute import read_and_place
-from flax_ckpt_compat._restore.items import described, main_item, plan_all, plan_with_rules
+from flax_ckpt_compat._restore.item_choice import choose_item
+from flax_ckpt_compat._restore.items import described, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
@@ -80,6 +86,7 @@ def _restore_at(
 ) -> Any:
     watch = Stopwatch()
     with ExitStack() as files:
+        plans = None
         try:
             plans = _plan(path, target, options, files, checkpointer)
             # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
@@ -87,6 +94,8 @@ def _restore_at(
             for plan in plans.items.values():
                 policies.enforce(plan)
         except Exception as error:
+            if plans is not None and plans.fits and isinstance(error, CheckpointError):
+                add_sentence(error, plans.fits)
             if together:
                 pause.close()
                 _give_up(path, options, error)
@@ -107,15 +116,16 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
     """Open the checkpoint at a path and plan its restore; ``files`` closes it."""
     if checkpointer is None or not paths.isdir(path):
         return plan_all(_opened(path, options, files), target, options)
-    own = None
+    own, target_tree = None, None if target is None else described(target)
     try:
         opened = _opened(path, options, files)
-        own = opened.reader(main_item(opened)) if opened.trees else None
+        if opened.trees:
+            name = choose_item(opened, Branch({}) if target_tree is None else target_tree.node, options)[0]
+            own = opened.reader(name or next(iter(opened.trees)))
     except UnrecognizedFormatError:
         pass
     tree = state_dict.describe(checkpointer_reader.restore_with(checkpointer, path)) if own is None else own.tree
     reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
-    target_tree = None if target is None else described(target)
     return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, path)}, False)
 
 

@@ -102,6 +102,7 @@ class RestorePlan:
 
     items: Mapping[str, TreePlan]  # item name → its plan; '' for a checkpoint, or a target, that is one tree
     is_mapping: bool  # the result is a mapping of item name → tree
+    fits: str = ""  # how each of several trees fits the target, of which the structure chose one
 
 
 def _nbytes(node: Node) -> int:

@@ -22,9 +22,6 @@ Refusal = tuple[type[errors.CheckpointError], Callable[[], errors.CheckpointErro
 def refusals(plan: TreePlan) -> Iterator[Refusal]:
     """Yield the errors of a restore; it raises the first."""
     settings = plan.options.settings
-    module = None if plan.target is None else leaf_kinds.module_difference(plan.target.tree)
-    if module is not None and settings.kind_mismatch == "error":
-        yield errors.KindMismatchError, lambda: _kinds_error(plan, [module])
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
         yield errors.MissingLeavesError, lambda: _missing_error(plan)
     if plan.kinds and settings.kind_mismatch == "error":

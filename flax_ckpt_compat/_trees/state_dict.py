@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, key_name, show_path
-from flax_ckpt_compat._trees import old_namedtuples
+from flax_ckpt_compat._trees import nnx_modules, old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
 # Cache of leaf types: isinstance checks against jax's array types are slow.
@@ -30,9 +30,12 @@ _TEXT = frozenset([str])
 class TargetTree:
     """A user's tree and its neutral tree, from one call of ``to_state_dict``."""
 
-    def __init__(self, tree: Any):
-        """Describe the tree; raise UnsupportedLeafError if two children of one node have the same name."""
+    def __init__(self, tree: Any, *, fills_modules: bool = True):
+        """Describe the tree; raise UnsupportedLeafError if two children of one node have the same name.
+
+        With ``fills_modules``, nnx modules in it are their states, with which `rebuild` fills them in place."""
         self.tree = tree  # the user's tree
+        self._fills_modules = fills_modules
         others: list[Any] = []
         self._state = _state_dict(tree, others)
         self._has_foreign = False
@@ -54,7 +57,7 @@ class TargetTree:
                 is_leaf = type(child) in _LEAF_TYPES
                 plain[name] = child if is_leaf else self._describe(original[name], child, (*path, name), custom)
             return Branch(plain)
-        entries = _entries(original, state, path)
+        entries = _entries(original, _state_of(state) if self._fills_modules else state, path)
         if entries is None:
             return state
         if _has_custom_serialization(original):
@@ -66,7 +69,8 @@ class TargetTree:
             children[name] = value if is_leaf else self._describe(child, value, (*path, name), custom)
         if type(state) is not dict:
             self._has_foreign = True
-            container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
+            is_sequence = not nnx_modules.is_module(state) and _is_sequence(_one_level(state))
+            container = Container.LIST if is_sequence else Container.DICT
             return Branch(children, container, _int_keys(state, children))
         branch = Branch(children, _container(original, children), _int_keys(original, children))
         if branch.container is Container.NAMEDTUPLE and old_namedtuples.is_misread(branch):
@@ -108,7 +112,7 @@ class TargetTree:
 
 def describe(target: Any) -> Node:
     """Return the neutral tree of a user's tree, its leaves untouched; see `TargetTree`."""
-    return TargetTree(target).node
+    return TargetTree(target, fills_modules=False).node
 
 
 def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any:
@@ -203,6 +207,11 @@ def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, 
     return zip(_child_names(entries, path), children, map(_state_dict, children), strict=True)
 
 
+def _state_of(state: Any) -> Any:
+    """Return the state of an nnx module; anything else as it is."""
+    return nnx_modules.state_of(state) if nnx_modules.is_module(state) else state
+
+
 def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
     """Return the user's own objects behind the entries of a state dict, or else the entries themselves."""
     if isinstance(original, (dict, core.FrozenDict)) and len(original) == len(state):
@@ -267,6 +276,8 @@ def _unexpand(original_state: Any, state: Any) -> Any:
         }
     if _is_leaf(original_state) or not _is_node(original_state):
         return state
+    if nnx_modules.is_module(original_state):
+        return nnx_modules.filled(original_state, _unexpand(nnx_modules.state_of(original_state), state))
     entries = _one_level(original_state)
     names = _child_names(entries, ())
     if not isinstance(state, dict) or set(names) != state.keys():

@@ -199,5 +199,6 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     for tree_plan in plans.items.values():
         for kind, error in refusals(tree_plan):
             is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
-            return kind.__name__, layer_counts.explain(tree_plan) if is_shown else str(error())
+            why = layer_counts.explain(tree_plan) if is_shown else str(error())
+            return kind.__name__, f"{why} {plans.fits}".strip()
     return None, ""

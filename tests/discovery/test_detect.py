@@ -155,7 +155,7 @@ def test_several_items(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "3"):
         same(checkpoints.restore_checkpoint(path, None), {"model": TREE, "notes": {"x": [1]}, "other": ZEROS})
         same(checkpoints.restore_checkpoint(path, {"model": ZEROS}), {"model": TREE})
-    with pytest.raises(CheckpointError, match=r"several trees \(model.*other\)"):
+    with pytest.raises(CheckpointError, match=r"several trees \(model .*other "):
         checkpoints.restore_checkpoint(tmp_path, ZEROS)
 
 
