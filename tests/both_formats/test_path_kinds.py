@@ -128,10 +128,8 @@ def views(look: Look) -> dict[str, Any]:
     found["show"] = look.command("show", "show", path).exit_code
     found["verify, path"] = look.command("verify, path", "verify", path).exit_code
     found["diff"] = look.command("diff", "diff", path, path).exit_code
-    states = {}
-    verified = look.command("verify, directory", "verify", run, "--json", "--prefix", prefix)
-    if verified.stdout.startswith("{"):
-        states = {Path(one["path"]).name: one["state"] for one in json.loads(verified.stdout)["checkpoints"]}
+    verified = json.loads(look.command("verify, directory", "verify", run, "--json").stdout)
+    states = {os.path.relpath(one["path"], run): one["state"] for one in verified[0]["checkpoints"]}
     state = states.get(row.at, "not listed")
     found["verify, directory"] = "ok" if state == "unverified" else state
     left = json.loads(look.command("clean", "clean", run, "--dry-run", "--json").stdout)
@@ -146,7 +144,7 @@ def conversions(look: Look) -> dict[str, Any]:
     code = look.command("convert", "convert", look.path, to, "--to", "orbax").exit_code
     found: dict[str, Any] = {"convert": min(code, 1)}
     if code == 0:
-        found["converted"] = look.value("converted", lambda: checkpoints.restore_checkpoint(to, None))
+        found["converted"] = look.value("converted", lambda: flax_ckpt_compat.restore(to))
         if text := look.row["also_converted"]:
             files = [file.read_bytes() for file in to.rglob("*") if file.is_file()]
             found["converted, beside the tree"] = any(text.encode() in content for content in files)
@@ -204,6 +202,11 @@ def settled(row: Row, found: dict[str, Any]) -> dict[str, Any]:
             columns["ls"] = row.columns["ls"]
     for name in ("restores", "alone"):
         columns[name] = columns[name] if isinstance(columns[name], list) else [columns[name]]
+    first = found.get("restore_checkpoint, step", found["restore_checkpoint, path"])
+    if agrees(first, columns["restores"]) and columns["kind"] != "absent":
+        columns["restores"] = [first]
+    if columns["may_be_removed"] == "both or none":
+        columns["may_be_removed"] = ["keep", "overwrite"] if found["overwrite at 6"] == "saved" else []
     return columns
 
 
@@ -215,17 +218,18 @@ def expected(row: Row, found: dict[str, Any]) -> dict[str, list[Any] | None]:
     beside = values if is_latest else ["older"]
     alone = values if columns["alone"] == ["restores"] else columns["alone"]
     structure = ["opens"] if columns["opens"] is True else values if columns["opens"] is False else ["opens", *values]
+    by_path = columns["by_path"] or values
     restores_it = bool({"this", "tree"}.intersection(values))
     wanted: dict[str, list[Any] | None] = {
         "latest_checkpoint": [at if is_latest else older],
         "available_steps": [[5, 6] if columns["is_step"] else [5]],
-        **dict.fromkeys(("restore_checkpoint, path", "restore, path"), values),
+        **dict.fromkeys(("restore_checkpoint, path", "restore, path"), by_path),
         **dict.fromkeys(("restore_checkpoint, step", "restore, step"), values),
         **dict.fromkeys(("restore_checkpoint, latest", "restore, latest"), beside),
         **dict.fromkeys(("restore_checkpoint, root", "restore, root"), beside),
         "restore_checkpoint, alone": alone,
         "restore, alone": ["CheckpointNotFoundError"] if alone == ["nothing"] else alone,
-        **dict.fromkeys(("plan_restore, path", "open_checkpoint"), structure),
+        **dict.fromkeys(("plan_restore, path", "open_checkpoint"), columns["by_path"] or structure),
         "plan_restore, latest": [older] if not is_latest else [at if one == "opens" else one for one in structure],
         "ls": columns["ls"],
         "show": {True: [0], False: [2]}.get(columns["opens"], [0, 2]),
@@ -237,7 +241,8 @@ def expected(row: Row, found: dict[str, Any]) -> dict[str, list[Any] | None]:
         "converted, beside the tree": [True],
         "clean lists": [[at] if "clean" in removed else []],
     }
-    return wanted | after_saves(row, columns) | row["but"]
+    but = {consumer: None if others == "any" else others for consumer, others in row["but"].items()}
+    return wanted | after_saves(row, columns) | but
 
 
 def after_saves(row: Row, columns: dict[str, Any]) -> dict[str, list[Any] | None]:
@@ -284,7 +289,7 @@ def judge(look: Look, found: dict[str, Any]) -> list[str]:
 def wrong_texts(look: Look, found: dict[str, Any]) -> Iterator[str]:
     """What errors must say, and what they must never advise."""
     row = look.row
-    said = look.texts.get("restore_checkpoint, path")
+    said = look.texts.get("restore_checkpoint, step", look.texts.get("restore_checkpoint, path"))
     missing = [word for word in row["says"] if said is not None and word not in said.replace(str(look.folder), "")]
     if missing:
         yield f"the error does not say {', '.join(missing)}: {said}"

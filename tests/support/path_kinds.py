@@ -35,9 +35,11 @@ from tests.support.saves import dead_pid, temporary_of
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
 GDA = TABLE.parent / "gda"
-PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+# Too large to be kept in the nodes of a database: then the tree needs the files of its process.
+PARAMS = {"w": np.random.default_rng(6).random((20, 30), np.float32)}
 TREE = {"params": PARAMS, "step": 6}
 EMA = {"w": PARAMS["w"] + 100}
+SMALL = {"params": {"w": np.arange(6, dtype=np.float32)}, "step": 6}
 OLDER = {"params": {"w": np.full((2, 3), 5, np.float32)}, "step": 5}
 NOTES = {"epoch": 3, "names": ["a", "b"]}
 KEY_SEED = 7
@@ -259,30 +261,22 @@ def _json_by_its_own_checkpointer(path: Path) -> None:
     _orbax(path / "state")
 
 
-class _Custom(ocp.CheckpointHandler):
+class _WordsHandler(ocp.CheckpointHandler):
     """A user's own handler: one text file."""
 
-    def save(self, directory: Any, item: Any = None, args: Any = None) -> None:
+    def save(self, directory: Any, args: Any) -> None:
+        """Writes it."""
         (Path(directory) / "words.txt").write_text(args.words)
 
-    def restore(self, directory: Any, item: Any = None, args: Any = None) -> Any:
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Reads it."""
         return (Path(directory) / "words.txt").read_text()
 
 
-@ocp.args.register_with_handler(_Custom, for_save=True)
+@ocp.args.register_with_handler(_WordsHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class _Words(ocp.args.CheckpointArgs):
-    words: str
-
-
-def _custom_item(path: Path) -> None:
-    root = path.with_name("manager")
-    handler: Any = _Custom()
-    with ocp.CheckpointManager(root, item_names=("state", "vocabulary"), item_handlers={"vocabulary": handler}) as made:
-        made.save(6, args=ocp.args.Composite(state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")))
-        made.wait_until_finished()
-    (root / "6").rename(path)
-    shutil.rmtree(root)
+    words: str = ""
 
 
 def _v1_items(path: Path, **items: Any) -> None:
@@ -290,8 +284,9 @@ def _v1_items(path: Path, **items: Any) -> None:
 
 
 def _v1_json(path: Path) -> None:
-    options = ocp_v1.options.CheckpointablesOptions.create_with_handlers(notes=ocp_v1.handlers.JsonHandler)
-    with ocp_v1.Context(checkpointables_options=options):
+    registry = ocp_v1.handlers.local_registry()
+    registry.add(ocp_v1.handlers.JsonHandler, checkpointable_name="notes")
+    with ocp_v1.Context(checkpointables_options=ocp_v1.options.CheckpointablesOptions(registry=registry)):
         ocp_v1.save_checkpointables(path, {"state": TREE, "notes": NOTES})
 
 
@@ -474,6 +469,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "gda, one array": lambda path: _gda(path, "two_processes_leaf"),
     "gda without file": lambda path: _gda_without(path, "two_processes_tree"),
     "orbax": _orbax,
+    "orbax, small": lambda path: _orbax(path, SMALL),
     "orbax, jax arrays": lambda path: _orbax(path, _on_device(TREE)),
     "orbax, zarr3": lambda path: _orbax(path, use_zarr3=True),
     "orbax, loose": lambda path: _orbax(path, use_ocdbt=False),
@@ -486,12 +482,8 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "standard": lambda path: _standard(path),
     "manager": lambda path: _manager(path, 5, default=ocp.args.PyTreeSave(OLDER)),
     "manager, one item": lambda path: _manager(path, default=ocp.args.PyTreeSave(TREE)),
-    "manager, items": lambda path: _manager(
-        path, params=ocp.args.PyTreeSave(EMA), state=ocp.args.PyTreeSave(TREE)
-    ),
-    "manager, JSON": lambda path: _manager(
-        path, metadata=ocp.args.JsonSave(NOTES), state=ocp.args.PyTreeSave(TREE)
-    ),
+    "manager, items": lambda path: _manager(path, params=ocp.args.PyTreeSave(EMA), state=ocp.args.PyTreeSave(TREE)),
+    "manager, JSON": lambda path: _manager(path, metadata=ocp.args.JsonSave(NOTES), state=ocp.args.PyTreeSave(TREE)),
     "manager, key": lambda path: _manager(
         path, key=ocp.args.JaxRandomKeySave(jax.random.key(KEY_SEED)), state=ocp.args.PyTreeSave(TREE)
     ),
@@ -499,7 +491,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
         path, mean=ocp.args.ArraySave(PARAMS["w"]), state=ocp.args.PyTreeSave(TREE)
     ),
     "manager, old, net_1 and net_2": _old_numbered_items,
-    "manager, custom item": _custom_item,
+    "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")),
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _json_alone(path),
     "v1": lambda path: ocp_v1.save(path, TREE),
@@ -542,6 +534,7 @@ def _gda_values(name: str) -> Any:
 # What was saved, where that is not TREE; "tree" is what the only tree of several items holds.
 VALUES: dict[str, dict[str, Any]] = {
     "msgpack, one array": {"this": PARAMS["w"]},
+    "orbax, small": {"this": SMALL},
     "gda": {"this": _gda_values("two_processes_tree")},
     "gda, one array": {"this": _gda_values("two_processes_leaf")},
     **dict.fromkeys(["bare array", "bare array, zarr3", "jax array"], {"this": PARAMS["w"]}),
@@ -647,7 +640,7 @@ def _wrap(path: Path, name: str) -> None:
 
 def _link(path: Path) -> None:
     """Leave a symbolic link where it was to where it is now."""
-    elsewhere = path.parent.parent / "elsewhere"
+    elsewhere = path.parent.with_name(f"elsewhere of {path.parent.name}")
     elsewhere.mkdir(exist_ok=True)
     path.rename(elsewhere / path.name)
     path.symlink_to(elsewhere / path.name)
