@@ -185,7 +185,7 @@ class Builder:
         _, entries, meta = self.case(row.base)
         case = corpus.Case(*row.base.partition(" ")[0].split(":"))
         if meta["target"] == "json":
-            return "" if restored == meta["json_item"] else "not the JSON item"
+            return "" if normal(restored) == normal(meta["json_item"]) else "not the JSON item"
         if case.name == "orbax_prng/handler" and isinstance(restored, dict):
             restored = {name: value for name, value in restored.items() if name != "npkey"}
         if isinstance(restored, dict) and restored.keys() == {"metadata", "state"}:
@@ -203,8 +203,8 @@ def normal(tree: Any) -> Any:
     """Something that is equal for two restored trees only if types, dtypes, shapes and bits are."""
     if isinstance(tree, dict):
         return ("dict", sorted((str(name), normal(child)) for name, child in tree.items()))
-    if isinstance(tree, list | tuple):
-        return ("list", [normal(child) for child in tree])
+    if isinstance(tree, list | tuple):  # as Flax restores them
+        return normal({str(number): child for number, child in enumerate(tree)})
     if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
         return ("key", str(tree.dtype), normal(jax.random.key_data(tree)))
     if isinstance(tree, np.ndarray | jax.Array):
