@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -37,6 +38,8 @@ class Look:
     """
 
     def __init__(self, builder: Builder, row: Row, folder: Path, bucket: AnyBucket | None = None):
+        if bucket is not None:
+            row = dataclasses.replace(row, columns=row.columns | row["in_store"])
         self.builder, self.row, self.folder, self.bucket = builder, row, folder, bucket
         builder.put(row, folder / "alone")
         builder.put(row, folder / "run")
@@ -52,9 +55,10 @@ class Look:
 
     def mark(self, name: str) -> None:
         """Add the objects by which a save to a store says that it is under way."""
+        now = int(time.time())
         for marker in self.row["markers"]:
             assert self.bucket is not None
-            self.bucket.put(f"{name}/{self.row.at}/{marker.format(now=int(time.time()))}", b"")
+            self.bucket.put(f"{name}/{self.row.at}/{marker.format(now=now, yesterday=now - 25 * 3600)}", b"")
 
     def copied(self, name: str) -> str:
         """Another directory like ``run``."""
@@ -243,7 +247,7 @@ def expected(row: Row, found: dict[str, Any]) -> dict[str, list[Any] | None]:
         **dict.fromkeys(("restore_checkpoint, latest", "restore, latest"), beside),
         **dict.fromkeys(("restore_checkpoint, root", "restore, root"), beside),
         "restore_checkpoint, alone": alone,
-        "restore, alone": ["CheckpointNotFoundError"] if alone == ["nothing"] else alone,
+        "restore, alone": ["CheckpointNotFoundError" if one == "nothing" else one for one in alone],
         **dict.fromkeys(("plan_restore, path", "open_checkpoint"), columns["by_path"] or structure),
         "plan_restore, latest": [older] if not is_latest else [at if one == "opens" else one for one in structure],
         "ls": columns["ls"],
@@ -318,5 +322,3 @@ def wrong_texts(look: Look, found: dict[str, Any]) -> Iterator[str]:
         text = look.texts.get("restore_checkpoint, latest", "")
         if not (row.older in text or "step 5" in text):
             yield f"the error of the latest does not name {row.older}: {text}"
-
-
