@@ -72,6 +72,12 @@ def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> st
         return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
+def temporary_of(path: Path, pid: int) -> Path:
+    """The temporary to which a process of ours writes a checkpoint before it has its name."""
+    mine = Path(atomic.temporary_path(str(path)))
+    return mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{pid}-"))
+
+
 def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
     old = Path(atomic.temporary_path(str(path), "old"))

@@ -1,0 +1,49 @@
+"""Kinds of paths in object stores against everything that decides what lies at one: see tests/data/path_kinds.toml."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import path_consumers, path_kinds
+from tests.support.path_consumers import Look
+from tests.support.path_kinds import Builder, Row
+from tests.support.saves import use_flag
+from tests.support.store_places import AnyBucket
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Builder:
+    """What builds rows, for all tests of this file."""
+    return Builder(tmp_path_factory.mktemp("bases"), unpacked)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Flax's flag off; look-ups warn of most rows."""
+    logger = logging.getLogger("flax_ckpt_compat")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    with use_flag(False):
+        yield
+    logger.setLevel(before)
+
+
+def _cases() -> Iterator[Any]:
+    """Rows and stores: by default the quick ones, by turns in one store and the other."""
+    for number, row in enumerate(row for row in path_kinds.rows() if "store" in row["places"]):
+        for store in ("s3", "gs"):
+            is_quick = row["quick_in_store"] and store == ("s3", "gs")[number % 2]
+            marks = [] if is_quick else [pytest.mark.slow]
+            yield pytest.param(row, store, id=f"{row.name}, {store}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "any_bucket"), list(_cases()), indirect=["any_bucket"])
+def test_in_stores(row: Row, any_bucket: AnyBucket, builder: Builder, tmp_path: Path) -> None:
+    """Everything that decides what lies at a path decides as its row says."""
+    wrong = path_consumers.wrong(Look(builder, row, tmp_path, any_bucket))
+    assert not wrong, "\n" + "\n".join(wrong)
