@@ -10,7 +10,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
-from .files import corrupt, read_json
+from .files import corrupt, list_names, read_json
 
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 
@@ -37,7 +37,19 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
 
 def holds_array_folder(path: str) -> bool:
     """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
-    return any(paths.isfile(os.path.join(path, layout.SINGLE_ARRAY, name)) for name in layout.ARRAY_METADATA_FILES)
+    return _is_array(os.path.join(path, layout.SINGLE_ARRAY))
+
+
+def folders_of_arrays(path: str) -> list[str]:
+    """Return the names of the folders of arrays in a directory that has nothing else; [""] if it is an array itself."""
+    if _is_array(path):
+        return [""]
+    names = [name for name in list_names(path) if not name.startswith(".")]
+    return names if names and all(_is_array(os.path.join(path, name)) for name in names) else []
+
+
+def _is_array(path: str) -> bool:
+    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
 
 
 def is_typed_key(path: str) -> bool:

@@ -33,7 +33,6 @@ from flax_ckpt_compat._discovery.orbax_directory import (
     STEP_DIRECTORY,
     Item,
     holds_files,
-    is_array,
     is_checkpoint_itself,
     is_folder_of_arrays,
     is_never_merged,
@@ -50,6 +49,12 @@ from flax_ckpt_compat._discovery.orbax_directory import (
 )
 
 _NO_ITEMS = {layout.DESCRIPTOR}
+_OF_STEPS = {*FINISHED, *ITEMS_MARKERS}
+_LOST_STRUCTURE = (
+    f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
+    f"they belong, nor the {layout.ZARR2_METADATA} of a single one (what jax's own array serialization wrote has "
+    "none: TensorStore reads each array)"
+)
 _REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 DENIED = "permission to list it is denied"
 
@@ -73,7 +78,9 @@ class Layout(enum.Enum):
     ITEMS = "items of a step"
     JSON = "JSON alone"
     CUSTOM = "files of a custom handler"
-    T5X = "T5X"  # read, never written by us or by Flax
+    # Read, and never written by Flax, Orbax's checkpointers or this library.
+    T5X = "T5X"
+    ARRAYS = "arrays without a tree"  # of jax's own array serialization
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +108,11 @@ class Contents:
         return {name: item for name, item in self.items.items() if item.format is not None}
 
     @property
+    def unread(self) -> list[str]:
+        """Return the unknown items that hold anything."""
+        return [name for name in self.unknown if holds_files(os.path.join(self.path, name))]
+
+    @property
     def is_complete(self) -> bool:
         """Return whether nothing that names, sizes and records tell is missing."""
         return self.state is State.COMPLETE
@@ -112,12 +124,17 @@ class Contents:
 
     @property
     def may_be_removed(self) -> bool:
-        """Return whether ``keep`` and ``overwrite`` count, replace and remove it: checkpoints of Flax, Orbax and ours.
+        """Return whether ``keep`` and ``overwrite`` may remove it: what is certainly one checkpoint of Flax or Orbax.
 
-        Not what only resembles one: of T5X, or a directory with items that may be checkpoints of their own."""
-        if self.state is not State.COMPLETE or self.layout in (None, Layout.T5X):
+        A directory with items that may be checkpoints of their own is not."""
+        if not self.counts_for_keep:
             return False
         return self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+
+    @property
+    def counts_for_keep(self) -> bool:
+        """Return whether it is one of the checkpoints of which ``keep`` keeps the newest."""
+        return self.state is State.COMPLETE and self.layout not in (None, Layout.T5X, Layout.ARRAYS)
 
     @property
     def name(self) -> str:
@@ -158,7 +175,7 @@ def has_marker(path: str) -> bool:
 def is_certainly_orbax(path: str) -> bool:
     """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
     found = marked_contents_of(path)
-    return found is not None and found.is_one_checkpoint
+    return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
 
 
 def is_step_of_manager(path: str) -> bool:
@@ -282,8 +299,8 @@ def _directory(path: str, names: set[str]) -> Contents:
     upload = paths.storage_of(path).why_unfinished(path, names)
     if unfinished := upload or _why_unfinished(names):
         found = dataclasses.replace(found, state=State.INCOMPLETE, why=unfinished, is_upload=upload is not None)
-    if found.state is State.INCOMPLETE and not _looks_begun(path, names):
-        return Contents(path, State.FOREIGN, _look_of(path, names))
+    if found.state is State.INCOMPLETE and not (found.layout is Layout.TREE or _looks_begun(path, names)):
+        return Contents(path, State.FOREIGN, foreign.names_look_like(names))
     return dataclasses.replace(
         found, is_marked=bool(names.intersection(MARKERS)), is_one_checkpoint=_is_one_checkpoint(found, names)
     )
@@ -291,7 +308,7 @@ def _directory(path: str, names: set[str]) -> Contents:
 
 def _is_one_checkpoint(found: Contents, names: set[str]) -> bool:
     if found.layout is not Layout.ITEMS:
-        return found.layout is not None and (found.is_complete or found.layout is not Layout.CUSTOM)
+        return found.layout is not None
     # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
     is_named = bool(names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *RANDOM_KEYS)))
     return is_named or only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(found.name) is not None
@@ -309,6 +326,9 @@ def _orbax_directory(path: str, names: set[str]) -> Contents:
         why = _missing_in_tree(path, names)
         items = {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))}
         return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", kind, items)
+    is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
+    if not names.intersection(FINISHED) and (is_one_array or is_folder_of_arrays(path, names)):
+        return _arrays(path, names)
     handlers = recorded_handlers(path, names)
     if isinstance(handlers, str):
         return _flat_without_tree(path, names, handlers)
@@ -321,6 +341,14 @@ def _orbax_directory(path: str, names: set[str]) -> Contents:
         why = next(_missing_in_items(path, names, items, handlers), None)
         return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", Layout.ITEMS, items, unknown)
     return _without_items(path, names)
+
+
+def _arrays(path: str, names: set[str]) -> Contents:
+    """Describe one array, or a folder of them. The arrays of a tree have its key paths, with dots, as names."""
+    is_one = bool(names.intersection(layout.ARRAY_METADATA_FILES))
+    if not is_one and any("." in name.strip(".") for name in names):
+        return Contents(path, State.INCOMPLETE, _LOST_STRUCTURE, Layout.TREE)
+    return Contents(path, State.COMPLETE, "", Layout.ARRAYS, {"": Item(Format.ORBAX, path)})
 
 
 def _missing_in_tree(path: str, names: set[str]) -> str | None:
@@ -363,15 +391,11 @@ def _missing_in_items(
 
 def _without_items(path: str, names: set[str]) -> Contents:
     if lost_structure(path, names):
-        missing = (
-            f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say "
-            f"where they belong, nor the {layout.ZARR2_METADATA} of a single one"
-        )
-        return Contents(path, State.INCOMPLETE, missing, Layout.TREE)
+        return Contents(path, State.INCOMPLETE, _LOST_STRUCTURE, Layout.TREE)
     if names.issuperset(FINISHED) and any(holds_files(os.path.join(path, name)) for name in names.difference(FINISHED)):
         return Contents(path, State.COMPLETE, "", Layout.CUSTOM)
     missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
-    return Contents(path, State.INCOMPLETE, missing, Layout.CUSTOM if names.intersection(ITEMS_MARKERS) else None)
+    return Contents(path, State.INCOMPLETE, missing, Layout.CUSTOM if names <= _OF_STEPS else None)
 
 
 def _not_copied(file: str) -> str:
@@ -380,15 +404,6 @@ def _not_copied(file: str) -> str:
 
 def _recorded(part: str) -> str:
     return f"{part} is missing, which {layout.STEP_METADATA} records"
-
-
-def _look_of(path: str, names: set[str]) -> str:
-    """Return what a directory without signs of Orbax looks like."""
-    if is_array(path):
-        return "a single zarr array, without the tree that it belongs to (TensorStore and zarr read it)"
-    if is_folder_of_arrays(path, names):
-        return "a folder of arrays without a tree, as jax's array serialization writes (TensorStore reads each of them)"
-    return foreign.names_look_like(names)
 
 
 def _looks_begun(path: str, names: set[str]) -> bool:

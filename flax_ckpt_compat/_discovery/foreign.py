@@ -66,6 +66,7 @@ _KINDS = (
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow"),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
+    (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
     (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch"),
     (re.compile(r".*\.(pt|pth|ckpt|bin)"), "a folder of PyTorch checkpoints"),
     (re.compile(r".*\.safetensors"), "a folder of safetensors files"),
@@ -101,6 +102,8 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
         return "a Python pickle (it is not opened, because unpickling runs code)"
     if b"brain.Event:" in first[:64]:
         return "an event file of TensorBoard"
+    if _begins_like_stream(first):
+        return "a stream of several msgpack objects, as EasyLM writes (its checkpointer joins them)"
     if first[257:262] == b"ustar":
         return "a tar archive (unpack it first)"
     return _text_looks_like(first)
@@ -114,6 +117,27 @@ def is_one_scalar(first: bytes, size: int) -> bool:
     if width is not None:
         return size == 1 + width + int.from_bytes(first[1 : 1 + width], "big")
     return size == _SCALAR_SIZES.get(first[0])
+
+
+def _begins_like_stream(first: bytes) -> bool:
+    """Return whether a file begins with a pair of a key path and bytes, as EasyLM writes for each leaf (documented)."""
+    if first[:1] != b"\x92":
+        return False
+    import msgpack  # type: ignore[import-untyped]  # here, because most look-ups do without it
+
+    unpacker = msgpack.Unpacker(strict_map_key=False, raw=True)
+    unpacker.feed(first)
+    try:
+        unpacker.read_array_header()
+        key = unpacker.unpack()
+    except Exception:  # noqa: BLE001  (of bytes that are no msgpack)
+        return False
+    parts = key if isinstance(key, list) else [key]
+    return all(isinstance(part, bytes) for part in parts) and first[unpacker.tell() :][:1] in (
+        b"\xc4",
+        b"\xc5",
+        b"\xc6",
+    )
 
 
 def is_lfs_pointer(path: str) -> bool:
@@ -154,7 +178,7 @@ def names_look_like(found: Collection[str]) -> str:
     """Return what a directory with these names looks like, or some of them."""
     names = sorted(found)
     if _SHARDS in names:
-        return f"a model of Hugging Face in several files (transformers joins what {_SHARDS} lists)"
+        return f"a model of Hugging Face in several files, or shards (transformers joins what {_SHARDS} lists)"
     if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
         return "a model folder of Hugging Face"
     for pattern, what in _KINDS:

@@ -29,7 +29,7 @@ def named(path: str) -> Iterator[None]:
     except _DAMAGE as error:
         if (pointer := _first_pointer(path)) is None:
             raise
-        raise UnrecognizedFormatError(
+        raise CorruptCheckpointError(
             f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
             "`git lfs pull` in that repository, and try again.",
             path=path,

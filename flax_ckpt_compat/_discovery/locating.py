@@ -30,8 +30,8 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
-from flax_ckpt_compat._discovery import contents, lfs_pointers, not_found, saved_steps, step_lookup
-from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery import contents, hints, lfs_pointers, not_found, saved_steps, step_lookup
+from flax_ckpt_compat._discovery.contents import Contents, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
@@ -96,7 +96,11 @@ def _is_checkpoint(root: str) -> bool:
     What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
     try:
         found = contents.contents_of(root)
-        return found.is_one_checkpoint or (found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root)))
+        if found.layout is Layout.ARRAYS and hints.checkpoint_around(root):
+            return False  # arrays of a tree
+        if found.is_one_checkpoint or found.state is State.TEMPORARY:
+            return True
+        return found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root))
     except StorageError as error:
         folder, name = os.path.split(error.path or root)
         is_step = STEP_DIRECTORY.fullmatch(os.path.basename(root)) and name != _RECOVERED

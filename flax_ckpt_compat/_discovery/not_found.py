@@ -101,13 +101,11 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
 
 
 def _of_kind(directory: str, none: str) -> Absence | None:
-    """Explain that a local directory is something else of a known kind, or a temporary; None if it is not."""
+    """Explain that a local directory is something else of a known kind; None if it is not."""
     if paths.storage_of(directory).is_remote:
         return None
     with suppress(CheckpointError, OSError):
         found = contents_of(directory)
-        if found.state is State.TEMPORARY:
-            return Absence(f"{directory} is {found.why}", "pass a finished checkpoint")
         if found.state is State.FOREIGN and not foreign.is_unknown_look(found.why):
             return Absence(f"{none}, but looks like {found.why}", "read it with the program that wrote it")
     return None

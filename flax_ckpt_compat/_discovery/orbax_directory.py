@@ -206,7 +206,9 @@ def is_folder_of_arrays(path: str, names: set[str]) -> bool:
 
     Beside other files, a folder of a single array is a data set."""
     folders = [os.path.join(path, name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
-    return all(map(paths.isdir, folders)) and any(map(is_array, folders))
+    return all(map(paths.isdir, folders)) and any(
+        names_in(one).intersection(layout.ARRAY_METADATA_FILES) for one in folders
+    )
 
 
 def json_name(names: set[str], handler: str = "") -> str | None:
@@ -258,7 +260,8 @@ def items_in(path: str, names: set[str], handlers: Mapping[str, str] | None = No
     for name in sorted(names):
         child = os.path.join(path, name)
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
-        if not temporaries.is_temporary(name) and paths.isdir(child):
+        is_part = name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name)
+        if not is_part and paths.isdir(child):
             inside[name] = names_in(child)
     whole = {
         name for name, found in inside.items() if name not in handlers and is_checkpoint_itself(name, found, is_marked)
@@ -279,8 +282,9 @@ def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Map
     """Return which directories are items although their names end in numbers, or they have step metadata of their own.
 
     Beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of its own wrote.
-    And in the step of a manager before 0.5.11, which is named by its number only, ``net_1`` is an item."""
-    is_step = os.path.basename(path).isdecimal()
+    And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
+    step = os.path.basename(path).removeprefix("checkpoint_")
+    is_step = steps.parse_step(step) is not None
     has_json = any(item.format is None for item in items.values())
     named = {name for name in whole if not steps.ends_in_step(name)}
     if named and (has_json or (is_step and len(named) == len(whole))):
@@ -288,7 +292,7 @@ def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Map
     unmarked = {name for name, inside in whole.items() if layout.STEP_METADATA not in inside}
     if not is_step or len(unmarked) < len(whole):
         return set()
-    return {name for name in unmarked if not name.isdecimal() and not name.startswith("checkpoint_")}
+    return {name for name in unmarked if steps.parse_step(name.removeprefix("checkpoint_")) is None}
 
 
 def _item(path: str, names: set[str], handler: str) -> Item | None:

@@ -57,19 +57,19 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
         raise
 
 
-def removable_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]:
-    """Return the names of the numeric checkpoints that retention counts and removes, oldest first; warn of others.
+def counted_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> dict[str, bool]:
+    """Return the numeric checkpoints that retention counts, oldest first: name → whether it may remove it.
 
-    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay as they are."""
-    removable, broken = [], []
+    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning."""
+    counted, broken = dict[str, bool](), []
     with paths.listing_cache(checkpoint_dir.directory):
         ours = steps.in_order(names, checkpoint_dir.prefix)
         paths.storage_of(checkpoint_dir.directory).prefetch_heads(list(map(checkpoint_dir.path, ours)))
         for name in ours:
             path = checkpoint_dir.path(name)
             found = contents_of(path, lists_denied=True)
-            if found.may_be_removed:
-                removable.append(name)
+            if found.counts_for_keep:
+                counted[name] = found.may_be_removed
             elif found.state is State.FOREIGN:
                 _warn_of_foreign(checkpoint_dir, name, found.why)
             # Otherwise another process has just evicted it.
@@ -77,7 +77,7 @@ def removable_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str
                 broken.append(f"{name} ({found.why})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
-    return removable
+    return counted
 
 
 def _warn_of_foreign(checkpoint_dir: CheckpointDir, name: str, look: str) -> None:

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery import contents, foreign, not_found
-from flax_ckpt_compat._discovery.contents import State
+from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -47,19 +47,22 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
         found: list[str] = []
         inside: list[str] = []
         prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
+        numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
+        steps_there = numbers if any(map(is_step_of_manager, (os.path.join(folder, name) for name in numbers))) else ()
         for name in names:
             path = os.path.join(folder, name)
             if steps.is_foreign(name):
                 continue
             if not paths.isdir(path):
                 split = steps.split_step(name)
-                if _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX) or (split and prefixes[split[0]]):
+                is_named = _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX)
+                if (is_named or (split and prefixes[split[0]])) and contents_of(path).state is not State.FOREIGN:
                     found.append(path)
             elif (resolved := paths.resolve(path)) not in seen:
                 seen.add(resolved)
                 try:
                     with translated(path):
-                        is_empty_step = not paths.listdir(path) and _is_named_checkpoint(name)
+                        is_empty_step = not paths.listdir(path) and (_is_named_checkpoint(name) or name in steps_there)
                 except StorageError as error:
                     if not is_denied(error):
                         raise
@@ -71,7 +74,9 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
 
 
 def _is_checkpoint(path: str) -> bool:
-    found = contents.contents_of(path)
+    found = contents_of(path)
+    if found.layout is Layout.ARRAYS and not steps.ends_in_step(found.name):
+        return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 
 

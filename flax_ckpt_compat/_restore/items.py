@@ -9,7 +9,7 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import NameCollisionError
+from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -21,7 +21,11 @@ from flax_ckpt_compat._trees.state_dict import TargetTree
 
 
 def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> RestorePlan:
-    """Plan a restore of a checkpoint of one tree or several; raise if the target does not say which."""
+    """Plan a restore of a checkpoint of one tree or several; raise if the target does not say which.
+
+    Without a target, raise UnrecognizedFormatError if an item cannot be given: a part is never taken for the whole."""
+    if target is None:
+        _check_all_known(opened)
     if target is None and not opened.is_mapping:
         _log_omitted_json(opened)
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
@@ -40,6 +44,16 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
     if name == ALL:
         return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False, fits)
     return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False, fits)
+
+
+def _check_all_known(opened: opening.Opened) -> None:
+    if unread := opened.contents.unread:
+        whole = f"{opened.path.rstrip('/')}/{next(iter(opened.items))}"
+        raise UnrecognizedFormatError(
+            f"{opened.path} has items that only the handlers which wrote them can read: {', '.join(unread)}. Pass a "
+            f"target for the others, or restore one by its own path, such as {whole}.",
+            path=opened.path,
+        )
 
 
 def described(target: Any) -> TargetTree:

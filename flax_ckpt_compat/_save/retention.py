@@ -52,10 +52,11 @@ def _remove_others(request: SaveRequest) -> None:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         with paths.listing_cache(checkpoint_dir.directory):
             names = saved_steps.names_in(checkpoint_dir)
-            ordered = [name for name in saved_steps.removable_steps(checkpoint_dir, names) if name not in others]
+            counted = saved_steps.counted_steps(checkpoint_dir, names)
+            ordered = [name for name in counted if name not in others]
             if request.name not in ordered:
                 return  # another writer removed it meanwhile, and cleans up itself
-            doomed = _to_remove(request, ordered)
+            doomed = [name for name in _to_remove(request, ordered) if counted[name]]
             if not (is_watched := _takes_newer_in_store(request, doomed)):
                 failures += _remove(checkpoint_dir, request.name, doomed, names)
         if is_watched and contents.contents_of(request.path).is_complete:

@@ -371,15 +371,15 @@ def test_two_writers_that_evict_each_others_leave_something(
     """Where the other one, as its ``overwrite`` or ``keep`` says, removes what was just saved, the rest stays."""
     for step in (1, 2):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    removable_steps = saved_steps.removable_steps
+    counted_steps = saved_steps.counted_steps
 
     def then_evicted(*arguments: Any, **options: Any) -> list[str]:
-        found = removable_steps(*arguments, **options)
+        found = counted_steps(*arguments, **options)
         saved = tmp_path / "checkpoint_3"
         shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
         return found if listed else [name for name in found if name != "checkpoint_3"]
 
-    monkeypatch.setattr(saved_steps, "removable_steps", then_evicted)
+    monkeypatch.setattr(saved_steps, "counted_steps", then_evicted)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1, overwrite=True)
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
 

@@ -499,7 +499,8 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "v1, JSON": _v1_json,
     "v1 partial": _v1_partial,
     "jax array": lambda path: _jax_arrays(path, {"": PARAMS["w"]}),
-    "jax arrays": lambda path: _jax_arrays(path, {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)}),
+    "jax arrays": lambda path: _jax_arrays(path, {"w": PARAMS["w"], "b": np.ones(3, np.float32)}),
+    "jax arrays, dots": lambda path: _jax_arrays(path, {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)}),
     "T5X": _t5x,
     "stream": _several_objects,
     **FOREIGN,
@@ -557,10 +558,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
     "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
     "manager, custom item": {"tree": TREE},
-    "jax arrays": {
-        "this": {"params": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
-        "by names": {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)},
-    },
+    "jax arrays": {"this": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
     "T5X": {
         "this": {
             "version": 3,
