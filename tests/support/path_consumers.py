@@ -1,4 +1,4 @@
-"""Ask everything that decides what lies at a path about a row of ``tests/data/path_kinds.toml``, and judge the answers."""
+"""Ask everything that decides what lies at a path about rows of ``tests/data/path_kinds.toml``; judge the answers."""
 
 from __future__ import annotations
 

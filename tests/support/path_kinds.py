@@ -176,7 +176,7 @@ class Builder:
             if not wrong or normal(restored) == normal(OLDER):
                 return "older" if wrong else "this"
             return f"other values: {wrong}"
-        for word, value in {**VALUES.get(row.base, {"this": TREE}), "older": OLDER}.items():
+        for word, value in {**values().get(row.base, {"this": TREE}), "older": OLDER}.items():
             if normal(restored) == normal(value):
                 return word
         return f"other values: {str(restored)[:150]}"
@@ -531,53 +531,50 @@ def _gda_values(name: str) -> Any:
     return tree
 
 
-# What was saved, where that is not TREE; "tree" is what the only tree of several items holds.
-VALUES: dict[str, dict[str, Any]] = {
-    "msgpack, one array": {"this": PARAMS["w"]},
-    "orbax, small": {"this": SMALL},
-    "gda": {"this": _gda_values("two_processes_tree")},
-    "gda, one array": {"this": _gda_values("two_processes_leaf")},
-    **dict.fromkeys(["bare array", "bare array, zarr3", "jax array"], {"this": PARAMS["w"]}),
-    **dict.fromkeys(["bare number", "bare number, zarr3"], {"this": 6}),
-    "standard": {"this": TREE},
-    **dict.fromkeys(
-        ["manager, items", "v1, items"],
-        {"this": {"params": EMA, "state": TREE}, "params alone": EMA, "state alone": TREE},
-    ),
-    "manager, JSON": {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES},
-    "JSON of its own": {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES},
-    "v1, JSON": {
-        "this": {"notes": NOTES, "state": TREE},
-        "tree": TREE,
-        "JSON alone": NOTES,
-        "JSON as an item": {"notes": NOTES},
-    },
-    "JSON alone": {"this": NOTES},
-    "manager, key": {"this": {"key": jax.random.key(KEY_SEED), "state": TREE}, "tree": TREE},
-    "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
-    "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
-    "manager, custom item": {"tree": TREE},
-    "jax arrays": {
-        "this": {"params": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
-        "by names": {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)},
-    },
-    "T5X": {
-        "this": {
-            "version": 3,
-            "optimizer": {
-                "target": {"params": PARAMS},
-                "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
-            },
+@functools.cache
+def values() -> dict[str, dict[str, Any]]:
+    """Base → word → value, where TREE is not what was saved; ``tree`` is the only tree of several items."""
+    bare = {"this": PARAMS["w"]}
+    items = {"this": {"params": EMA, "state": TREE}, "params alone": EMA, "state alone": TREE}
+    noted = {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES}
+    t5x = {
+        "target": {"params": PARAMS},
+        "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
+    }
+    return {
+        "msgpack, one array": bare,
+        "orbax, small": {"this": SMALL},
+        "gda": {"this": _gda_values("two_processes_tree")},
+        "gda, one array": {"this": _gda_values("two_processes_leaf")},
+        "bare array": bare,
+        "bare array, zarr3": bare,
+        "bare number": {"this": 6},
+        "bare number, zarr3": {"this": 6},
+        "manager, items": items,
+        "v1, items": items,
+        "manager, JSON": noted,
+        "JSON of its own": noted,
+        "JSON alone": {"this": NOTES},
+        "v1, JSON": {
+            "this": {"notes": NOTES, "state": TREE},
+            "tree": TREE,
+            "JSON alone": NOTES,
+            "JSON as an item": {"notes": NOTES},
         },
-        "T5X, unwrapped": {
-            "target": {"params": PARAMS},
-            "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
+        "manager, key": {"this": {"key": jax.random.key(KEY_SEED), "state": TREE}, "tree": TREE},
+        "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
+        "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
+        "manager, custom item": {"tree": TREE},
+        "jax array": bare,
+        "jax arrays": {
+            "this": {"params": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
+            "by names": {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)},
         },
-    },
-}
+        "T5X": {"this": {"version": 3, "optimizer": t5x}, "T5X, unwrapped": t5x},
+    }
 
 
-# Changes, file by file. {wildcards} of names that differ from save to save are patterns of glob.
+# Changes, file by file; names that differ from save to save are given as patterns of glob.
 
 
 def _each(path: Path, pattern: str) -> list[Path]:
@@ -603,9 +600,10 @@ def _keep_only(path: Path, *names: str) -> None:
 
 def _copied_until(path: Path, name: str) -> None:
     """Leave what a copy in the order of names has written before it comes to this file or folder."""
-    for one in sorted(path.rglob("*"), reverse=True):
-        if str(one.relative_to(path)) >= name and not name.startswith(f"{one.relative_to(path)}/"):
-            _remove(one) if one.exists() else None
+    for one in sorted(path.rglob("*"), reverse=True):  # what is in a folder before the folder
+        inside = str(one.relative_to(path))
+        if inside >= name and not name.startswith(f"{inside}/"):
+            _remove(one)
 
 
 def _rewrite(change: Callable[[bytes], bytes]) -> Callable[..., None]:
@@ -617,9 +615,7 @@ def _rewrite(change: Callable[[bytes], bytes]) -> Callable[..., None]:
 
 
 def _put(path: Path, name: str, content: str = "") -> None:
-    if content.startswith("base "):
-        BASES[content.removeprefix("base ")](path / name)
-    elif name.endswith("/"):
+    if name.endswith("/"):
         (path / name).mkdir(parents=True)
     else:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
