@@ -31,7 +31,7 @@ from jax.experimental.array_serialization import serialization as jax_serializat
 import flax_ckpt_compat
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler
-from tests.support.saves import dead_pid, temporary_of
+from tests.support.saves import dead_pid, set_aside, temporary_of
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
 GDA = TABLE.parent / "gda"
@@ -305,21 +305,22 @@ def _jax_arrays(path: Path, arrays: dict[str, Any]) -> None:
     manager.wait_until_finished()
 
 
-def _t5x(path: Path) -> None:
+def _t5x(path: Path, kvstore: dict[str, str] | None = None) -> None:
     """T5X's layout: a msgpack file whose leaves are TensorStore specs, beside zarr arrays.
 
-    As t5x/checkpoints.py (version 3) writes it: paths in specs are relative, names are joined with dots.
+    As t5x/checkpoints.py of version 3 writes it: specs have relative paths, and their driver is that of where it was
+    saved, which the reader changes; names are joined with dots.
     """
     import tensorstore as ts
 
-    names = {"target.params.w": PARAMS["w"], "state.param_states.w.m": EMA["w"]}
     specs = {}
-    for name, value in names.items():
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path / name}"}, "dtype": "float32"}
-        metadata = {"shape": list(value.shape), "chunks": list(value.shape), "compressor": {"id": "gzip"}}
-        array = ts.open({**spec, "metadata": metadata}, create=True).result()
+    for name, value in {"target.params.w": PARAMS["w"], "state.param_states.w.m": EMA["w"]}.items():
+        metadata = {"shape": value.shape, "chunks": value.shape, "compressor": {"id": "gzip"}, "dtype": "<f4"}
+        spec = {"driver": "zarr", "dtype": "float32", "metadata": metadata}
+        array = ts.open({**spec, "kvstore": {"driver": "file", "path": str(path / name)}}, create=True).result()
         array.write(value).result()
-        specs[name] = {**spec, "kvstore": {"driver": "file", "path": name}, "metadata": metadata}
+        specs[name] = ts.Spec({**spec, "kvstore": {"driver": "file", "path": name}}).to_json()
+        specs[name]["kvstore"] = {**specs[name]["kvstore"], **(kvstore or {})}
     tree = {
         "version": 3,
         "optimizer": {
@@ -501,6 +502,8 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "jax array": lambda path: _jax_arrays(path, {"": PARAMS["w"]}),
     "jax arrays": lambda path: _jax_arrays(path, {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)}),
     "T5X": _t5x,
+    "T5X, gfile": lambda path: _t5x(path, {"driver": "gfile"}),
+    "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
@@ -570,7 +573,10 @@ def values() -> dict[str, dict[str, Any]]:
             "this": {"params": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
             "by names": {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)},
         },
-        "T5X": {"this": {"version": 3, "optimizer": t5x}, "T5X, unwrapped": t5x},
+        **{
+            base: {"this": {"version": 3, "optimizer": t5x}, "T5X, unwrapped": t5x}
+            for base in ("T5X", "T5X, gfile", "T5X, gcs")
+        },
     }
 
 
@@ -663,6 +669,7 @@ CHANGES: dict[str, Callable[..., None]] = {
     "put": _put,
     "rename": _rename,
     "wrap": _wrap,
+    "set aside": set_aside,
     "link": _link,
     "link to": lambda path, to: path.symlink_to(to),
 }
