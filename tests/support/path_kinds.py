@@ -74,10 +74,19 @@ class Row:
 
 
 @functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    """Kind → its columns, unless a row says otherwise."""
+    return _table()["kind"]  # type: ignore[no-any-return]
+
+
+@functools.cache
 def rows() -> list[Row]:
     """All rows of the table, those of the corpus once for each release."""
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    found = []
+    table, found = _table(), []
     for line in [*table["row"], *itertools.chain.from_iterable(map(_of_releases, table["corpus"]))]:
         columns = {**table["every"], **table["kind"][line["kind"]], **line}
         change = tuple(tuple(step) for step in columns.pop("change", ()))
