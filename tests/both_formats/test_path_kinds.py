@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.cli import main
 from tests.support import path_consumers, path_kinds
 from tests.support.path_consumers import Look
 from tests.support.path_kinds import Builder, Row
@@ -43,3 +47,24 @@ def test_on_disk(row: Row, builder: Builder, tmp_path: Path) -> None:
     """Everything that decides what lies at a path decides as its row says."""
     wrong = path_consumers.wrong(Look(builder, row, tmp_path))
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_base_is_used() -> None:
+    """What the table does not name is never built."""
+    rows = path_kinds.rows()
+    assert len(rows) > 150
+    # The two older steps are built for each row.
+    assert path_kinds.BASES.keys() - {row.base for row in rows} == {"manager", "msgpack, older"}
+
+
+def test_names_that_are_no_steps(builder: Builder, tmp_path: Path) -> None:
+    """Content beats names: a model called pi0 is not step 0, and a date is not step 1, wherever they are listed."""
+    for row in path_kinds.rows():
+        if row.at in ("pi0", "2024-05-01"):
+            builder.put(row, tmp_path)
+    result = CliRunner().invoke(main, ["ls", str(tmp_path), "--recursive", "--json"])
+    listed = {one["name"]: (one["step"], one["complete"]) for one in json.loads(result.stdout)}
+    assert listed == {"pi0": (None, True), "2024-05-01": (None, True)}
+    for find in (checkpoints.latest_checkpoint, checkpoints.available_steps):
+        assert not find(tmp_path)
+    assert checkpoints.restore_checkpoint(tmp_path, None) is None

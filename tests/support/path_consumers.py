@@ -1,4 +1,4 @@
-"""Ask everything that decides what lies at a path about a row of ``tests/data/path_kinds.toml``, and judge the answers."""
+"""Ask everything that decides what lies at a path about rows of ``tests/data/path_kinds.toml``; judge the answers."""
 
 from __future__ import annotations
 
@@ -209,21 +209,28 @@ def changes(look: Look) -> dict[str, Any]:
 
 
 def settled(row: Row, found: dict[str, Any]) -> dict[str, Any]:
-    """The columns; where the rules leave open whether it is complete, the latest decides, and all others follow."""
+    """The columns; what the rules leave open is settled by the first answer, which all others must follow."""
     columns = dict(row.columns)
-    if columns["latest_beside_older"] == "any":
-        is_latest = found["latest_checkpoint"] == row.at
-        by_rule = {"latest_beside_older": is_latest, "is_step": is_latest, "counts_for_keep": is_latest,
-                   "blocks_lower_step": is_latest, "ls": ["complete" if is_latest else "incomplete"],
-                   "may_be_removed": ["keep", "overwrite"] if is_latest else ["overwrite"]}  # fmt: skip
-        columns |= {name: value for name, value in by_rule.items() if columns[name] == "any" or name == "ls"}
-        if row.columns["ls"] not in (["complete", "incomplete"], columns["ls"]):
-            columns["ls"] = row.columns["ls"]
     for name in ("restores", "alone"):
         columns[name] = columns[name] if isinstance(columns[name], list) else [columns[name]]
     first = found.get("restore_checkpoint, step", found["restore_checkpoint, path"])
     if agrees(first, columns["restores"]) and columns["kind"] != "absent":
         columns["restores"] = [first]
+    if columns["latest_beside_older"] == "any":
+        is_latest = found["latest_checkpoint"] == row.at
+        kind = (
+            "foreign"
+            if columns["restores"] == ["UnrecognizedFormatError"]
+            else "damaged"
+            if is_latest
+            else "incomplete"
+        )
+        like = path_kinds.kinds()[kind]
+        for name in ("latest_beside_older", "is_step", "counts_for_keep", "may_be_removed", "blocks_lower_step"):
+            columns[name] = like[name] if columns[name] == "any" else columns[name]
+        columns["ls"] = like["ls"]
+        if kind == "foreign":
+            columns |= {"verifies": [1, 2], "verified_as": ["damaged", "not listed"]}
     if columns["may_be_removed"] == "both or none":
         columns["may_be_removed"] = ["keep", "overwrite"] if found["overwrite at 6"] == "saved" else []
     return columns
@@ -319,6 +326,6 @@ def wrong_texts(look: Look, found: dict[str, Any]) -> Iterator[str]:
                 yield f"{consumer} advises to delete: {text}"
                 break
     if row["names_older"] and found["latest_checkpoint"] == row.at:
-        text = look.texts.get("restore_checkpoint, latest", "")
-        if not (row.older in text or "step 5" in text):
+        text = look.texts.get("restore_checkpoint, latest", "").replace(look.root, "")
+        if not re.search(rf"(\bstep |/){row.prefix}5\b|\b{row.prefix or 'step '}5\b", text):
             yield f"the error of the latest does not name {row.older}: {text}"

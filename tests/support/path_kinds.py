@@ -31,7 +31,7 @@ from jax.experimental.array_serialization import serialization as jax_serializat
 import flax_ckpt_compat
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler
-from tests.support.saves import dead_pid, temporary_of
+from tests.support.saves import dead_pid, set_aside, temporary_of
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
 GDA = TABLE.parent / "gda"
@@ -74,10 +74,19 @@ class Row:
 
 
 @functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    """Kind → its columns, unless a row says otherwise."""
+    return _table()["kind"]  # type: ignore[no-any-return]
+
+
+@functools.cache
 def rows() -> list[Row]:
     """All rows of the table, those of the corpus once for each release."""
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    found = []
+    table, found = _table(), []
     for line in [*table["row"], *itertools.chain.from_iterable(map(_of_releases, table["corpus"]))]:
         columns = {**table["every"], **table["kind"][line["kind"]], **line}
         change = tuple(tuple(step) for step in columns.pop("change", ()))
@@ -176,7 +185,7 @@ class Builder:
             if not wrong or normal(restored) == normal(OLDER):
                 return "older" if wrong else "this"
             return f"other values: {wrong}"
-        for word, value in {**VALUES.get(row.base, {"this": TREE}), "older": OLDER}.items():
+        for word, value in {**values().get(row.base, {"this": TREE}), "older": OLDER}.items():
             if normal(restored) == normal(value):
                 return word
         return f"other values: {str(restored)[:150]}"
@@ -305,21 +314,22 @@ def _jax_arrays(path: Path, arrays: dict[str, Any]) -> None:
     manager.wait_until_finished()
 
 
-def _t5x(path: Path) -> None:
+def _t5x(path: Path, kvstore: dict[str, str] | None = None) -> None:
     """T5X's layout: a msgpack file whose leaves are TensorStore specs, beside zarr arrays.
 
-    As t5x/checkpoints.py (version 3) writes it: paths in specs are relative, names are joined with dots.
+    As t5x/checkpoints.py of version 3 writes it: specs have relative paths, and their driver is that of where it was
+    saved, which the reader changes; names are joined with dots.
     """
     import tensorstore as ts
 
-    names = {"target.params.w": PARAMS["w"], "state.param_states.w.m": EMA["w"]}
     specs = {}
-    for name, value in names.items():
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path / name}"}, "dtype": "float32"}
-        metadata = {"shape": list(value.shape), "chunks": list(value.shape), "compressor": {"id": "gzip"}}
-        array = ts.open({**spec, "metadata": metadata}, create=True).result()
+    for name, value in {"target.params.w": PARAMS["w"], "state.param_states.w.m": EMA["w"]}.items():
+        metadata = {"shape": value.shape, "chunks": value.shape, "compressor": {"id": "gzip"}, "dtype": "<f4"}
+        spec = {"driver": "zarr", "dtype": "float32", "metadata": metadata}
+        array = ts.open({**spec, "kvstore": {"driver": "file", "path": str(path / name)}}, create=True).result()
         array.write(value).result()
-        specs[name] = {**spec, "kvstore": {"driver": "file", "path": name}, "metadata": metadata}
+        specs[name] = ts.Spec({**spec, "kvstore": {"driver": "file", "path": name}}).to_json()
+        specs[name]["kvstore"] = {**specs[name]["kvstore"], **(kvstore or {})}
     tree = {
         "version": 3,
         "optimizer": {
@@ -502,6 +512,8 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "jax arrays": lambda path: _jax_arrays(path, {"w": PARAMS["w"], "b": np.ones(3, np.float32)}),
     "jax arrays, dots": lambda path: _jax_arrays(path, {"params.w": PARAMS["w"], "params.b": np.ones(3, np.float32)}),
     "T5X": _t5x,
+    "T5X, gfile": lambda path: _t5x(path, {"driver": "gfile"}),
+    "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
@@ -532,50 +544,50 @@ def _gda_values(name: str) -> Any:
     return tree
 
 
-# What was saved, where that is not TREE; "tree" is what the only tree of several items holds.
-VALUES: dict[str, dict[str, Any]] = {
-    "msgpack, one array": {"this": PARAMS["w"]},
-    "orbax, small": {"this": SMALL},
-    "gda": {"this": _gda_values("two_processes_tree")},
-    "gda, one array": {"this": _gda_values("two_processes_leaf")},
-    **dict.fromkeys(["bare array", "bare array, zarr3", "jax array"], {"this": PARAMS["w"]}),
-    **dict.fromkeys(["bare number", "bare number, zarr3"], {"this": 6}),
-    "standard": {"this": TREE},
-    **dict.fromkeys(
-        ["manager, items", "v1, items"],
-        {"this": {"params": EMA, "state": TREE}, "params alone": EMA, "state alone": TREE},
-    ),
-    "manager, JSON": {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES},
-    "JSON of its own": {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES},
-    "v1, JSON": {
-        "this": {"notes": NOTES, "state": TREE},
-        "tree": TREE,
-        "JSON alone": NOTES,
-        "JSON as an item": {"notes": NOTES},
-    },
-    "JSON alone": {"this": NOTES},
-    "manager, key": {"this": {"key": jax.random.key(KEY_SEED), "state": TREE}, "tree": TREE},
-    "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
-    "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
-    "manager, custom item": {"tree": TREE},
-    "jax arrays": {"this": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
-    "T5X": {
-        "this": {
-            "version": 3,
-            "optimizer": {
-                "target": {"params": PARAMS},
-                "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
-            },
+@functools.cache
+def values() -> dict[str, dict[str, Any]]:
+    """Base → word → value, where TREE is not what was saved; ``tree`` is the only tree of several items."""
+    bare = {"this": PARAMS["w"]}
+    items = {"this": {"params": EMA, "state": TREE}, "params alone": EMA, "state alone": TREE}
+    noted = {"this": {"metadata": NOTES, "state": TREE}, "tree": TREE, "JSON alone": NOTES}
+    t5x = {
+        "target": {"params": PARAMS},
+        "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
+    }
+    return {
+        "msgpack, one array": bare,
+        "orbax, small": {"this": SMALL},
+        "gda": {"this": _gda_values("two_processes_tree")},
+        "gda, one array": {"this": _gda_values("two_processes_leaf")},
+        "bare array": bare,
+        "bare array, zarr3": bare,
+        "bare number": {"this": 6},
+        "bare number, zarr3": {"this": 6},
+        "manager, items": items,
+        "v1, items": items,
+        "manager, JSON": noted,
+        "JSON of its own": noted,
+        "JSON alone": {"this": NOTES},
+        "v1, JSON": {
+            "this": {"notes": NOTES, "state": TREE},
+            "tree": TREE,
+            "JSON alone": NOTES,
+            "JSON as an item": {"notes": NOTES},
         },
-        "T5X, unwrapped": {
-            "target": {"params": PARAMS},
-            "state": {"step": np.int32(6), "param_states": {"w": {"m": EMA["w"]}}},
+        "manager, key": {"this": {"key": jax.random.key(KEY_SEED), "state": TREE}, "tree": TREE},
+        "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
+        "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
+        "manager, custom item": {"tree": TREE},
+        "jax array": bare,
+        "jax arrays": {"this": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
+        **{
+            base: {"this": {"version": 3, "optimizer": t5x}, "T5X, unwrapped": t5x}
+            for base in ("T5X", "T5X, gfile", "T5X, gcs")
         },
-    },
-}
+    }
 
 
-# Changes, file by file. {wildcards} of names that differ from save to save are patterns of glob.
+# Changes, file by file; names that differ from save to save are given as patterns of glob.
 
 
 def _each(path: Path, pattern: str) -> list[Path]:
@@ -601,9 +613,10 @@ def _keep_only(path: Path, *names: str) -> None:
 
 def _copied_until(path: Path, name: str) -> None:
     """Leave what a copy in the order of names has written before it comes to this file or folder."""
-    for one in sorted(path.rglob("*"), reverse=True):
-        if str(one.relative_to(path)) >= name and not name.startswith(f"{one.relative_to(path)}/"):
-            _remove(one) if one.exists() else None
+    for one in sorted(path.rglob("*"), reverse=True):  # what is in a folder before the folder
+        inside = str(one.relative_to(path))
+        if inside >= name and not name.startswith(f"{inside}/"):
+            _remove(one)
 
 
 def _rewrite(change: Callable[[bytes], bytes]) -> Callable[..., None]:
@@ -615,9 +628,7 @@ def _rewrite(change: Callable[[bytes], bytes]) -> Callable[..., None]:
 
 
 def _put(path: Path, name: str, content: str = "") -> None:
-    if content.startswith("base "):
-        BASES[content.removeprefix("base ")](path / name)
-    elif name.endswith("/"):
+    if name.endswith("/"):
         (path / name).mkdir(parents=True)
     else:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -665,6 +676,7 @@ CHANGES: dict[str, Callable[..., None]] = {
     "put": _put,
     "rename": _rename,
     "wrap": _wrap,
+    "set aside": set_aside,
     "link": _link,
     "link to": lambda path, to: path.symlink_to(to),
 }
