@@ -121,23 +121,20 @@ def is_one_scalar(first: bytes, size: int) -> bool:
 
 def _begins_like_stream(first: bytes) -> bool:
     """Return whether a file begins with a pair of a key path and bytes, as EasyLM writes for each leaf (documented)."""
-    if first[:1] != b"\x92":
+    if len(first) < 2 or first[0] != 0x92:
         return False
-    import msgpack  # type: ignore[import-untyped]  # here, because most look-ups do without it
-
-    unpacker = msgpack.Unpacker(strict_map_key=False, raw=True)
-    unpacker.feed(first)
-    try:
-        unpacker.read_array_header()
-        key = unpacker.unpack()
-    except Exception:  # noqa: BLE001  (of bytes that are no msgpack)
-        return False
-    parts = key if isinstance(key, list) else [key]
-    return all(isinstance(part, bytes) for part in parts) and first[unpacker.tell() :][:1] in (
-        b"\xc4",
-        b"\xc5",
-        b"\xc6",
-    )
+    is_path = first[1] in range(0x91, 0xA0)
+    at, names = (2, first[1] - 0x90) if is_path else (1, 1)
+    for _ in range(names):
+        if at + 1 >= len(first):
+            return False
+        if first[at] in range(0xA0, 0xC0):
+            at += 1 + first[at] - 0xA0
+        elif first[at] == 0xD9:
+            at += 2 + first[at + 1]
+        else:
+            return False
+    return first[at : at + 1] in (b"\xc4", b"\xc5", b"\xc6")
 
 
 def is_lfs_pointer(path: str) -> bool:

@@ -16,8 +16,9 @@ from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
-# The sign belongs to the number only after a separator: the dash of ckpt-3 belongs to the prefix.
-_NUMBERED = re.compile(r"(.+?)(?:(?<=[^0-9A-Za-z])[-+])?\d[\d.eE+-]*", re.DOTALL)
+# The prefix ends in a separator: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
+# ckpt-3 belongs to the prefix.
+_NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
 
 
 class Row(NamedTuple):

@@ -327,5 +327,5 @@ def wrong_texts(look: Look, found: dict[str, Any]) -> Iterator[str]:
                 break
     if row["names_older"] and found["latest_checkpoint"] == row.at:
         text = look.texts.get("restore_checkpoint, latest", "").replace(look.root, "")
-        if not re.search(rf"(\bstep |/){row.prefix}5\b|\b{row.prefix or 'step '}5\b", text):
+        if not re.search(rf"(\bstep[ =]|/){row.prefix}5\b|\b{row.prefix or 'step '}5\b", text):
             yield f"the error of the latest does not name {row.older}: {text}"
