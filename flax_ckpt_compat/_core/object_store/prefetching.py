@@ -6,39 +6,46 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.object_store import client, commit
-from flax_ckpt_compat._core.object_store.thread_cache import cache
+from flax_ckpt_compat._core.object_store.thread_cache import current_listing
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _TINY_AT_ONCE = 64  # requests for a byte or less
 
 
-def prefetch_sizes(urls: Collection[str]) -> None:
-    """Request the sizes of many objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.sizes, urls, client.size)
+def prefetch_sizes(urls: Collection[str], known: Listing | None = None) -> None:
+    """Request the sizes of many objects in parallel, for a listing only."""
+    known = current_listing() if known is None else known
+    if known is not None:
+        _prefetch(known.sizes, urls, client.size)
 
 
-def prefetch_emptiness(urls: Collection[str]) -> None:
-    """Request in parallel whether those that are objects are empty, within `listing_cache` only."""
-    objects = list(filter(commit.counts_as_object, urls))
+def prefetch_emptiness(urls: Collection[str], known: Listing | None = None) -> None:
+    """Request in parallel whether those that are objects are empty, for a listing only."""
+    known = current_listing() if known is None else known
+    if known is None:
+        return
+    objects = [url for url in urls if commit.counts_as_object(url, known)]
     if any(client.scheme_of(url).tells_sizes for url in objects):
-        prefetch_sizes(objects)
+        prefetch_sizes(objects, known)
     else:
-        _prefetch(cache.emptiness, objects, client.is_empty)
+        _prefetch(known.emptiness, objects, client.is_empty)
 
 
-def prefetch_contents(urls: Collection[str]) -> None:
-    """Read many small objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.contents, urls, client.read)
+def prefetch_contents(urls: Collection[str], known: Listing | None = None) -> None:
+    """Read many small objects in parallel, for a listing only."""
+    known = current_listing() if known is None else known
+    if known is not None:
+        _prefetch(known.contents, urls, client.read)
 
 
-def _prefetch(known: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
-    if cache.listings:
-        found: dict[str, Any] = {}
+def _prefetch(answers: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
+    found: dict[str, Any] = {}
 
-        def look(url: str) -> None:
-            with suppress(FileNotFoundError):
-                found[url] = request(url)
+    def look(url: str) -> None:
+        with suppress(FileNotFoundError):
+            found[url] = request(url)
 
-        in_parallel(look, [url for url in urls if url not in known], _TINY_AT_ONCE)
-        known.update(found)
+    in_parallel(look, [url for url in urls if url not in answers], _TINY_AT_ONCE)
+    answers.update(found)

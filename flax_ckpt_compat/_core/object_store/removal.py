@@ -6,8 +6,9 @@ import logging
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
+from flax_ckpt_compat._core.object_store import client, commit, replace_directory, thread_cache, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import (
     WriteLease,
     is_expired,
@@ -24,13 +25,13 @@ _log = logging.getLogger("flax_ckpt_compat")
 _refused: dict[str, str] = {}
 
 
-def discard(url: str) -> None:
+def discard(url: str, known: Listing | None = None) -> None:
     """Remove a checkpoint; at no moment is a partly removed one complete."""
-    inside = client.known_keys(url)
+    inside = client.known_keys(url, known)
     if inside is None:
         found, inside = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
     else:
-        found = client.version(url) if client.is_object(url) else client.NO_OBJECT
+        found = client.version(url) if client.is_object(url, known) else client.NO_OBJECT
     # The object first: it must not reappear when the folder that replaced it is gone.
     if found != client.NO_OBJECT:
         client.delete_version(url, found)
@@ -53,10 +54,12 @@ def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
         raise
 
 
-def stale_names(directory: str) -> dict[str, list[str]]:
+def stale_names(directory: str, known: Listing | None = None) -> dict[str, list[str]]:
     """Return the folders in which dead writers left something and none writes, each with their markers."""
-    with client.listing_cache(directory):
-        there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
+    if known is None or not known.covers(directory):
+        with client.listing_cache(directory):
+            known = thread_cache.current_listing()
+    there = {name: client.keys(f"{directory}/{name}", known) for name in client.names(directory, known)}
     found = {}
     for name, inside in there.items():
         markers = list(filter(is_marker, inside))
@@ -72,10 +75,10 @@ def is_removed_whole(directory: str, name: str) -> bool:
     return name.endswith(ARRAYS_POSTFIX) or commit.is_unfinished(client.keys(f"{directory}/{name}"))
 
 
-def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
+def remove_stale(directory: str, names: Collection[str] | None = None, known: Listing | None = None) -> list[str]:
     """Remove what dead writers left in a folder of checkpoints, or in these of it; return names of removed folders."""
     removed = []
-    for name, markers in stale_names(directory).items():
+    for name, markers in stale_names(directory, known).items():
         url = f"{directory}/{name}"
         if url in _refused if names is None else name not in names:
             continue

@@ -5,30 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import visible_objects
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.thread_pools import Once, start_thread
-
-
-class Listing(NamedTuple):
-    """A folder with all its keys, the visible ones, and which of its objects are known to be empty or not."""
-
-    root: str
-    keys: list[str]
-    visible: list[str]
-    emptiness: dict[str, bool]
-
-    def below(self, url: str, *, every: bool) -> list[str] | None:
-        """Return the keys below ``url`` if the listing covers it: the visible ones, or ``every`` one."""
-        inside = self.keys if every else self.visible
-        if url == self.root:
-            return inside
-        if not url.startswith(self.root + "/"):
-            return None
-        inner = url[len(self.root) + 1 :] + "/"
-        return [key[len(inner) :] for key in inside if key.startswith(inner)]
 
 
 class _Cache(threading.local):
@@ -41,24 +22,6 @@ class _Cache(threading.local):
         self.offered: Listing | None = None
         self.wanted: str | None = None
         self.beside: list[Once] = []  # what `offering_after_commit` waits for
-        self.sizes: dict[str, int] = {}
-        self.emptiness: dict[str, bool] = {}
-        self.contents: dict[str, bytes] = {}
-
-    def keys(self, url: str, *, every: bool = False) -> list[str] | None:
-        """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
-        every = every or visible_objects.is_in_next_folder(url)
-        for listing in self.listings:
-            found = listing.below(url, every=every)
-            if found is not None:
-                return found
-        return None
-
-    def clear_objects(self) -> None:
-        """Clear all but the listings."""
-        self.sizes.clear()
-        self.emptiness.clear()
-        self.contents.clear()
 
 
 cache = _Cache()
@@ -66,7 +29,7 @@ cache = _Cache()
 
 def current_listing() -> Listing | None:
     """Return the listing of the enclosing `client.listing_cache`, with what was found since, for `offering`."""
-    return cache.listings[0]._replace(emptiness=dict(cache.emptiness)) if cache.listings else None
+    return cache.listings[0] if cache.listings else None
 
 
 @contextmanager

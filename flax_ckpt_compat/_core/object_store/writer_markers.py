@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import AfterCommit
 from flax_ckpt_compat._core.object_store import client, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
@@ -85,6 +86,7 @@ class WriteLease:
         ``initial`` is a list of the folder that was just made."""
         # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
+        self.after: AfterCommit | None = None  # takes what those who come next can use
         self.is_alone = False  # whether a list after the marker showed nothing else
         # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
@@ -165,7 +167,7 @@ class WriteLease:
 
     def _end_committed(self, needed: set[str], leftovers: Collection[str]) -> None:
         for _ in range(_POLLS):
-            there = set(client.keys_after_commit(self.url))
+            there = set(client.keys_after_commit(self.url, self.after))
             if not needed <= there:
                 self._retract_commit()
                 self.abort()
@@ -175,7 +177,10 @@ class WriteLease:
         # All at once: while there is the folder's own commit file, those below ``_next…`` say nothing.
         client.delete_all(f"{self.url}/{name}" for name in leftovers)
         # The checkpoint is complete beside our marker, so evictions need not wait for its removal.
-        thread_cache.beside(self.release_committed)
+        if self.after is not None:
+            self.after.run_beside(self.release_committed)
+        else:
+            thread_cache.beside(self.release_committed)
 
     def release_committed(self) -> None:
         """Remove the marker beside a complete checkpoint, where it does no harm if that is refused."""
