@@ -143,6 +143,10 @@ class Location:
         """Return why no checkpoint can have a path of this length, or None if one can."""
         return self.storage.why_too_long(self.path)
 
+    def can_hold_checkpoint(self) -> bool:
+        """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
+        return self.storage.can_hold(self.path)
+
     def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
         return self.storage.resolve(self.path)
@@ -208,9 +212,8 @@ class Location:
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         """Remove checkpoints of these names from this folder durably; return name → failure."""
-        paths = {(self / name).path: name for name in names}
-        failures = self.storage.discard(list(paths), self.listing)
-        return {paths[path]: error for path, error in failures.items()}
+        failures = self.storage.discard(((self / name).path for name in names), self.listing)
+        return {path[len((self / "x").path) - 1 :]: error for path, error in failures.items()}
 
     # TensorStore.
 
@@ -221,6 +224,10 @@ class Location:
     def context(self) -> Any:
         """Return the TensorStore context to open it with."""
         return self.storage.context()
+
+    def wait(self, future: Any, nbytes: int = 0) -> Any:
+        """Return the result of TensorStore's future about this; see `Storage.wait`."""
+        return self.storage.wait(self.path, future, nbytes)
 
 
 def location_of(path: object, what: str = "path") -> Location:
@@ -240,6 +247,11 @@ def of_text(path: str) -> Location:
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
         raise StorageError(message, path=path, errno=error.errno) from error
+
+
+def resolved(path: str) -> Location:
+    """Return the location of a path as the file system resolves it: ``..`` after the name of a link leads elsewhere."""
+    return of_text(path) if is_url(path) else Location(os.path.realpath(local(path)), LOCAL)
 
 
 def as_text(path: object, what: str = "path") -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.upload import Upload
 
 
 class OpenedFile(abc.ABC):
@@ -106,6 +107,10 @@ class Storage(abc.ABC):
         """Open one version of a file, to read parts of it."""
 
     @abc.abstractmethod
+    def stored_crc32c(self, path: str) -> int | None:
+        """Return the CRC-32C of a file that the storage reports, or None."""
+
+    @abc.abstractmethod
     def version(self, path: str) -> bytes:
         """Return bytes that change when a file is replaced, equal on all machines that share it."""
 
@@ -152,6 +157,14 @@ class Storage(abc.ABC):
         """Create a folder of checkpoints, and remove what dead writers left in it."""
 
     @abc.abstractmethod
+    def leftovers(self, path: str) -> dict[str, bool]:
+        """Return the names in a folder with something that dead writers left → whether all of it goes."""
+
+    @abc.abstractmethod
+    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
+        """Remove what dead writers left under these names of a folder, unless somebody writes there by now."""
+
+    @abc.abstractmethod
     def temporary_path(self, path: str) -> str:
         """Return a local path to write a checkpoint to before `publish` gives it this one."""
 
@@ -178,6 +191,16 @@ class Storage(abc.ABC):
     def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
         """Put back checkpoints among these names that a dead writer had set aside; return their names."""
 
+    # Saves by several processes.
+
+    @abc.abstractmethod
+    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload | None:
+        """Begin a save by several processes; None where they share a directory, and write to one temporary."""
+
+    @abc.abstractmethod
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        """Return the save that process 0 began, by its `Upload.fields`."""
+
     # Other machines.
 
     @abc.abstractmethod
@@ -197,6 +220,14 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def context(self) -> Any:
         """Return the TensorStore context to open it with; None is its default one."""
+
+    @abc.abstractmethod
+    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
+        """Return the result of TensorStore's future about a path; a store must answer in time for so many bytes."""
+
+    @abc.abstractmethod
+    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
+        """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""
 
 
 def _fill(known: dict[str, Any], paths: Collection[str], ask: Callable[[str], Any]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 from collections.abc import Sequence
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 
 _FIRST_BYTES = 512
@@ -43,10 +42,10 @@ _KINDS = (
 )
 
 
-def file_looks_like(path: str) -> str | None:
+def file_looks_like(path: Location) -> str | None:
     """Return what a file that does not decode as msgpack looks like, or None."""
-    with translated(path):
-        first, size = paths.read(path, 0, _FIRST_BYTES), paths.getsize(path)
+    with translated(path.path):
+        first, size = path.read(0, _FIRST_BYTES), path.size()
     # First: the length at its beginning may look like a pickle or any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return "a safetensors file"
@@ -63,10 +62,10 @@ def file_looks_like(path: str) -> str | None:
     return _text_looks_like(first)
 
 
-def may_be_msgpack_tree(path: str) -> bool:
+def may_be_msgpack_tree(path: Location) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
-    with translated(path):
-        first = paths.read(path, 0, 1)
+    with translated(path.path):
+        first = path.read(0, 1)
     return bool(first) and first[0] in _TREE_STARTS and file_looks_like(path) is None
 
 
@@ -86,9 +85,9 @@ def _text_looks_like(first: bytes) -> str | None:
     return "a text file"
 
 
-def folder_looks_like(path: str) -> str:
+def folder_looks_like(path: Location) -> str:
     """Return what a directory that is not a checkpoint looks like, or names some of what it holds."""
-    names = sorted(paths.listdir(path))
+    names = sorted(path.listdir())
     if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
         return "a model folder of Hugging Face"
     for pattern, what in _KINDS:
@@ -98,14 +97,14 @@ def folder_looks_like(path: str) -> str:
     return f"a folder of something else (it holds {', '.join(names[:_MAX_SHOWN])}{more})"
 
 
-def msgpack_file_in(path: str) -> str | None:
+def msgpack_file_in(path: Location) -> Location | None:
     """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
-    names = [name for name in paths.listdir(path) if name.endswith(".msgpack")]
+    names = [name for name in path.listdir() if name.endswith(".msgpack")]
     name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
-    return None if name is None else os.path.join(path, name)
+    return None if name is None else path / name
 
 
-def foreign_remedy(path: str) -> str:
+def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:

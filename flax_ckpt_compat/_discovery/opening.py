@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import detect, foreign, orbax_directory
@@ -23,21 +23,31 @@ _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, st
 class Opened:
     """An open checkpoint of one tree or several; each item is opened on first use."""
 
-    def __init__(self, path: str, *, verify: bool):
+    def __init__(self, path: Location, *, verify: bool):
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name."""
         self._verify = verify
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
-        with paths.listing_cache(path):
-            found = detect.detect(path)
-            self.path: str = path  # of the checkpoint
-            # Name → format and path; a checkpoint that is one tree has the single item ''.
-            self.items: dict[str, orbax_directory.Item] = found.items
-            self.trees: dict[str, orbax_directory.Item] = found.trees  # the items that are not JSON
-            if paths.is_url(path) and len(found.items) == 1:
-                self.reader(*found.items)  # now, while the listing is cached
+        listed = path.listed()
+        found = detect.detect(listed)
+        self.location = path.unlisted()  # of the checkpoint
+        # Name → format and location; a checkpoint that is one tree has the single item ''.
+        self.items: dict[str, orbax_directory.Item] = found.items
+        if path.is_remote and len(found.items) == 1:
+            self.reader(*found.items)  # now, while the listing is new
+        self.items = {name: item.unlisted() for name, item in found.items.items()}
         if found.unknown:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
+
+    @property
+    def path(self) -> str:
+        """Return the path of the checkpoint."""
+        return self.location.path
+
+    @property
+    def trees(self) -> dict[str, orbax_directory.Item]:
+        """Return the items that are not JSON."""
+        return {name: item for name, item in self.items.items() if item.format is not None}
 
     @property
     def parts(self) -> Sequence[str]:
@@ -74,17 +84,17 @@ class Opened:
 def open_item(item: orbax_directory.Item, *, verify: bool = False) -> Reader:
     """Open one tree or JSON item; see `Backend.open`. Raise UnrecognizedFormatError for a file of another kind."""
     if item.format is None:
-        return JsonReader(item.path)
+        return JsonReader(item.location)
     try:
-        return backend_for(item.format).open(item.path, verify=verify)
+        return backend_for(item.format).open(item.location, verify=verify)
     except CorruptCheckpointError:
-        look = foreign.file_looks_like(item.path) if item.format is Format.MSGPACK else None
+        look = foreign.file_looks_like(item.location) if item.format is Format.MSGPACK else None
         if look is None:
             raise
         raise UnrecognizedFormatError(
-            f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
+            f"{item.location} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
             "directory.",
-            path=item.path,
+            path=item.location.path,
         ) from None  # the advice for damaged msgpack files would mislead
 
 
@@ -94,14 +104,14 @@ class JsonReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, True
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: Location):
+        self.location = path.unlisted()
         try:
-            with translated(path):
-                self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
+            with translated(path.path):
+                self.tree: Node = self._node(json.loads(path.read().decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
-                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path
+                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path.path
             ) from error
 
     def _node(self, value: Any, path: Path) -> Node:

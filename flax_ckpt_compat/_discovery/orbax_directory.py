@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
@@ -29,43 +29,47 @@ class Item:
     """One tree of a checkpoint."""
 
     format: Format | None  # on-disk format; None for a plain JSON item
-    path: str  # the file or directory of this tree
+    location: Location  # the file or directory of this tree
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    def unlisted(self) -> Item:
+        """Return this item without a listing."""
+        return dataclasses.replace(self, location=self.location.unlisted())
 
-def names_in(path: str) -> set[str]:
+
+def names_in(path: Location) -> set[str]:
     """Return the names in a directory; none if it is not one."""
-    with translated(path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
-        return set(paths.listdir(path)) if paths.isdir(path) else set()
+    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set(path.listdir()) if path.isdir() else set()
     return set()
 
 
-def holds_files(path: str) -> bool:
+def holds_files(path: Location) -> bool:
     """Return whether a path is a file or a link, or a directory with one at any depth; a commit file does not count."""
-    if paths.isfile(path) or presence.islink(path):
+    if path.isfile() or presence.islink(path.path):
         return True
     names = names_in(path).difference((layout.COMMIT_FILE,))
-    return any(holds_files(os.path.join(path, name)) for name in names)
+    return any(holds_files(path / name) for name in names)
 
 
-def is_tree(path: str, names: set[str]) -> bool:
+def is_tree(path: Location, names: set[str]) -> bool:
     """Return whether a directory with these names is a pytree, or a single array."""
     if names.intersection(TREE_MARKERS):
         return True
-    child = os.path.join(path, layout.MSGPACK_FILE)
+    child = path / layout.MSGPACK_FILE
     # Orbax's handler of single arrays calls its array by the same name.
     return layout.MSGPACK_FILE in names and (_holds_msgpack_tree(child) or is_array(child))
 
 
-def is_array(path: str) -> bool:
+def is_array(path: Location) -> bool:
     """Return whether a directory has the zarr metadata of one array."""
-    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
+    return any((path / name).isfile() for name in layout.ARRAY_METADATA_FILES)
 
 
-def is_never_merged(path: str, names: set[str]) -> bool:
+def is_never_merged(path: Location, names: set[str]) -> bool:
     """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
-    folders = [name for name in names if paths.isdir(os.path.join(path, name))]
+    folders = [name for name in names if (path / name).isdir()]
     databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
     finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
         layout.STEP_METADATA,
@@ -74,7 +78,7 @@ def is_never_merged(path: str, names: set[str]) -> bool:
     return finished and len(databases) == 1 and len(folders) > 1
 
 
-def lost_manifest(path: str, names: set[str]) -> bool:
+def lost_manifest(path: Location, names: set[str]) -> bool:
     """Return whether a directory has an array database, or a tree of arrays, without the manifest that locates them.
 
     An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is mounted
@@ -86,49 +90,45 @@ def lost_manifest(path: str, names: set[str]) -> bool:
         return all(map(_DATA_FILE.fullmatch, data_files))
     # Without OCDBT there is a folder for each array: look at no more than the first.
     others = names - {layout.ARRAY_METADATAS}
-    if layout.TREE_METADATA not in names or any(paths.isdir(os.path.join(path, name)) for name in others):
+    if layout.TREE_METADATA not in names or any((path / name).isdir() for name in others):
         return False
-    with translated(path):  # perhaps a tree without arrays
-        return bool(_ARRAY_TYPE.search(paths.read(os.path.join(path, layout.TREE_METADATA))))
+    with translated(path.path):  # perhaps a tree without arrays
+        return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))
 
 
-def _data_files(path: str, names: set[str]) -> set[str] | None:
+def _data_files(path: Location, names: set[str]) -> set[str] | None:
     """Return the names in the folder that a database has for its data; None if there is no such folder."""
-    data = os.path.join(path, layout.DATA_DIRECTORY)
-    return names_in(data) if layout.DATA_DIRECTORY in names and paths.isdir(data) else None
+    data = path / layout.DATA_DIRECTORY
+    return names_in(data) if layout.DATA_DIRECTORY in names and data.isdir() else None
 
 
-def lost_structure(path: str, names: set[str]) -> bool:
+def lost_structure(path: Location, names: set[str]) -> bool:
     """Return whether a directory has parts of a tree, or folders of single arrays, but lost the structure file."""
     if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
     if any(map(_DATA_FILE.fullmatch, _data_files(path, names) or ())):
         return True
-    chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
-    if (
-        layout.MSGPACK_FILE in names
-        and paths.isdir(chunks)
-        and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks)))
-    ):
+    chunks = path / layout.MSGPACK_FILE  # of an array item that lost the metadata of its one array
+    if layout.MSGPACK_FILE in names and chunks.isdir() and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks))):
         return True
     # Beside other files, a folder of a single array is a data set.
-    folders = [os.path.join(path, name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
-    return all(map(paths.isdir, folders)) and any(map(is_array, folders))
+    folders = [path / name for name in names.difference(FINISHED) if not steps.is_foreign(name)]
+    return all(folder.isdir() for folder in folders) and any(map(is_array, folders))
 
 
-def json_file(path: str, names: set[str]) -> str | None:
+def json_file(path: Location, names: set[str]) -> Location | None:
     """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
     rest = names.difference(FINISHED)
-    file = os.path.join(path, *rest)
-    return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and paths.isfile(file) else None
+    file = path / next(iter(rest), "")
+    return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and file.isfile() else None
 
 
-def _holds_msgpack_tree(path: str) -> bool:
+def _holds_msgpack_tree(path: Location) -> bool:
     """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
-    if not paths.isfile(path):
+    if not path.isfile():
         return False
-    with translated(path):
-        first = paths.read(path, 0, _FIRST_BYTES)
+    with translated(path.path):
+        first = path.read(0, _FIRST_BYTES)
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
 
 
@@ -141,14 +141,14 @@ def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
     return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
 
 
-def items_in(path: str, names: set[str]) -> dict[str, Item]:
+def items_in(path: Location, names: set[str]) -> dict[str, Item]:
     """Return the named items of a CheckpointManager step or an Orbax v1 directory."""
     items = {}
     is_marked = bool(names.intersection(ITEMS_MARKERS))
     for name in sorted(names):
-        child = os.path.join(path, name)
+        child = path / name
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
-        if temporaries.is_temporary(name) or not paths.isdir(child):
+        if temporaries.is_temporary(name) or not child.isdir():
             continue
         inside = names_in(child)
         if is_checkpoint_itself(name, inside, is_marked):
@@ -157,13 +157,13 @@ def items_in(path: str, names: set[str]) -> dict[str, Item]:
         if is_tree(child, inside):
             items[name] = Item(Format.ORBAX, child, inside)
         elif keys:
-            items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
+            items[name] = Item(Format.ORBAX, child / keys[0])
         elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):
-            items[name] = Item(None, os.path.join(child, *inside.intersection(layout.JSON_FILES)))
+            items[name] = Item(None, child / next(iter(inside.intersection(layout.JSON_FILES))))
     return items
 
 
 def only_orbax_has(items: dict[str, Item]) -> bool:
     """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
-    kinds = {os.path.basename(item.path) in RANDOM_KEYS or item.format for item in items.values()}
+    kinds = {item.location.name in RANDOM_KEYS or item.format for item in items.values()}
     return True in kinds or kinds == {None, Format.ORBAX}

@@ -10,8 +10,9 @@ import logging
 import os
 from collections.abc import Container
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, foreign
 
@@ -22,13 +23,21 @@ _log = logging.getLogger("flax_ckpt_compat")
 class CheckpointDir:
     """Directory and prefix of checkpoints."""
 
-    directory: str  # absolute path
+    directory: Location
     prefix: str  # beginning of their names: the part of the caller's prefix after its last ``/``
     shown: str  # the directory as the caller wrote it, for returned paths
 
-    def path(self, name: str) -> str:
-        """Return the absolute path of a name in this directory."""
-        return os.path.join(self.directory, name)
+    def path(self, name: str) -> Location:
+        """Return the location of a name in this directory."""
+        return self.directory / name
+
+    def listed(self) -> CheckpointDir:
+        """Return this directory with a listing; see `Location.listed`."""
+        return dataclasses.replace(self, directory=self.directory.listed())
+
+    def listed_with(self, other: Location) -> CheckpointDir:
+        """Return this directory with the listing of another location, which may be above it."""
+        return dataclasses.replace(self, directory=self.directory.with_listing(other.listing))
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
@@ -36,19 +45,19 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # ".." out of a symlinked directory can only be resolved by the file system.
-    climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
-    absolute = os.path.realpath(paths.local(shown)) if climbs else paths.absolute(shown)
-    if tail and paths.is_url(absolute):
-        paths.normal(os.path.join(absolute, tail))  # raises for characters that stores do not take
-    return CheckpointDir(absolute, tail, shown)
+    directory = resolved(shown) if os.pardir in head.split(os.sep) else of_text(shown)
+    if tail and directory.is_remote:
+        normal((directory / tail).path)  # raises for characters that stores do not take
+    return CheckpointDir(directory, tail, shown)
 
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
     """Return all names in the directory; none if it does not exist."""
     try:
-        with translated(checkpoint_dir.directory):
-            names = paths.listdir(checkpoint_dir.directory)
-        return names + paths.storage_of(checkpoint_dir.directory).restore_set_aside(checkpoint_dir.directory, names)
+        with translated(checkpoint_dir.directory.path):
+            names = checkpoint_dir.directory.listdir()
+        directory = checkpoint_dir.directory
+        return names + directory.storage.restore_set_aside(directory.path, names)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return []
@@ -58,19 +67,19 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
 def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]:
     """Return the names of complete numeric checkpoints, oldest first; warn about incomplete ones."""
     complete, broken = [], []
-    with paths.listing_cache(checkpoint_dir.directory):
-        ours = steps.in_order(names, checkpoint_dir.prefix)
-        paths.storage_of(checkpoint_dir.directory).prefetch_emptiness(list(map(checkpoint_dir.path, ours)))
-        for name in ours:
-            path = checkpoint_dir.path(name)
-            missing = detect.what_is_missing(path, lists_denied=True)
-            if missing is None:
-                complete.append(name)
-            # Otherwise another process has just evicted it, or it is not a checkpoint.
-            elif missing == detect.DENIED or (
-                not detect.is_gone(path, missing) and paths.lexists(path) and not detect.foreign_look(path)
-            ):
-                broken.append(f"{name} ({missing})")
+    checkpoint_dir = checkpoint_dir.listed()
+    ours = steps.in_order(names, checkpoint_dir.prefix)
+    checkpoint_dir.directory.prefetch_emptiness(ours)
+    for name in ours:
+        path = checkpoint_dir.path(name)
+        missing = detect.what_is_missing(path, lists_denied=True)
+        if missing is None:
+            complete.append(name)
+        # Otherwise another process has just evicted it, or it is not a checkpoint.
+        elif missing == detect.DENIED or (
+            not detect.is_gone(path, missing) and path.exists() and not detect.foreign_look(path)
+        ):
+            broken.append(f"{name} ({missing})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
     return complete
@@ -80,21 +89,21 @@ def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[s
     """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
 
     One that may not be listed counts as complete."""
-    with paths.listing_cache(checkpoint_dir.directory):
-        for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
-            if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
-                return None
-            missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
-            if name not in but and missing in (None, detect.DENIED):
-                return name
+    checkpoint_dir = checkpoint_dir.listed()
+    for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
+        if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
+            return None
+        missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
+        if name not in but and missing in (None, detect.DENIED):
+            return name
     return None
 
 
-def is_checkpoint(path: str) -> bool:
+def is_checkpoint(path: Location) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
-        with translated(path):
-            of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else foreign.may_be_msgpack_tree(path)
+        with translated(path.path):
+            of_its_kind = detect.is_orbax_directory(path) if path.isdir() else foreign.may_be_msgpack_tree(path)
             return detect.what_is_missing(path) is None and of_its_kind
     except StorageError:
         return False

@@ -16,6 +16,7 @@ from flax import serialization
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import detect
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.peers import ocp_v1
@@ -80,14 +81,14 @@ def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "state.orbax-checkpoint-tmp-1").mkdir()
     file, may_be = tmp_path / "checkpoint_3", detect.may_be_msgpack_tree
     file.write_bytes(serialization.to_bytes(TREE))
-    assert detect.foreign_look(str(tmp_path)) is not None
+    assert detect.foreign_look(location_of(tmp_path)) is not None
 
     def removed(path: str) -> bool:
         file.unlink()
         return may_be(path)
 
     monkeypatch.setattr(detect, "may_be_msgpack_tree", removed)
-    assert detect.foreign_look(str(tmp_path)) is None
+    assert detect.foreign_look(location_of(tmp_path)) is None
 
 
 @pytest.mark.parametrize("target", [None, ZEROS], ids=["no target", "target"])
@@ -288,9 +289,9 @@ def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for name in ("ocdbt.process_0", "my.ocdbt.process_1"):
         (tmp_path / name).mkdir()
-    assert detect.what_is_missing(str(tmp_path)) is None
+    assert detect.what_is_missing(location_of(tmp_path)) is None
     (tmp_path / "ocdbt.process_1").mkdir()
-    assert "were never merged" in str(detect.what_is_missing(str(tmp_path)))
+    assert "were never merged" in str(detect.what_is_missing(location_of(tmp_path)))
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])

@@ -7,8 +7,7 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -17,7 +16,8 @@ from flax_ckpt_compat._core.local import atomic, directories, network_file_syste
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage import OpenedFile, Storage
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.upload import Upload
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
@@ -180,29 +180,30 @@ class LocalStorage(Storage):
         directories.make_directory(path)
         atomic.remove_stale(path)
 
+    def leftovers(self, path: str) -> dict[str, bool]:
+        return dict.fromkeys(atomic.stale_names(path, os.listdir(path)), True)
+
+    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
+        atomic.remove_stale(path, names)
+
     def open_file(self, path: str) -> OpenedFile:
         return _OpenedLocalFile(path)
 
-    # Until all callers have locations.
-    def current_listing(self) -> None:
-        """Return None: local look-ups are quick."""
+    def stored_crc32c(self, path: str) -> None:
+        """Return None: a disk reports none."""
 
-    def offering(self, listing: object) -> nullcontext[None]:  # noqa: ARG002
-        """Return a context that does nothing, like `listing_cache` and `offering_after_commit`."""
-        return nullcontext()
+    def begin_upload(self, path: str, *, in_gda_folder: bool) -> None:
+        """Return None: all processes write to one directory."""
 
-    listing_cache = offering_after_commit = offering
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        raise AssertionError(fields)
 
-    @contextmanager
-    def watching(self, path: str) -> Iterator[Callable[[], bool]]:
-        yield self.watch(path)
+    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002
+        return future.result()
 
-    def prefetch_sizes(self, paths: Collection[str], listing: object = None) -> None:
-        """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""
-
-    prefetch_emptiness = prefetch_contents = prefetch_sizes
-    getsize = size
-    lexists = exists
+    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:  # noqa: ARG002
+        with translated(path, operation, TENSORSTORE_ERRORS):
+            return request().result()
 
     def kvstore(self, path: str) -> dict[str, Any]:
         where = os.path.join(os.path.abspath(path), "")

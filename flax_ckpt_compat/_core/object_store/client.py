@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import posixpath
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
-from flax_ckpt_compat._core.object_store import size_probing, thread_cache, visible_objects
+from flax_ckpt_compat._core.object_store import size_probing, visible_objects
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
-from flax_ckpt_compat._core.object_store.thread_cache import cache, is_offered
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -66,36 +64,6 @@ def listing(url: str) -> Listing:
     return Listing(url, found, visible_objects.visible(found))
 
 
-@contextmanager
-def listing_cache(url: str) -> Iterator[None]:
-    """List ``url`` once, and answer this thread's look-ups below it from that list within the context."""
-    if known_keys(url) is not None:
-        yield
-        return
-    found = cache.offered if is_offered(url) else None
-    cache.offered = None
-    cache.listings.append(listing(url) if found is None else found)
-    try:
-        yield
-    finally:
-        cache.listings.pop()
-
-
-@contextmanager
-def watching(url: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that lists a folder, and returns whether its checkpoint was replaced since it was listed.
-
-    The list before is that of the enclosing `listing_cache`, or of the next one."""
-    before, offered = known_keys(url), cache.offered
-    if before is None and offered is not None:
-        before = offered.below(url, every=True)
-    if before is None:
-        offered = listing(url)
-        before = list(offered.keys)
-    with thread_cache.offering(offered):
-        yield lambda: is_replaced(url, before)
-
-
 def watch(url: str, known: Listing | None = None) -> Callable[[], bool]:
     """Return a function that lists a folder, and returns whether its checkpoint was replaced since it was listed."""
     before = known_or_fresh_keys(url, known)
@@ -110,35 +78,19 @@ def is_replaced(url: str, before: list[str]) -> bool:
 
 def keys(url: str, known: Listing | None = None) -> list[str]:
     """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
-    for one in _listings(known):
-        found = one.below(url, every=visible_objects.is_in_next_folder(url))
-        if found is not None:
-            return found
-    return visible_objects.visible(fresh_keys(url))
+    listed = None if known is None else known.below(url, every=visible_objects.is_in_next_folder(url))
+    return visible_objects.visible(fresh_keys(url)) if listed is None else listed
 
 
 def known_keys(url: str, known: Listing | None = None) -> list[str] | None:
     """Return what `fresh_keys` returned for the listing; None if it does not cover the folder."""
-    for one in _listings(known):
-        found = one.below(url, every=True)
-        if found is not None:
-            return found
-    return None
+    return None if known is None else known.below(url, every=True)
 
 
 def known_or_fresh_keys(url: str, known: Listing | None = None) -> list[str]:
     """Return `known_keys`, or `fresh_keys` where there are none."""
     found = known_keys(url, known)
     return fresh_keys(url) if found is None else found
-
-
-def _listings(known: Listing | None) -> list[Listing]:
-    return cache.listings if known is None else [known]
-
-
-def _noted(known: Listing | None) -> Listing | None:
-    """Return the listing that keeps what is learnt of objects, if there is one."""
-    return next(iter(_listings(known)), None)
 
 
 def content_root(url: str, known: Listing | None = None) -> str:
@@ -160,15 +112,10 @@ def fresh_keys(url: str) -> list[str]:
 
 def keys_after_commit(url: str, after: AfterCommit | None) -> list[str]:
     """List a folder afresh; as part of the listing that `AfterCommit` asks for."""
-    root = cache.wanted if after is None else after.folder
-    if root is None or not url.startswith(f"{root}/"):
-        return fresh_keys(url)
-    found = listing(root)
     if after is None:
-        cache.offered = found
-    else:
-        after.listing = found
-    return found.below(url, every=True) or []
+        return fresh_keys(url)
+    after.listing = listing(after.folder)
+    return after.listing.below(url, every=True) or []
 
 
 def names(url: str, known: Listing | None = None) -> list[str]:
@@ -181,12 +128,11 @@ def is_object(url: str, known: Listing | None = None) -> bool:
     listed = _is_listed(url, known)
     if listed is not None:
         return listed
-    noted = _noted(known)
-    if noted is None:
+    if known is None:
         return _read(url, slice(0, 0)) is not None
     found = _read(url, slice(0, 1))
     if found is not None:  # the next question is whether it is empty
-        noted.emptiness[url] = not isinstance(found, bytes)
+        known.emptiness[url] = not isinstance(found, bytes)
     return found is not None
 
 
@@ -196,18 +142,14 @@ def is_listed_object(url: str, known: Listing | None = None) -> bool:
 
 
 def _is_listed(url: str, known: Listing | None) -> bool | None:
-    every = visible_objects.is_in_next_folder(posixpath.dirname(url))
-    for one in _listings(known):
-        found = one.holds_file(url, every=every)
-        if found is not None:
-            return found
-    return None
+    if known is None:
+        return None
+    return known.holds_file(url, every=visible_objects.is_in_next_folder(posixpath.dirname(url)))
 
 
 def read(url: str, known: Listing | None = None) -> bytes:
     """Read a whole object; raise FileNotFoundError if there is none."""
-    noted = _noted(known)
-    cached = None if noted is None else noted.contents.get(url)
+    cached = None if known is None else known.contents.get(url)
     return _whole(url, _read_there(url, None)) if cached is None else cached
 
 
@@ -224,9 +166,8 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 def size(url: str, known: Listing | None = None) -> int:
     """Return the size of an object in bytes, reading at most the end of it."""
-    noted = _noted(known)
-    if noted is not None and url in noted.sizes:
-        return noted.sizes[url]
+    if known is not None and url in known.sizes:
+        return known.sizes[url]
     scheme = scheme_of(url)
     if not scheme.tells_sizes:
         stored = scheme.stored_size(_resolve(url))
@@ -238,18 +179,17 @@ def size(url: str, known: Listing | None = None) -> int:
 
 def is_empty(url: str, known: Listing | None = None) -> bool:
     """Return whether an object has no bytes; one request, or none if the listing knows."""
-    noted = _noted(known)
-    if noted is not None and url in noted.sizes:
-        return noted.sizes[url] == 0
-    if noted is not None and url in noted.emptiness:
-        return noted.emptiness[url]
+    if known is not None and url in known.sizes:
+        return known.sizes[url] == 0
+    if known is not None and url in known.emptiness:
+        return known.emptiness[url]
     if scheme_of(url).tells_sizes:
         found = size(url) == 0  # without reading a byte
     else:
         first = _read_there(url, slice(0, 1))  # out of range if there is no first byte
         found = not isinstance(first, bytes) or not first
-    if noted is not None:
-        noted.emptiness[url] = found
+    if known is not None:
+        known.emptiness[url] = found
     return found
 
 

@@ -21,8 +21,7 @@ from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
-from flax_ckpt_compat._core.object_store.writer_markers import is_marker as is_marker
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import at_once
@@ -31,7 +30,7 @@ from flax_ckpt_compat._core.thread_pools import at_once
 def is_unfinished(names: Iterable[str]) -> bool:
     """Return whether a folder with these names has a marker of ours and no commit file."""
     there = set(names)
-    return COMMIT_FILE not in there and any(map(is_marker, there))
+    return COMMIT_FILE not in there and any(map(is_upload_marker, there))
 
 
 def counts_as_folder(url: str, known: Listing | None = None) -> bool:
@@ -203,9 +202,9 @@ def remove_arrays_beside(url: str) -> None:
     folder = url + ARRAYS_POSTFIX
     there = client.fresh_keys(folder)
     arrays = arrays_among(there)
-    if arrays and not any(is_marker(name) and not is_expired(name) for name in there):
+    if arrays and not any(is_upload_marker(name) and not is_expired(name) for name in there):
         client.delete_all(f"{folder}/{name}" for name in arrays)
-        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_marker(name))
+        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_upload_marker(name))
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:

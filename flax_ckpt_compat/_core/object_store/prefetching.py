@@ -8,24 +8,18 @@ from typing import Any
 
 from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.object_store import client, commit
-from flax_ckpt_compat._core.object_store.thread_cache import current_listing
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _TINY_AT_ONCE = 64  # requests for a byte or less
 
 
-def prefetch_sizes(urls: Collection[str], known: Listing | None = None) -> None:
-    """Request the sizes of many objects in parallel, for a listing only."""
-    known = current_listing() if known is None else known
-    if known is not None:
-        _prefetch(known.sizes, urls, client.size)
+def prefetch_sizes(urls: Collection[str], known: Listing) -> None:
+    """Request the sizes of many objects in parallel."""
+    _prefetch(known.sizes, urls, client.size)
 
 
-def prefetch_emptiness(urls: Collection[str], known: Listing | None = None) -> None:
-    """Request in parallel whether those that are objects are empty, for a listing only."""
-    known = current_listing() if known is None else known
-    if known is None:
-        return
+def prefetch_emptiness(urls: Collection[str], known: Listing) -> None:
+    """Request in parallel whether those that are objects are empty."""
     objects = [url for url in urls if commit.counts_as_object(url, known)]
     if any(client.scheme_of(url).tells_sizes for url in objects):
         prefetch_sizes(objects, known)
@@ -33,11 +27,9 @@ def prefetch_emptiness(urls: Collection[str], known: Listing | None = None) -> N
         _prefetch(known.emptiness, objects, client.is_empty)
 
 
-def prefetch_contents(urls: Collection[str], known: Listing | None = None) -> None:
-    """Read many small objects in parallel, for a listing only."""
-    known = current_listing() if known is None else known
-    if known is not None:
-        _prefetch(known.contents, urls, client.read)
+def prefetch_contents(urls: Collection[str], known: Listing) -> None:
+    """Read many small objects in parallel."""
+    _prefetch(known.contents, urls, client.read)
 
 
 def _prefetch(answers: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Collection
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client, commit, replace_directory, thread_cache, visible_objects
+from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import (
     WriteLease,
     is_expired,
-    is_marker,
     tag_of,
     warn_of_leftovers,
 )
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
 
@@ -57,12 +56,11 @@ def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
 def stale_names(directory: str, known: Listing | None = None) -> dict[str, list[str]]:
     """Return the folders in which dead writers left something and none writes, each with their markers."""
     if known is None or not known.covers(directory):
-        with client.listing_cache(directory):
-            known = thread_cache.current_listing()
+        known = client.listing(directory)
     there = {name: client.keys(f"{directory}/{name}", known) for name in client.names(directory, known)}
     found = {}
     for name, inside in there.items():
-        markers = list(filter(is_marker, inside))
+        markers = list(filter(is_upload_marker, inside))
         main = name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
         if markers and all(map(is_expired, markers)) and (main == name or main not in there):
@@ -70,9 +68,9 @@ def stale_names(directory: str, known: Listing | None = None) -> dict[str, list[
     return found
 
 
-def is_removed_whole(directory: str, name: str) -> bool:
+def is_removed_whole(directory: str, name: str, known: Listing | None = None) -> bool:
     """Return whether `remove_stale` removes all of a folder, not what dead writers left in a checkpoint."""
-    return name.endswith(ARRAYS_POSTFIX) or commit.is_unfinished(client.keys(f"{directory}/{name}"))
+    return name.endswith(ARRAYS_POSTFIX) or commit.is_unfinished(client.keys(f"{directory}/{name}", known))
 
 
 def remove_stale(directory: str, names: Collection[str] | None = None, known: Listing | None = None) -> list[str]:

@@ -8,13 +8,26 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
-from flax_ckpt_compat._core.object_store import client, commit, prefetching, removal, retrying, thread_cache, uploads
+from flax_ckpt_compat._core.object_store import (
+    client,
+    commit,
+    multiprocess,
+    prefetching,
+    removal,
+    request_timeouts,
+    retrying,
+    uploads,
+)
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from flax_ckpt_compat._core.storage import Storage
-from flax_ckpt_compat._core.storage_errors import not_found
+from flax_ckpt_compat._core.storage_errors import not_found, store_errors
+from flax_ckpt_compat._core.upload import Upload
 
 _MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
 _SLASHES_OF_BUCKET = 2
+# Of what TensorStore itself tries again, for this long, beside the time for the bytes.
+_TIMEOUT = 60.0  # seconds
+_SLOWEST_RATE = 2**20  # bytes/s
 
 
 class ObjectStorage(Storage):
@@ -94,13 +107,13 @@ class ObjectStorage(Storage):
     def delete(self, path: str) -> None:
         client.delete(path)
 
-    def prefetch_sizes(self, paths: Collection[str], listing: Listing | None = None) -> None:
+    def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
         prefetching.prefetch_sizes(paths, listing)
 
-    def prefetch_emptiness(self, paths: Collection[str], listing: Listing | None = None) -> None:
+    def prefetch_emptiness(self, paths: Collection[str], listing: Listing) -> None:
         prefetching.prefetch_emptiness(paths, listing)
 
-    def prefetch_contents(self, paths: Collection[str], listing: Listing | None = None) -> None:
+    def prefetch_contents(self, paths: Collection[str], listing: Listing) -> None:
         prefetching.prefetch_contents(paths, listing)
 
     def content_root(self, path: str, listing: Listing | None = None) -> str:
@@ -119,6 +132,13 @@ class ObjectStorage(Storage):
     def prepare_directory(self, path: str, listing: Listing | None = None) -> None:
         removal.remove_stale(path, known=listing)
 
+    def leftovers(self, path: str) -> dict[str, bool]:
+        known = client.listing(path)
+        return {name: removal.is_removed_whole(path, name, known) for name in removal.stale_names(path, known)}
+
+    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
+        removal.remove_stale(path, names)
+
     def temporary_path(self, path: str) -> str:
         return commit.staging_path(path)
 
@@ -132,8 +152,6 @@ class ObjectStorage(Storage):
         after: AfterCommit | None = None,
     ) -> None:
         uploads.check_sizes(temporary, path)  # before anything in the store changes
-        if listing is None and thread_cache.is_offered(path.rpartition("/")[0]):
-            listing, thread_cache.cache.offered = thread_cache.cache.offered, None
         commit.publish(temporary, path, new=new, known=listing, after=after)
 
     def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
@@ -161,14 +179,21 @@ class ObjectStorage(Storage):
     def context(self) -> Any:
         return retrying.context()
 
-    # Until all callers have locations.
-    listing_cache = staticmethod(client.listing_cache)
-    watching = staticmethod(client.watching)
-    current_listing = staticmethod(thread_cache.current_listing)
-    offering = staticmethod(thread_cache.offering)
-    offering_after_commit = staticmethod(thread_cache.offering_after_commit)
-    getsize = size
-    lexists = exists
+    def stored_crc32c(self, path: str) -> int | None:
+        return client.stored_crc32c(path)
+
+    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload:
+        return multiprocess.begin(path, in_gda_folder=in_gda_folder)
+
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        return multiprocess.MultiprocessUpload(**fields)
+
+    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
+        with store_errors(path), retrying.replaced_context_after_failure():
+            return request_timeouts.wait(future, nbytes, _TIMEOUT, _SLOWEST_RATE)
+
+    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
+        return retrying.retry(path, operation, request, nbytes)
 
 
 def _size_or_zero(url: str, known: Listing | None) -> int:

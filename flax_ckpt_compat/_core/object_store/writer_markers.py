@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit
-from flax_ckpt_compat._core.object_store import client, thread_cache, uploads, visible_objects
-from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
+from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
+from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -31,11 +31,6 @@ _EXPIRES_AFTER = 24 * 3600
 _POLLS_OF_LOSER = 10
 _warned: set[str] = set()  # folders of checkpoints of which `warn_of_leftovers` has warned
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
-
-
-def is_marker(name: str) -> bool:
-    """Return whether an object's name marks a running save or removal."""
-    return _MARKER.fullmatch(name) is not None
 
 
 def is_expired(marker: str) -> bool:
@@ -96,7 +91,7 @@ class WriteLease:
             replaces
             and self.initial
             and not visible_objects.commit_files(self.initial)
-            and not any(map(is_marker, self.initial))
+            and not any(map(is_upload_marker, self.initial))
         ):
             # On s3:// the copy of a local checkpoint is complete without the file, but not beside our marker.
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
@@ -177,10 +172,10 @@ class WriteLease:
         # All at once: while there is the folder's own commit file, those below ``_next…`` say nothing.
         client.delete_all(f"{self.url}/{name}" for name in leftovers)
         # The checkpoint is complete beside our marker, so evictions need not wait for its removal.
-        if self.after is not None:
-            self.after.run_beside(self.release_committed)
+        if self.after is None:
+            self.release_committed()
         else:
-            thread_cache.beside(self.release_committed)
+            self.after.run_beside(self.release_committed)
 
     def release_committed(self) -> None:
         """Remove the marker beside a complete checkpoint, where it does no harm if that is refused."""
@@ -214,7 +209,7 @@ class WriteLease:
                 there = set(client.fresh_keys(self.url))
                 if visible_objects.commit_files(there):
                     return
-                if not any(map(is_marker, there)):
+                if not any(map(is_upload_marker, there)):
                     client.delete_all(f"{self.url}/{name}" for name in there.intersection(names))
                     return
                 time.sleep(_PAUSE)
