@@ -7,8 +7,8 @@ import os
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -110,7 +110,7 @@ def restore(
         must_exist=must_exist,
         mapped=mapped,
     )
-    return restore_pipeline.restore(paths.as_text(path), target, step, paths.as_text(prefix, "prefix"), options)
+    return restore_pipeline.restore(as_text(path), target, step, as_text(prefix, "prefix"), options)
 
 
 def save(
@@ -168,7 +168,7 @@ def save(
     if step is None and (keep is not None or keep_every_n_steps is not None):
         raise ArgumentError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
-    location = paths.normal(paths.as_text(path))
+    location = normal(as_text(path))
     with config.override(**codec):
         if step is None:
             request = save_request.of_path(location, overwrite=overwrite, async_manager=async_manager, format=chosen)
@@ -176,7 +176,7 @@ def save(
             request = save_request.of_step(
                 location,
                 step,
-                paths.as_text(prefix, "prefix"),
+                as_text(prefix, "prefix"),
                 keep=0 if keep is None else keep,
                 keep_every_n_steps=keep_every_n_steps,
                 overwrite=overwrite,

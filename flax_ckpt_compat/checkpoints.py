@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from flax import core
 
 from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Flax's, as in its own module
-from flax_ckpt_compat._core import arguments, module_names, orbax_layout, paths, steps
+from flax_ckpt_compat._core import arguments, module_names, orbax_layout, steps
+from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -89,7 +90,7 @@ def save_checkpoint(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        paths.as_text(prefix, "prefix"),
+        as_text(prefix, "prefix"),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -146,7 +147,7 @@ def save_checkpoint_multiprocess(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        paths.as_text(prefix, "prefix"),
+        as_text(prefix, "prefix"),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -206,7 +207,7 @@ def restore_checkpoint(
         gda_manager.wait_until_finished()
     options = RestoreOptions(_settings.current(), TransformSpec(orbax_transforms))
     return restore_pipeline.restore(
-        _directory(ckpt_dir), target, step, paths.as_text(prefix, "prefix"), options, orbax_checkpointer or None
+        _directory(ckpt_dir), target, step, as_text(prefix, "prefix"), options, orbax_checkpointer or None
     )
 
 
@@ -256,8 +257,8 @@ def available_steps(
             found.append(step_type(entry.text))
         except (ValueError, ArithmeticError) as error:  # of a Decimal
             name = getattr(step_type, "__name__", step_type)
-            message = f"{entry.path}: its step is not of the type {name}; call available_steps(…, step_type=float)"
-            raise ArgumentError(message, path=entry.path) from error
+            message = f"{entry.location}: its step is not of the type {name}; call available_steps(…, step_type=float)"
+            raise ArgumentError(message, path=entry.location.path) from error
         except TypeError as error:
             message = f"step_type must be a type of numbers, such as int or float, {arguments.found(step_type)}"
             raise ArgumentError(message) from error
@@ -284,11 +285,11 @@ def convert_pre_linen(params: PyTree) -> PyTree:
 
 
 def _directory(path: str | os.PathLike[str]) -> str:
-    return paths.normal(paths.as_text(path))
+    return normal(as_text(path))
 
 
 def _checkpoint_dir(ckpt_dir: str | os.PathLike[str], prefix: str) -> saved_steps.CheckpointDir:
-    checkpoint_dir = saved_steps.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(ckpt_dir), as_text(prefix, "prefix"))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     return checkpoint_dir
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
@@ -45,14 +46,14 @@ class MsgpackBackend:
     write_process_part = staticmethod(gda_write.write_process_part)
     finish_multiprocess = staticmethod(gda_write.finish)
 
-    def open(self, path: str, *, verify: bool = False) -> Reader:
+    def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a msgpack checkpoint: read its structure, and small files of many arrays whole; see `Backend.open`."""
-        return MsgpackReader(path, verify=verify)
+        return MsgpackReader(location, verify=verify)
 
 
-def open_part_of_orbax(path: str) -> Reader:
+def open_part_of_orbax(location: Location) -> Reader:
     """Open the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may also hold tuples."""
-    return MsgpackReader(path, of_orbax=True)
+    return MsgpackReader(location, of_orbax=True)
 
 
 BACKEND: Backend = MsgpackBackend()

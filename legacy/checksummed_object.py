@@ -7,7 +7,6 @@ from typing import Any
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import ChecksumError
-from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .byte_ranges import Span, truncated
@@ -21,7 +20,7 @@ def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) 
     """Read spans and the bytes between them; return False, without reading, if the store reports no CRC-32C.
 
     Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
-    expected = client.stored_crc32c(source.path) if checksums.crc32c is not None else None
+    expected = source.location.storage.stored_crc32c(source.path) if checksums.crc32c is not None else None
     if expected is None:
         return False
     for again in (False, True):

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes, memory, paths
+from flax_ckpt_compat._core import dtypes, memory
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors, translated
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -36,8 +37,8 @@ _MAX_RATIO = 2**16
 class FolderArray:
     """A zarr array of the folder."""
 
-    checkpoint: str  # msgpack file that refers to it
-    folder: str
+    checkpoint: Location  # msgpack file that refers to it
+    folder: Location
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # dtype of the array, in native byte order
     chunks: tuple[int, ...]  # shape of a chunk
@@ -49,18 +50,19 @@ class FolderArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
+def locate(checkpoint: Location, subpath: str, path: Path) -> FolderArray:
     """Find the array of a placeholder by the text after its prefix, and read its ``.zarray``.
 
     Raise CorruptCheckpointError if the subpath leaves the folder, or the array is absent or does not decode."""
     if not stays_inside(subpath):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
-    folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
-    if not paths.is_url(folder):
-        ContainedFiles(folder_of(checkpoint)).check(os.path.join(subpath, ZARR2_METADATA))
-    with translated(folder, "read"):
+    root = checkpoint.sibling(ARRAYS_POSTFIX)
+    folder = root / subpath
+    if not folder.is_remote:
+        ContainedFiles(root.path).check(os.path.join(subpath, ZARR2_METADATA))
+    with translated(folder.path, "read"):
         try:
-            text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
+            text = (folder / ZARR2_METADATA).read(0, 2**20)
         except (FileNotFoundError, NotADirectoryError) as error:
             found = f"no array {folder}; it was not copied along with the checkpoint"
             raise _corrupt(checkpoint, path, found) from error
@@ -70,7 +72,7 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
         raise _corrupt(checkpoint, path, f"{folder}/{ZARR2_METADATA} that does not decode ({error})") from error
 
 
-def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
+def _parse_metadata(checkpoint: Location, folder: Location, fields: Any) -> FolderArray:
     shape, chunks = fields["shape"], fields["chunks"]
     for lengths in (shape, chunks):
         if type(lengths) is not list or not all(type(size) is int and size >= 0 for size in lengths):
@@ -83,11 +85,12 @@ def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
     return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks))
 
 
-def unreferenced(checkpoint: str, locators: Collection[Any]) -> list[str]:
+def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
     """Return what is in the folder of arrays and belongs to none of these locators, relative to the file's folder."""
-    root = folder_of(checkpoint)
-    arrays = {os.path.relpath(one.folder, root) for one in locators if isinstance(one, FolderArray)}
-    files = [os.path.split(file) for file in paths.storage_of(root).files_below(root) if file != COMMIT_FILE]
+    folder_of_arrays = checkpoint.sibling(ARRAYS_POSTFIX)
+    root = folder_of_arrays.path
+    arrays = {os.path.relpath(one.folder.path, root) for one in locators if isinstance(one, FolderArray)}
+    files = [os.path.split(file) for file in folder_of_arrays.files_below() if file != COMMIT_FILE]
     # A generation may belong to a save that is running.
     rest = [(folder or os.curdir, name) for folder, name in files if not is_generation(folder.partition("/")[0])]
     lost = {folder for folder, name in rest if name == ZARR2_METADATA} - arrays
@@ -95,14 +98,14 @@ def unreferenced(checkpoint: str, locators: Collection[Any]) -> list[str]:
     for folder, name in sorted(rest):
         if folder not in lost and not (folder in arrays and (name == ZARR2_METADATA or ZARR2_CHUNK.fullmatch(name))):
             notes.append(os.path.join(root, folder, name))
-    return [os.path.relpath(note, os.path.dirname(checkpoint)) for note in notes]
+    return [os.path.relpath(note, checkpoint.parent.path) for note in notes]
 
 
 class BatchedReads:
     """Concurrent reads of arrays and slices; each array is opened once."""
 
     def __init__(self) -> None:
-        self._stores: dict[str, Any] = {}
+        self._stores: dict[Location, Any] = {}
         self._pending: list[tuple[FolderArray, Path, Any]] = []
         self._bytes = 0
 
@@ -132,13 +135,11 @@ class BatchedReads:
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:
-    if not paths.is_url(array.folder):
+    if not array.folder.is_remote:
         _check_files(array)
-    use_tensorstore(array.folder)
-    storage = paths.storage_of(array.folder)
-    kvstore = storage.kvstore(array.folder)
-    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-    store = tensorstore.open(spec, open=True, read=True, context=storage.context()).result()
+    use_tensorstore(array.folder.path)
+    spec = {"driver": "zarr", "kvstore": array.folder.kvstore(), "fill_missing_data_reads": False}
+    store = tensorstore.open(spec, open=True, read=True, context=array.folder.context()).result()
     shape, dtype = store.shape, store.dtype.numpy_dtype
     if (shape, dtype) != (array.shape, array.dtype):
         raise ValueError(f"it is now {dtype}{shape}, it was {array.dtype}{array.shape}")
@@ -147,8 +148,8 @@ def _open(tensorstore: Any, array: FolderArray) -> Any:
 
 def _check_files(array: FolderArray) -> None:
     """Check what TensorStore will open, and that it can hold the array."""
-    root = folder_of(array.checkpoint)
-    sizes = ContainedFiles(root).check_folder(os.path.relpath(array.folder, root))
+    root = array.checkpoint.sibling(ARRAYS_POSTFIX).path
+    sizes = ContainedFiles(root).check_folder(os.path.relpath(array.folder.path, root))
     chunks = [size for name, size in sizes.items() if name != ZARR2_METADATA]
     needed = math.prod(-(-length // side) for length, side in zip(array.shape, array.chunks, strict=True))
     if len(chunks) < needed:
@@ -162,13 +163,13 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     def damaged(error: Exception) -> CorruptCheckpointError:
         return _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})")
 
-    with read_errors(array.folder, damaged, TENSORSTORE_ERRORS), store_errors(array.folder):
+    with read_errors(array.folder.path, damaged, TENSORSTORE_ERRORS), store_errors(array.folder.path):
         yield
 
 
-def _corrupt(checkpoint: str, path: Path, found: str) -> CorruptCheckpointError:
-    leaf = show_path(path)
-    message = f"{checkpoint}: {leaf}: expected an array of several processes in {folder_of(checkpoint)}, found {found}"
+def _corrupt(checkpoint: Location, path: Path, found: str) -> CorruptCheckpointError:
+    leaf, folder = show_path(path), checkpoint.sibling(ARRAYS_POSTFIX)
+    message = f"{checkpoint}: {leaf}: expected an array of several processes in {folder}, found {found}"
     return CorruptCheckpointError(
-        f"{message}; copy that folder again from where it was saved", path=checkpoint, leaf=leaf
+        f"{message}; copy that folder again from where it was saved", path=checkpoint.path, leaf=leaf
     )

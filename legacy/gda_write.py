@@ -7,19 +7,17 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_file
-from flax_ckpt_compat._core.object_store import client, multiprocess
-from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.object_store.retrying import retry
+from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 from flax_ckpt_compat._core.tree import Shard
+from flax_ckpt_compat._core.upload import Upload
 
 from .encode import write_tree
 from .gda_split import DistributedArray, SharedTree
@@ -35,22 +33,23 @@ def begin(
     prepared: SharedTree,
     _options: WriteOptions,
     _process: ProcessInfo,
-    upload: MultiprocessUpload | None = None,
+    upload: Upload | None = None,
 ) -> None:
     """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
     if not prepared.arrays:
         return
     if upload is None:
         gda_folder.begin(path)
-    base = _base(path, upload)
-    files = {os.path.join(_folder(base, array), ZARR2_METADATA): array.metadata for array in prepared.arrays}
+    metadata = {_subpath(array, ZARR2_METADATA): array.metadata for array in prepared.arrays}
     if upload is not None:
-        in_parallel(lambda file: client.write(file, files[file]), files)
+        in_parallel(lambda name: upload.write(f"{upload.tag}/{name}", metadata[name]), metadata)
         return
-    for file, metadata in files.items():
+    base = _base(path, upload)
+    for name, text in metadata.items():
+        file = (base / name).path
         os.makedirs(os.path.dirname(file), exist_ok=True)
         with open(file, "xb") as opened:
-            opened.write(metadata)
+            opened.write(text)
 
 
 def write_process_part(
@@ -58,12 +57,12 @@ def write_process_part(
     prepared: SharedTree,
     options: WriteOptions,
     process: ProcessInfo,
-    upload: MultiprocessUpload | None = None,
+    upload: Upload | None = None,
 ) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
     written = _write_shards(_base(path, upload), prepared.arrays)
     if upload is not None:
-        multiprocess.check_active(upload, [f"{upload.tag}/{name}" for name in written])
+        upload.check_active([f"{upload.tag}/{name}" for name in written])
     if process.index == 0:
         prefix = gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"
         write_tree(path, prepared.document(prefix), sums=options.checksums)
@@ -74,7 +73,7 @@ def finish(
     prepared: SharedTree,
     _options: WriteOptions,
     _process: ProcessInfo,
-    upload: MultiprocessUpload | None = None,
+    upload: Upload | None = None,
 ) -> None:
     """Check that all chunks exist; sync the metadata and all names, or write the commit file of ``gs://``."""
     if not prepared.arrays:
@@ -84,28 +83,28 @@ def finish(
         written = set(upload.written())
         for array in prepared.arrays:
             wanted = [ZARR2_METADATA, *array.chunk_names()]
-            _require(base, array, [name for name in wanted if f"{_folder(upload.tag, array)}/{name}" not in written])
-        if upload.folder.startswith("gs://"):  # real Flax and jax look for the file before they read arrays
-            text = f"Checkpoint commit was successful to {upload.folder}"
-            client.write(f"{upload.folder}/{COMMIT_FILE}", text.encode())
+            lost = [name for name in wanted if f"{upload.tag}/{_subpath(array, name)}" not in written]
+            _require(base, array, lost)
+        if upload.needs_commit_file:  # real Flax and jax look for the file before they read arrays
+            upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(path))}
     in_parallel(lambda array: _check_and_sync(base, array), prepared.arrays, _THREADS)
     in_parallel(atomic.sync_directory, folders, _THREADS)
 
 
-def _base(path: str, upload: MultiprocessUpload | None) -> str:
+def _base(path: str, upload: Upload | None) -> Location:
     """Return the folder that the arrays' subpaths are relative to."""
     if upload is not None:
-        return f"{upload.folder}/{upload.tag}"
-    return os.path.join(gda_folder.folder_of(path), gda_folder.generation_prefix(path)).rstrip("/")
+        return of_text(upload.folder) / upload.tag
+    return Location(gda_folder.folder_of(path), LOCAL) / gda_folder.generation_prefix(path).rstrip("/")
 
 
-def _folder(base: str, array: DistributedArray) -> str:
-    return f"{base}/{array.subpath}" if array.subpath else base
+def _subpath(array: DistributedArray, name: str) -> str:
+    return f"{array.subpath}/{name}" if array.subpath else name
 
 
-def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> list[str]:
+def _write_shards(base: Location, arrays: Iterable[DistributedArray]) -> list[str]:
     """Write and sync this process's shards with bounded memory; return their paths relative to ``base``.
 
     `finish` syncs their names, once a folder.
@@ -118,7 +117,7 @@ def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> list[str]:
         for array in arrays:
             for shard in array.shards():
                 if array.subpath not in opened:
-                    opened[array.subpath] = pool.submit(_open, _folder(base, array), array)
+                    opened[array.subpath] = pool.submit(_open, base / array.subpath, array)
                 pending.append((pool.submit(_write, opened[array.subpath], base, array, shard), shard.data.nbytes))
                 written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
                 total += shard.data.nbytes
@@ -131,42 +130,38 @@ def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> list[str]:
     return written
 
 
-def _write(opened: Once, base: str, array: DistributedArray, shard: Shard) -> None:
-    folder = _folder(base, array)
+def _write(opened: Once, base: Location, array: DistributedArray, shard: Shard) -> None:
+    folder = base / array.subpath
     store = opened.result()[shard.index]
-    if paths.is_url(base):
-        retry(folder, "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
+    if folder.is_remote:
+        folder.storage.retry(folder.path, "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
         return
-    with translated(folder, "written", TENSORSTORE_ERRORS):
+    with translated(folder.path, "written", TENSORSTORE_ERRORS):
         store.write(shard.data, can_reference_source_data_indefinitely=True).result()
-        sync_file(os.path.join(folder, array.chunk_name(shard.index)))
+        sync_file((folder / array.chunk_name(shard.index)).path)
 
 
-def _open(folder: str, array: DistributedArray) -> Any:
+def _open(folder: Location, array: DistributedArray) -> Any:
     """Open the array that process 0 created, and check its shape and dtype."""
-    use_tensorstore(folder)
+    use_tensorstore(folder.path)
     tensorstore = load_tensorstore()
-    storage = paths.storage_of(folder)
     # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
     context = tensorstore.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False}, parent=storage.context()
+        {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False}, parent=folder.context()
     )
-    spec = {"driver": "zarr", "kvstore": storage.kvstore(folder)}
-    if paths.is_url(folder):
-        store = retry(folder, "opened", lambda: tensorstore.open(spec, open=True, context=context))
-    else:
-        with translated(folder, "written", TENSORSTORE_ERRORS):
-            store = tensorstore.open(spec, open=True, context=context).result()
+    spec = {"driver": "zarr", "kvstore": folder.kvstore()}
+    operation = "opened" if folder.is_remote else "written"
+    store = folder.storage.retry(folder.path, operation, lambda: tensorstore.open(spec, open=True, context=context))
     shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
     if (shape, dtype) != (array.shape, array.dtype):
         found = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
         message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
-        raise StorageError(message, path=folder)
+        raise StorageError(message, path=folder.path)
     return store
 
 
-def _check_and_sync(base: str, array: DistributedArray) -> None:
-    folder = _folder(base, array)
+def _check_and_sync(base: Location, array: DistributedArray) -> None:
+    folder = (base / array.subpath).path
     listed = set(os.listdir(folder))
     # On network file systems a listing may be stale, so check unlisted names directly too.
     missing = [name for name in array.chunk_names() if name not in listed]
@@ -174,11 +169,11 @@ def _check_and_sync(base: str, array: DistributedArray) -> None:
     sync_file(os.path.join(folder, ZARR2_METADATA))
 
 
-def _require(base: str, array: DistributedArray, missing: list[str]) -> None:
+def _require(base: Location, array: DistributedArray, missing: list[str]) -> None:
     """Raise if chunks, or the metadata, of an array are missing."""
     if missing:
-        folder = _folder(base, array)
+        folder = base / array.subpath
         message = f"{folder}: {len(missing)} of the chunks of {array.subpath or 'the array'} were not written"
         shown = ", ".join([*missing[:3], *(["…"] if len(missing) > 3 else [])])
         message += f" ({shown}); do all processes save the same tree, and into a directory that "
-        raise StorageError(message + "they share?", path=folder)
+        raise StorageError(message + "they share?", path=folder.path)

@@ -238,7 +238,7 @@ class _Parser:
         return None if value is None else self._leaf(*format.NUMBERS[type(value)], path, value)
 
     def _reference(self, subpath: str, path: Path) -> LeafHandle:
-        array = gda_read.locate(self._window.path, subpath, path)
+        array = gda_read.locate(self._reader.location, subpath, path)
         handle = self._leaf(LeafKind.ARRAY, array.nbytes, path, array)
         handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
         return handle

@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.safe_open import check_end
-from flax_ckpt_compat._core.object_store.opened_object import HEAD_BYTES, OpenedObject
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -130,16 +130,16 @@ class StoredObject:
     """An object of a store."""
 
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
-    # one request per array in a row of arrays pay.
+    # one request per array in a row of arrays pay. The first window is `OpenedFile.head`.
     window_sizes = WindowSizes(
-        first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
+        first=64 * 2**10, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
     threads = 16
 
-    def __init__(self, url: str):
-        self.path = url
+    def __init__(self, location: Location):
+        self.location, self.path = location, location.path
         self.is_closed = False
-        self._object = OpenedObject(url)
+        self._object = location.open_file()
         self.size = self._object.size
         # What was read for the structure: it contains most small arrays.
         self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
@@ -197,10 +197,11 @@ class StoredObject:
 Source = File | StoredObject
 
 
-def open_source(path: str) -> Source:
-    """Open a path or URL; raise if nothing is there, or it is empty or no file."""
+def open_source(location: Location) -> Source:
+    """Open a file or object; raise if nothing is there, or it is empty or no file."""
+    path = location.path
     try:
-        source = StoredObject(path) if paths.is_url(path) else File(path)
+        source = StoredObject(location) if location.is_remote else File(path)
     except FileNotFoundError as error:
         message = f"{path}: no such checkpoint; list the directory for others"
         raise CheckpointNotFoundError(message, path=path) from error

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafH
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
@@ -44,11 +45,11 @@ class MsgpackReader(Reader):
     format = Format.MSGPACK
     places_on_device, keeps_lists = False, True
 
-    def __init__(self, path: str, *, of_orbax: bool = False, verify: bool = False):
-        self.path = path
-        self._source = open_source(path)
+    def __init__(self, location: Location, *, of_orbax: bool = False, verify: bool = False):
+        self.location = location.unlisted()
+        self._source = open_source(location)
         try:
-            with translated(path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
+            with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
@@ -73,7 +74,7 @@ class MsgpackReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        return Inspection(tuple(gda_read.unreferenced(self.path, [leaf.locator for leaf in handles_of(self)])))
+        return Inspection(tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in handles_of(self)])))
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""

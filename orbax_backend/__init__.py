@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
@@ -41,8 +41,8 @@ class OrbaxBackend:
     write_process_part = staticmethod(multiprocess.write)
     finish_multiprocess = staticmethod(multiprocess.end)
 
-    def open(self, path: str, *, verify: bool = False) -> Reader:
+    def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
-        use_tensorstore(path)
-        with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
-            return OrbaxReader(path, self._open_msgpack, verify=verify)
+        use_tensorstore(location.path)
+        with pause_gc(enabled=not location.is_remote):
+            return OrbaxReader(location.listed(), self._open_msgpack, verify=verify)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location
 
 from .files import corrupt, list_names, read_json
 
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 
 
-def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
+def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
     """Return whether a directory with the single leaf ``checkpoint`` is one array rather than a tree.
 
     Since 0.11.6 the step metadata of the directory or of its parent names the handler. Array items have a
@@ -23,47 +22,44 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
     its ``_METADATA`` lacks what 0.10.0 added. If the step metadata of a later one is lost: trees of such a leaf are
     OCDBT by default, array items never are.
     """
-    if os.path.basename(path.rstrip("/")) == layout.JAX_KEY:
+    if location.name == layout.JAX_KEY:
         return True
-    step, item = os.path.split(path.rstrip("/"))
-    own = _handlers(path)
+    own = _handlers(location)
     if own is None:
-        items = _handlers(step)
-        own = items.get(item) if isinstance(items, dict) else items
+        items = _handlers(location.parent)
+        own = items.get(location.name) if isinstance(items, dict) else items
     if isinstance(own, str):
         return own.endswith("." + _ARRAY_HANDLER)
     return not use_ocdbt and "store_array_data_equal_to_fill_value" in metadata
 
 
-def holds_array_folder(path: str) -> bool:
+def holds_array_folder(location: Location) -> bool:
     """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
-    return _is_array(os.path.join(path, layout.SINGLE_ARRAY))
+    return _is_array(location / layout.SINGLE_ARRAY)
 
 
-def folders_of_arrays(path: str) -> list[str]:
+def folders_of_arrays(location: Location) -> list[str]:
     """Return the names of the folders of arrays in a directory that has nothing else; [""] if it is an array itself."""
-    if _is_array(path):
+    if _is_array(location):
         return [""]
-    names = [name for name in list_names(path) if not name.startswith(".")]
-    return names if names and all(_is_array(os.path.join(path, name)) for name in names) else []
+    names = [name for name in list_names(location) if not name.startswith(".")]
+    return names if names and all(_is_array(location / name) for name in names) else []
 
 
-def _is_array(path: str) -> bool:
-    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
+def _is_array(location: Location) -> bool:
+    return any((location / name).isfile() for name in layout.ARRAY_METADATA_FILES)
 
 
-def is_typed_key(path: str) -> bool:
-    """Return whether the single array in ``path`` is the data of a typed PRNG key; raise if its metadata is damaged."""
-    item, name = os.path.split(path.rstrip("/"))
-    if name != layout.JAX_KEY:
+def is_typed_key(location: Location) -> bool:
+    """Return whether the array of a directory is the data of a typed PRNG key; raise if its metadata is damaged."""
+    item = location.parent
+    if location.name != layout.JAX_KEY:
         return False
     metadata = read_json(item, layout.JAX_KEY_METADATA)
     typed = metadata.get("typed") if metadata is not None else None
     if not isinstance(typed, bool):
         what = "is missing" if metadata is None else "does not"
-        raise corrupt(
-            os.path.join(item, layout.JAX_KEY_METADATA), f"it should say whether the PRNG key is typed, but {what}"
-        )
+        raise corrupt(item / layout.JAX_KEY_METADATA, f"it should say whether the PRNG key is typed, but {what}")
     return typed
 
 
@@ -79,10 +75,10 @@ def implementation(width: int) -> tuple[str, bool]:
     raise ValueError(f"expected PRNG key data of width 2 or 4, found {width}")
 
 
-def _handlers(path: str) -> Any:
+def _handlers(location: Location) -> Any:
     """Return the handlers in a directory's step metadata: '' if it predates them, None without the file."""
     try:
-        metadata = read_json(path, layout.STEP_METADATA)
+        metadata = read_json(location, layout.STEP_METADATA)
     except CorruptCheckpointError:
         return None
     return metadata.get("item_handlers", "") if metadata is not None else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import SEQUENCE_KEY, TREE_METADATA
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
@@ -21,7 +21,7 @@ def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
     containers = structure.annotations.containers if structure.annotations is not None else {}
     if len(leaves) == 1 and not structure.entries[0].path:
         return _annotated(leaves[0], containers.get(()))
-    builder = _Builder(os.path.join(structure.path, TREE_METADATA))
+    builder = _Builder(structure.location / TREE_METADATA)
     for entry, leaf in zip(structure.entries, leaves, strict=True):
         builder.put(entry.path, entry.kinds, leaf)
     builder.order_sequences()
@@ -31,7 +31,7 @@ def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
 
 
 class _Builder:
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: Location) -> None:
         self._file = file
         # Path of each branch → the branch, and Orbax's key types on the way to its children.
         self.branches: dict[Path, tuple[Branch, Kinds]] = {}

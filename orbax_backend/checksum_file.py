@@ -16,8 +16,9 @@ from collections.abc import Mapping
 
 import msgpack  # type: ignore[import-untyped]
 
-from flax_ckpt_compat._core import checksums, paths
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -77,16 +78,16 @@ def _decode(data: bytes) -> Record | None:
 class Checksums:
     """The recorded checksums of an open checkpoint; each file of them is read on first use."""
 
-    def __init__(self, path: str) -> None:
-        # path: directory of the checkpoint.
+    def __init__(self, location: Location) -> None:
+        # location: directory of the checkpoint.
         # intact: files that were checked.
-        self.path, self.intact = path, set[str]()
+        self.location, self.intact = location, set[str]()
         self._records: dict[str, Record | None] = {}
 
     def record(self, folder: str = "") -> Record | None:
         """Return what is recorded beside a database, in a folder with its slash; None for nothing."""
         if folder not in self._records:
-            self._records[folder] = self._read(os.path.join(self.path, folder + CHECKSUMS))
+            self._records[folder] = self._read(self.location / (folder + CHECKSUMS))
         return self._records[folder]
 
     def of_chunk(self, key: str, value: StoredValue | None) -> bytes | None:
@@ -100,17 +101,17 @@ class Checksums:
 
     def check_files(self) -> bool:
         """Check all files that have checksums; return whether there are any, and all could be checked."""
-        folders = ["", *(f"{name}/" for name in process_databases(self.path))]
+        folders = ["", *(f"{name}/" for name in process_databases(self.location))]
         names = [(name, folder) for folder in folders for name in getattr(self.record(folder), "files", ())]
         return bool(names) and min([self._check_stored(*one) for one in names])  # not all(), which ends early
 
     def _check_stored(self, name: str, folder: str) -> bool:
-        refuse_escape(name, self.path)
-        file = os.path.join(self.path, name)
-        if not paths.isfile(file):
+        refuse_escape(name, self.location.path)
+        file = self.location / name
+        if not file.isfile():
             return False
-        with translated(file, "read"):
-            data = paths.read(file)
+        with translated(file.path, "read"):
+            data = file.read()
         return self.check_file(name, data, folder)
 
     def check_file(self, name: str, data: bytes, folder: str = "") -> bool:
@@ -124,29 +125,29 @@ class Checksums:
         found = checksums.of_blocks(data)
         if size != len(data) or (found != expected and not self._is_same_database(record)):
             return False
-        checksums.check(os.path.join(self.path, name), "the file", expected, found)
+        checksums.check((self.location / name).path, "the file", expected, found)
         self.intact.add(name)
         return True
 
     def _is_same_database(self, record: Record) -> bool:
         """Return whether nobody has written to the database, and perhaps the other files, since the save."""
         for name in filter(lambda name: os.path.basename(name) == MANIFEST, record.files):
-            with translated(self.path, "read"):
-                data = paths.read(os.path.join(self.path, name))
+            with translated(self.location.path, "read"):
+                data = (self.location / name).read()
             if record.files[name] != (len(data), checksums.of_blocks(data)):
                 return False
         return True
 
-    def _read(self, file: str) -> Record | None:
-        if not paths.isfile(file):
+    def _read(self, file: Location) -> Record | None:
+        if not file.isfile():
             return None
-        with translated(file, "read"):
-            data = paths.read(file)
+        with translated(file.path, "read"):
+            data = file.read()
         try:
             return _decode(data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
             raise ChecksumError(
                 f"{file}: the checksums of the checkpoint do not decode: {error}; restore the file from a backup. The "
                 f"checkpoint itself may be whole: without this file, or with checksums='off', it is read unverified",
-                path=file,
+                path=file.path,
             ) from error

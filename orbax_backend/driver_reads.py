@@ -13,11 +13,12 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import tensorstore_context, wait
+from .files import tensorstore_context
 from .open_index import Index
 from .read_plan import ArrayRead, Copy, by_chunk, scatter
 
@@ -29,9 +30,9 @@ _CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
 class DriverReader:
     """Reads arrays of one open checkpoint."""
 
-    def __init__(self, path: str, index: Index, fills_missing: bool) -> None:
-        self._path, self._index, self._fills_missing = path, index, fills_missing
-        self._context = tensorstore_context(path, _CACHE_BYTES)
+    def __init__(self, location: Location, index: Index, fills_missing: bool) -> None:
+        self._location, self._index, self._fills_missing = location, index, fills_missing
+        self._context = tensorstore_context(location, _CACHE_BYTES)
 
     def open(self, read: ArrayRead) -> Any:
         """Start to open an array; return TensorStore's future."""
@@ -49,7 +50,7 @@ class DriverReader:
         shared: list[tuple[list[ArrayRead], Any]] = []
         for group, future in opened:
             with self._tensorstore_errors(group[0]):
-                store = wait(self._path, future)
+                store = self._location.wait(future)
                 if store.shape != group[0].info.shape:
                     raise ValueError(f"the shape {store.shape} was expected to be {group[0].info.shape}")
                 if _share_chunks(group):
@@ -59,23 +60,23 @@ class DriverReader:
         nbytes = sum(read.nbytes for read, _ in started)
         for read, copied in started:
             with self._tensorstore_errors(read):
-                wait(self._path, copied, nbytes)
+                self._location.wait(copied, nbytes)
             if not read.array.dtype.isnative:
                 read.array.view(read.array.dtype.newbyteorder()).byteswap(inplace=True)
         for group, store in shared:
             with self._tensorstore_errors(group[0]):
                 # Each chunk is decoded once for all boxes in it.
                 wanted = [(part.start, copies) for part, _, copies in by_chunk(group)]
-                in_parallel(functools.partial(_read_chunk, self._path, store), wanted, THREADS)
+                in_parallel(functools.partial(_read_chunk, self._location, store), wanted, THREADS)
 
     def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
         """Translate TensorStore's errors about one array."""
 
         def damaged(error: Exception) -> CorruptCheckpointError:
             kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
-            return corrupt_array(self._path, read, str(error), kind)
+            return corrupt_array(self._location.path, read, str(error), kind)
 
-        return read_errors(self._path, damaged, (ValueError, OSError, NotImplementedError))
+        return read_errors(self._location.path, damaged, (ValueError, OSError, NotImplementedError))
 
 
 def corrupt_array(
@@ -108,9 +109,9 @@ def _share_chunks(group: Sequence[ArrayRead]) -> bool:
     )
 
 
-def _read_chunk(path: str, store: Any, wanted: tuple[array_boxes.Shape, list[Copy]]) -> None:
+def _read_chunk(location: Location, store: Any, wanted: tuple[array_boxes.Shape, list[Copy]]) -> None:
     start, copies = wanted
     inner = array_boxes.bounding_box([copy.source for copy in copies])
     box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
-    values = wait(path, store[box].read(), math.prod(array_boxes.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
+    values = location.wait(store[box].read(), math.prod(array_boxes.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
     scatter(values, [Copy(array_boxes.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies])

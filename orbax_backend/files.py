@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
-from flax_ckpt_compat._core.object_store import request_timeouts
-from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_failure
-from flax_ckpt_compat._core.storage_errors import store_errors, translated
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-# TensorStore retries by itself for this long, beside the time for the bytes.
-_TIMEOUT = 60.0  # seconds
-_SLOWEST_RATE = 2**20  # bytes/s
 AT_ONCE = 16  # requests to a store
 # Raises if a file of the checkpoint, by name and content, is damaged.
 Check = Callable[[str, bytes], object]
@@ -44,27 +39,27 @@ def refuse_escape(relative: str, path: str) -> None:
         )
 
 
-def read_existing(file: str, start: int, stop: int | None, missing: CheckpointError) -> bytes:
+def read_existing(file: Location, start: int, stop: int | None, missing: CheckpointError) -> bytes:
     """Read a range of a file; raise ``missing`` if there is none, and StorageError if it cannot be read."""
-    with translated(file, "read"):
+    with translated(file.path, "read"):
         try:
-            return paths.read(file, start, stop)
+            return file.read(start, stop)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise missing from error
 
 
-def list_names(folder: str) -> list[str]:
+def list_names(folder: Location) -> list[str]:
     """Return the names in a directory in order, none if there is no directory; raise StorageError if it is refused."""
-    with translated(folder, "listed"):
-        return sorted(paths.listdir(folder)) if paths.isdir(folder) else []
+    with translated(folder.path, "listed"):
+        return sorted(folder.listdir()) if folder.isdir() else []
 
 
 class CheckpointFiles:
     """The files of a checkpoint's directory, which its index and its links may not leave."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._local = None if paths.is_url(path) else ContainedFiles(path)
+    def __init__(self, location: Location) -> None:
+        self._path = location.path
+        self._local = None if location.is_remote else ContainedFiles(location.path)
 
     def check(self, relative: str) -> int | None:
         """Return the size of a local file, None for all else; raise if its path leads out, or it is not regular."""
@@ -100,17 +95,17 @@ def write_files(contents: Mapping[str, bytes]) -> None:
     in_parallel(lambda path: write_file(path, contents[path]), contents)
 
 
-def read_json(path: str, name: str, check: Check | None = None) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the directory ``path``, None without a file; raise if it does not decode.
+def read_json(folder: Location, name: str, check: Check | None = None) -> dict[str, Any] | None:
+    """Return the JSON object in a file of a directory, None without a file; raise if it does not decode.
 
     ``check`` checks the file's content first.
     """
-    file = os.path.join(path, name)
-    if not paths.isfile(file):
+    file = folder / name
+    if not file.isfile():
         return None
-    CheckpointFiles(path).check(name)
-    with translated(file, "read"):
-        text = paths.read(file)
+    CheckpointFiles(folder).check(name)
+    with translated(file.path, "read"):
+        text = file.read()
     if check is not None:
         check(name, text)
     try:
@@ -122,41 +117,32 @@ def read_json(path: str, name: str, check: Check | None = None) -> dict[str, Any
     return value
 
 
-def read_ahead(path: str, names: Collection[str]) -> None:
-    """Prefetch files of a store for `read_json`; do nothing on a local disk."""
-    storage = paths.storage_of(path)
-    if storage.is_remote:
-        with translated(path, "read"):
-            storage.prefetch_contents([file for name in names if storage.isfile(file := os.path.join(path, name))])
+def read_ahead(location: Location, names: Iterable[str]) -> None:
+    """Read files that `read_json` will read, at once, where a listing can keep them."""
+    if location.listing is not None:
+        with translated(location.path, "read"):
+            location.prefetch_contents([name for name in names if (location / name).isfile()])
 
 
-def corrupt(file: str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
+def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
     """Return the error for a file that is damaged or missing."""
-    return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=file)
+    return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=str(file))
 
 
-def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
+def sizes_of(files: Collection[Location]) -> dict[Location, int | OSError]:
     """Return file → its size, or the error; query stores concurrently."""
-    sizes = in_parallel(size_of, files, AT_ONCE if any(map(paths.is_url, files)) else 1)
+    sizes = in_parallel(size_of, files, AT_ONCE if any(file.is_remote for file in files) else 1)
     return dict(zip(files, sizes, strict=True))
 
 
-def size_of(file: str) -> int | OSError:
+def size_of(file: Location) -> int | OSError:
     """Return the size of a file, or the error."""
     try:
-        return paths.getsize(file)
+        return file.size()
     except OSError as error:
         return error
 
 
-def tensorstore_context(path: str, cache_bytes: int) -> Any:
+def tensorstore_context(location: Location, cache_bytes: int) -> Any:
     """Return a TensorStore context with its own cache: nodes are cached by path, and paths are reused."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=paths.storage_of(path).context())
-
-
-def wait(path: str, future: Any, nbytes: int = 0) -> Any:
-    """Return the result of a TensorStore future about ``path``; a store must answer in time, with our errors."""
-    if not paths.is_url(path):
-        return future.result()
-    with store_errors(path), replaced_context_after_failure():
-        return request_timeouts.wait(future, nbytes, _TIMEOUT, _SLOWEST_RATE)
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=location.context())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Inspection
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path
 
 from .decode_leaves import may_be_key_data
@@ -34,22 +33,24 @@ _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DA
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 
 
-def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping[str, ArrayInfo]) -> Inspection:
-    """Compare the files in ``path``; ``infos`` is stored name → metadata of every array."""
+def inspect(
+    location: Location, structure: Structure, index: Index | None, infos: Mapping[str, ArrayInfo]
+) -> Inspection:
+    """Compare the files in a directory; ``infos`` is stored name → metadata of every array."""
     damaged, contradictions = [], {}
     try:
-        contradictions = dict(_contradictions(path, structure, infos))
-        read_json(path, layout.SHARDING, structure.check)  # which restores do without, with a warning
+        contradictions = dict(_contradictions(location, structure, infos))
+        read_json(location, layout.SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
         damaged.append(str(error))
-    unexpected = [*_strange_files(path, infos), *_orphans(structure, index)]
+    unexpected = [*_strange_files(location, infos), *_orphans(structure, index)]
     return Inspection(tuple(unexpected), contradictions, tuple(damaged))
 
 
-def _strange_files(path: str, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
+def _strange_files(location: Location, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
     """Yield the files that are not part of the format, and chunk files outside of their arrays' grids."""
     arrays = {layout.key_prefix(name): info for name, info in infos.items()}
-    for file in sorted(paths.storage_of(path).files_below(path)):
+    for file in sorted(location.files_below()):
         if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):
             continue
         if not any(_is_part(arrays[prefix], file[len(prefix) :]) for prefix in _prefixes(file) if prefix in arrays):
@@ -85,9 +86,11 @@ def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
                 yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"
 
 
-def _contradictions(path: str, structure: Structure, infos: Mapping[str, ArrayInfo]) -> Iterator[tuple[Path, str]]:
+def _contradictions(
+    location: Location, structure: Structure, infos: Mapping[str, ArrayInfo]
+) -> Iterator[tuple[Path, str]]:
     """Yield key path and problem of leaves whose shapes in JSON files do not fit their array."""
-    listed = _listed(os.path.join(path, layout.ARRAY_METADATAS))
+    listed = _listed(location / layout.ARRAY_METADATAS)
     for entry in structure.entries:
         info = infos.get(entry.name)
         if info is None:
@@ -114,7 +117,7 @@ def _problem(what: str, info: ArrayInfo) -> str:
     return f"{what} contradicts the stored array, {array}; restore the files from a backup"
 
 
-def _listed(folder: str) -> Mapping[str, Sequence[tuple[str, object]]]:
+def _listed(folder: Location) -> Mapping[str, Sequence[tuple[str, object]]]:
     """Return stored name → every file that lists it, and the chunk shape that it gives."""
     found: dict[str, list[tuple[str, object]]] = {}
     for file in list_names(folder):

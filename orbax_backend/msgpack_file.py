@@ -6,14 +6,13 @@ Each leaf is its value or a placeholder text. As in real Orbax, what follows the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
@@ -23,7 +22,7 @@ from .save_plan import EMPTY_MARKERS, Entry, SavePlan
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 Kinds = tuple[int, ...]  # Orbax's key type of each name of a path
-OpenMsgpack = Callable[[str], Reader]
+OpenMsgpack = Callable[[Location], Reader]
 
 
 class Aggregate:
@@ -56,12 +55,12 @@ class Aggregate:
             self.leaves.append((path, kinds, None if _is_placeholder(node) else node))
 
 
-def open_aggregate(path: str, open_msgpack: OpenMsgpack) -> Aggregate | None:
+def open_aggregate(location: Location, open_msgpack: OpenMsgpack) -> Aggregate | None:
     """Open the msgpack file of a checkpoint directory; return None if there is none."""
-    file = os.path.join(path, MSGPACK_FILE)
-    if not paths.isfile(file):
+    file = location / MSGPACK_FILE
+    if not file.isfile():
         return None
-    CheckpointFiles(path).check(MSGPACK_FILE)
+    CheckpointFiles(location).check(MSGPACK_FILE)
     return Aggregate(open_msgpack(file))
 
 
@@ -100,7 +99,7 @@ def _folder_of_spec(node: Node) -> str | None:
     at = kvstore.children.get("path") if isinstance(kvstore, Branch) else None
     if not isinstance(at, LeafHandle) or at.kind is not LeafKind.STR:
         return None
-    return os.path.basename(str(at.read()).rstrip("/")) or None
+    return str(at.read()).rstrip("/").rpartition("/")[2] or None
 
 
 def _is_placeholder(leaf: LeafHandle) -> bool:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import operator
 import os
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
+from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.object_store import multiprocess
-from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.upload import Upload
 
 from . import writer
 from .checksum_recording import Recorder, file_of_database
@@ -34,15 +32,13 @@ from .zarr import Encoding
 
 
 def begin(
-    path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: MultiprocessUpload | None = None
+    path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: Upload | None = None
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
     writer.begin(path, plan, options)
 
 
-def write(
-    path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
-) -> None:
+def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
     """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
 
     All processes share the directory, or, with ``upload``, each has a local one.
@@ -56,7 +52,7 @@ def write(
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    encoding, own = writer.encoding_of(options), _database_of(path, process.index, upload)
+    encoding, own = writer.encoding_of(options), os.path.join(path, _name_of(process.index, upload))
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
@@ -75,26 +71,23 @@ def write(
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
-        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
+        upload.upload_files(path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
 
 
-def end(
-    path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
-) -> None:
+def end(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     _assign_writers(plan, options)
-    digest, base = _digest(plan), path if upload is None else upload.url
-    databases = [_database_of(base, index, upload) for index in range(process.count)]
-    in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
+    digest, base = _digest(plan), Location(path, LOCAL) if upload is None else of_text(upload.url)
+    names = [_name_of(index, upload) for index in range(process.count)]
+    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(process.count))
     if plan.arrays:
-        _merge(path, databases, upload)
+        _merge(path, names, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
             _check(path, plan, writer.encoding_of(options), upload)
     if upload is not None:
-        done = [os.path.join(database, layout.PROCESS_DONE) for database in databases]
-        in_parallel(functools.partial(multiprocess.delete_harmless, upload), done)
-        databases = [_database_of(path, 0, upload)]
-    in_parallel(_remove_done_file, databases)
+        in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])
+        names = names[:1]
+    in_parallel(_remove_done_file, [os.path.join(path, name) for name in names])
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 
@@ -116,7 +109,7 @@ def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedL
     return found
 
 
-def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
+def _merge(path: str, names: list[str], upload: Upload | None) -> None:
     """Write a database with references to the values of all others, without reading them."""
     uploaded = None if upload is None else set(upload.written())
 
@@ -125,28 +118,30 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
         return presence.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
     with translated(path, "written", TENSORSTORE_ERRORS):
-        top = Database(path, None if upload is None else upload.folder, merges=True)
+        top = Database(path, None if upload is None else of_text(upload.folder), merges=True)
         # A process that holds no first replica has written no database.
-        top.merge(list(filter(is_written, map(os.path.basename, databases))))
+        top.merge(list(filter(is_written, names)))
         top.start_commit()
         top.finish_commit()
     writer.sync_database(path)
 
 
-def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUpload | None) -> None:
+def _check(path: str, plan: SavePlan, encoding: Encoding, upload: Upload | None) -> None:
     if upload is None:
-        check_complete(path, plan, encoding, open_database(path), lambda file: size_of(os.path.join(path, file)))
+        location = Location(path, LOCAL)
+        check_complete(path, plan, encoding, open_database(location), lambda file: size_of(location / file))
         return
-    index = open_database(upload.url, locate=file_locator(path, upload.folder))
-    folder = upload.folder
+    folder = of_text(upload.folder)
+    index = open_database(of_text(upload.url), locate=file_locator(path, folder))
     sizes = sizes_of(
-        [f"{folder}/{key}" for key in upload.written() if not key.endswith((layout.MANIFEST, layout.PROCESS_DONE))]
+        [folder / key for key in upload.written() if not key.endswith((layout.MANIFEST, layout.PROCESS_DONE))]
     )
-    check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(f"{folder}/{file}"))
+    check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(folder / file))
 
 
-def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
-    return os.path.join(path, f"{layout.PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}")
+def _name_of(process: int, upload: Upload | None) -> str:
+    """Return the name of a process's database."""
+    return f"{layout.PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}"
 
 
 def _digest(plan: SavePlan) -> str:
@@ -163,15 +158,15 @@ def _digest(plan: SavePlan) -> str:
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 
 
-def _check_done(path: str, process: int, database: str, digest: str) -> None:
-    file = os.path.join(database, layout.PROCESS_DONE)
+def _check_done(location: Location, process: int, database: Location, digest: str) -> None:
+    file, path = database / layout.PROCESS_DONE, location.path
     try:
-        with translated(file, "read"):
-            found = paths.read(file).decode("ascii", "replace")
+        with translated(file.path, "read"):
+            found = file.read().decode("ascii", "replace")
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
-        where = "directory that they share" if os.path.isabs(path) else "URL of one store"
+        where = "URL of one store" if location.is_remote else "directory that they share"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "
             f"save to one {where}. Nothing was saved",
@@ -190,4 +185,4 @@ def _check_done(path: str, process: int, database: str, digest: str) -> None:
 def _remove_done_file(database: str) -> None:
     file = os.path.join(database, layout.PROCESS_DONE)
     with translated(file, "removed"):
-        paths.storage_of(file).delete(file)
+        os.unlink(file)

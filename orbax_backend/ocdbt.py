@@ -7,11 +7,10 @@ measured), and its key-value store does not tell where values lie.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -36,13 +35,15 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _ROWS_FROM, _ROWS_PER_LOOKUP = 20_000, 8
 
 
-def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Entries:
+def read_entries(
+    location: Location, base: str = "", locate: Callable[[str], Location] | None = None, lookups: int = 0
+) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
-    ``base`` is its directory in the checkpoint's, with its slash. Of files that are not in ``path``, ``locate`` returns
-    the full path by the name. About so many ``lookups`` are expected. Raise UndecodableError if only TensorStore reads
+    ``base`` is its directory in the checkpoint's, with its slash. Of files that are elsewhere, ``locate`` returns
+    the location by the name. About so many ``lookups`` are expected. Raise UndecodableError if only TensorStore reads
     it."""
-    database = _Database(path, base, locate)
+    database = _Database(location, base, locate)
     leaves = database.leaves()
     many = sum(leaf.count for leaf in leaves) >= max(_ROWS_FROM, _ROWS_PER_LOOKUP * lookups)
     entries = database.rows(leaves) if many else database.entries(leaves)
@@ -51,10 +52,10 @@ def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None 
 
 
 class _Database:
-    def __init__(self, path: str, base: str, locate: Callable[[str], str] | None) -> None:
-        self._path, self._base = path, base
-        self._locate = locate or (lambda file: os.path.join(path, file))
-        self._files, self._budget = CheckpointFiles(path), MemoryBudget()
+    def __init__(self, location: Location, base: str, locate: Callable[[str], Location] | None) -> None:
+        self._location, self._base = location, base
+        self._locate = locate or location.__truediv__
+        self._files, self._budget = CheckpointFiles(location), MemoryBudget()
         self._seen: set[ByteRange] = set()
 
     def leaves(self) -> list[LeafNode]:
@@ -108,7 +109,7 @@ class _Database:
         name = self._base + MANIFEST
         file = self._locate(name)
         self._files.check(name)
-        data = read_existing(file, 0, None if paths.is_url(file) else _MAX_MANIFEST_BYTES, _missing(file))
+        data = read_existing(file, 0, None if file.is_remote else _MAX_MANIFEST_BYTES, _missing(file))
         try:
             root = newest_root(data, self._base, self._budget)
         except ValueError as error:
@@ -124,12 +125,12 @@ class _Database:
                 raise self._corrupt_node(node, "one parent of the B-tree node was expected, found two")
             self._seen.add(node.extent)
         self._check_lengths(nodes)
-        return in_parallel(self._read_one, nodes, AT_ONCE if paths.is_url(self._path) else 1)
+        return in_parallel(self._read_one, nodes, AT_ONCE if self._location.is_remote else 1)
 
     def _check_lengths(self, nodes: list[NodeRef]) -> None:
         """Check that local files contain the nodes, before memory is allocated."""
         files = {node.extent.file: self._locate(node.extent.file) for node in nodes}
-        sizes = sizes_of([full for full in files.values() if not paths.is_url(full)])
+        sizes = sizes_of([full for full in files.values() if not full.is_remote])
         for node in nodes:
             file, offset, length = node.extent
             size = sizes.get(files[file])
@@ -156,5 +157,5 @@ class _Database:
         return corrupt(self._locate(file), what, "restore the files from a backup")
 
 
-def _missing(file: str) -> CorruptCheckpointError:
+def _missing(file: Location) -> CorruptCheckpointError:
     return corrupt(file, "this file of the array database is missing", "restore it from a backup")

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import array_boxes, checksums, memory, paths, thread_pools
+from flax_ckpt_compat._core import array_boxes, checksums, memory, thread_pools
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .checksum_recording import Recorder
 from .encode_leaves import EncodedLeaf, all_of
-from .files import wait
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # Values up to this size lie inline in the B-tree, whose nodes are compressed and have checksums anyway.
@@ -58,13 +57,13 @@ class Database:
     """A new OCDBT database."""
 
     def __init__(
-        self, path: str, url: str | None = None, recorder: Recorder | None = None, *, merges: bool = False
+        self, path: str, store: Location | None = None, recorder: Recorder | None = None, *, merges: bool = False
     ) -> None:
         """Open the database in the directory ``path``, and a transaction.
 
-        With ``merges``, others are merged into it, which lie in the same directory or in a store's folder ``url``.
+        With ``merges``, others are merged into it, which lie in the same directory or in a folder of a ``store``.
         ``recorder`` records the checksums of chunks that have none of their own."""
-        self._path, self._url, self._recorder = path, url, recorder
+        self._path, self._store_folder, self._recorder = path, store, recorder
         self._spec = {
             "driver": "ocdbt",
             "base": self._base(),
@@ -80,7 +79,7 @@ class Database:
                 # It also syncs directories, and fails where that is impossible; `writer.sync_database` does it then.
                 "file_io_sync": can_sync_directories(path),
             },
-            parent=paths.storage_of(url or path).context(),
+            parent=None if store is None else store.context(),
         )
         self._database = ts.KvStore.open(self._spec, context=self._context).result()
         self._begin()
@@ -105,9 +104,9 @@ class Database:
         self._staged += nbytes
 
     def _base(self, inside: str = "") -> dict[str, Any]:
-        if self._url is not None:
-            return stacked_spec(self._path, self._url, inside)
-        return paths.storage_of(self._path).kvstore(os.path.join(self._path, inside))
+        if self._store_folder is not None:
+            return stacked_spec(self._path, self._store_folder, inside)
+        return LOCAL.kvstore(os.path.join(self._path, inside))
 
     def put(self, name: str, stored: EncodedLeaf, encoding: Encoding, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the commit has finished.
@@ -191,16 +190,16 @@ class Database:
         copies = {}
         for name, child in opened.items():
             with self._merging(name) as folder:
-                copies[name] = wait(folder, child).experimental_copy_range_to(self._store)
+                copies[name] = folder.wait(child).experimental_copy_range_to(self._store)
         for name, copied in copies.items():
             with self._merging(name) as folder:
-                wait(folder, copied, _INDEX_BYTES)
+                folder.wait(copied, _INDEX_BYTES)
 
     @contextmanager
-    def _merging(self, name: str) -> Iterator[str]:
+    def _merging(self, name: str) -> Iterator[Location]:
         """Yield the directory of a database that is merged, and name it in errors."""
-        folder = os.path.join(self._url or self._path, name)
-        with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
+        folder = (self._store_folder or Location(self._path, LOCAL)) / name
+        with translated(folder.path, "merged with those of the other processes", TENSORSTORE_ERRORS):
             yield folder
 
     def start_commit(self) -> None:
@@ -247,22 +246,22 @@ def _small_form(shape: tuple[int, ...], dtype: Any, checksums: bool) -> tuple[st
     return encoding.metadata_file, text, info.chunk_key((0,) * len(shape))
 
 
-def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:
+def stacked_spec(local: str, store: Location, inside: str = "") -> dict[str, Any]:
     """Return the spec of a local directory, or of ``inside`` in it, with the process databases of a store in it."""
-    stored = client.spec(url)
+    stored = store.kvstore()
     return {
         "driver": "kvstack",
         "layers": [
-            {"base": paths.storage_of(local).kvstore(local)},
+            {"base": LOCAL.kvstore(local)},
             {"base": {**stored, "path": stored["path"] + PROCESS_PREFIX}, "prefix": PROCESS_PREFIX},
         ],
         "path": inside and f"{inside}/",
     }
 
 
-def file_locator(local: str, url: str) -> Callable[[str], str]:
+def file_locator(local: str, store: Location) -> Callable[[str], Location]:
     """Return a function that resolves file names of `stacked_spec`'s directory."""
-    return lambda file: f"{url}/{file}" if file.startswith(PROCESS_PREFIX) else os.path.join(local, file)
+    return lambda file: (store if file.startswith(PROCESS_PREFIX) else Location(local, LOCAL)) / file
 
 
 def wait_with_writeback(future: Any, directory: str, recorder: Recorder | None = None) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import errors, paths
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.safe_open import stays_inside
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -25,7 +24,6 @@ from .files import (
     read_existing,
     refuse_escape,
     tensorstore_context,
-    wait,
 )
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
@@ -73,84 +71,86 @@ class Index(Protocol):
         return {}
 
 
-def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
+def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Index:
     """Open the index of a checkpoint's directory with arrays of these stored names."""
     if not use_ocdbt:
-        return _StoreIndex(path) if paths.is_url(path) else _FileIndex(path)
-    index = open_database(path, _unmerged_database(path, names), lookups=len(names))
-    return _NestedIndex(path, index) if any("/" in name for name in names) else index
+        return _StoreIndex(location) if location.is_remote else _FileIndex(location)
+    index = open_database(location, _unmerged_database(location, names), lookups=len(names))
+    return _NestedIndex(location, index) if any("/" in name for name in names) else index
 
 
-def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Index:
+def open_database(
+    location: Location, folder: str = "", locate: Callable[[str], Location] | None = None, lookups: int = 0
+) -> Index:
     """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
-    full = os.path.join(path, folder) if folder else path
-    if locate is None and not paths.isfile(os.path.join(full, layout.MANIFEST)):
+    full = location / folder
+    if locate is None and not (full / layout.MANIFEST).isfile():
         raise _missing_manifest(full)
     try:
-        return _DatabaseIndex(path, full, read_entries(path, f"{folder}/" if folder else "", locate, lookups))
+        return _DatabaseIndex(location, full, read_entries(location, f"{folder}/" if folder else "", locate, lookups))
     except UndecodableError as error:
         if locate is not None:
             raise _undecodable(full, error) from error
         return _DriverIndex(full)
 
 
-def holds_array(path: str) -> bool:
-    """Return whether the database in ``path`` has an array ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
-    index = open_database(path)
+def holds_array(location: Location) -> bool:
+    """Return whether the database of a directory has an array ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
+    index = open_database(location)
     return any(index.find(f"{layout.SINGLE_ARRAY}/{name}") is not None for name in layout.ARRAY_METADATA_FILES)
 
 
-def process_databases(path: str) -> list[str]:
+def process_databases(location: Location) -> list[str]:
     """Return the names of process databases, which a save merges at its end."""
-    return [name for name in list_names(path) if name.startswith(layout.PROCESS_PREFIX)]
+    return [name for name in list_names(location) if name.startswith(layout.PROCESS_PREFIX)]
 
 
-def _unmerged_database(path: str, names: Sequence[str]) -> str:
+def _unmerged_database(location: Location, names: Sequence[str]) -> str:
     """Return the name of the process database of a finished checkpoint that never merged it, or "".
 
     Releases 0.4.3 to 0.4.7 with ``use_ocdbt=False`` still wrote the process database, never merged it, and made an
     empty directory for every array; they could not read that back themselves (0.4.4, measured).
     """
-    if paths.isfile(os.path.join(path, layout.MANIFEST)):
+    if (location / layout.MANIFEST).isfile():
         return ""
-    processes = process_databases(path)
-    finished = all(paths.isfile(os.path.join(path, file)) for file in (layout.MSGPACK_FILE, layout.TREE_METADATA))
+    processes = process_databases(location)
+    finished = all((location / file).isfile() for file in (layout.MSGPACK_FILE, layout.TREE_METADATA))
     if len(processes) != 1 or not finished:
         return ""
-    folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
+    folders = any(name and stays_inside(name) and (location / name).isdir() for name in names)
     return processes[0] if folders else ""
 
 
-def _missing_manifest(path: str) -> errors.CheckpointError:
-    if process_databases(path):
+def _missing_manifest(location: Location) -> errors.CheckpointError:
+    if process_databases(location):
         return errors.IncompleteCheckpointError(
-            f"{path}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
+            f"{location}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
             f"the save was not finished, or the file was lost: restore it from a backup",
-            path=path,
+            path=location.path,
         )
     what = f"the file {layout.MANIFEST} is missing, without which no array can be found"
-    return corrupt(path, what, "restore it from a backup")
+    return corrupt(location, what, "restore it from a backup")
 
 
-def _tensorstore_errors(path: str) -> contextlib.AbstractContextManager[None]:
+def _tensorstore_errors(location: Location) -> contextlib.AbstractContextManager[None]:
     """Translate TensorStore's errors about a database."""
-    return read_errors(path, functools.partial(_undecodable, path), (ValueError, OSError))
+    return read_errors(location.path, functools.partial(_undecodable, location), (ValueError, OSError))
 
 
-def _undecodable(path: str, error: Exception) -> errors.CorruptCheckpointError:
+def _undecodable(location: Location, error: Exception) -> errors.CorruptCheckpointError:
     what = f"its array database ({layout.MANIFEST} and d/) does not decode: {error}"
-    return corrupt(path, what, "restore the files from a copy")
+    return corrupt(location, what, "restore the files from a copy")
 
 
-def _database_spec(path: str, prefix: str) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": paths.storage_of(path).kvstore(path), "path": prefix}
+def _database_spec(location: Location, prefix: str) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": location.kvstore(), "path": prefix}
 
 
 class _DatabaseIndex(Index):
     """The index of an OCDBT database whose B-tree we decoded."""
 
-    def __init__(self, path: str, database: str, entries: Entries) -> None:
-        self._path, self._database, self._entries = path, database, entries
+    def __init__(self, location: Location, database: Location, entries: Entries) -> None:
+        self._location, self._database, self._entries = location.unlisted(), database.unlisted(), entries
 
     def find(self, key: str) -> StoredValue | None:
         return self._entries.get(key.encode())
@@ -160,7 +160,7 @@ class _DatabaseIndex(Index):
 
     def get(self, key: str) -> bytes | None:
         value = self._entries.get(key.encode())
-        return _read_small(self._path, value) if isinstance(value, ByteRange) else value
+        return _read_small(self._location, value) if isinstance(value, ByteRange) else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._database, prefix)
@@ -179,24 +179,25 @@ class _DatabaseIndex(Index):
 class _DriverIndex(Index):
     """The index of an OCDBT database that only TensorStore's driver reads; it does not expose byte ranges."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, location: Location) -> None:
+        self._location = location = location.unlisted()
         for folder in ("", layout.DATA_DIRECTORY):
-            CheckpointFiles(path).check_folder(folder)
-        with _tensorstore_errors(path):
-            self._store = wait(path, ts.KvStore.open(_database_spec(path, ""), context=tensorstore_context(path, 0)))
-            self._keys = frozenset(wait(path, self._store.list()))
+            CheckpointFiles(location).check_folder(folder)
+        with _tensorstore_errors(location):
+            opened = ts.KvStore.open(_database_spec(location, ""), context=tensorstore_context(location, 0))
+            self._store = location.wait(opened)
+            self._keys = frozenset(location.wait(self._store.list()))
 
     def find(self, key: str) -> StoredValue | None:
         return OpaqueValue() if key.encode() in self._keys else None
 
     def get(self, key: str) -> bytes | None:
-        with _tensorstore_errors(self._path):
+        with _tensorstore_errors(self._location):
             there = key.encode() in self._keys
-            return bytes(wait(self._path, self._store.read(key)).value) if there else None
+            return bytes(self._location.wait(self._store.read(key)).value) if there else None
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return _database_spec(self._path, prefix)
+        return _database_spec(self._location, prefix)
 
     def keys(self) -> Collection[bytes]:
         return self._keys
@@ -209,8 +210,8 @@ class _NestedIndex(Index):
     database in the directory ``a`` (measured).
     """
 
-    def __init__(self, path: str, top: Index) -> None:
-        self._path, self._top = path, top
+    def __init__(self, location: Location, top: Index) -> None:
+        self._location, self._top = location, top
         self._below: dict[str, Index | None] = {}
 
     def find(self, key: str) -> StoredValue | None:
@@ -242,17 +243,17 @@ class _NestedIndex(Index):
 
     def _open(self, folder: str) -> Index | None:
         if folder not in self._below:
-            manifest = os.path.join(self._path, folder, layout.MANIFEST)
-            there = bool(folder) and stays_inside(folder) and paths.isfile(manifest)
-            self._below[folder] = open_database(self._path, folder) if there else None
+            manifest = self._location / folder / layout.MANIFEST
+            there = bool(folder) and stays_inside(folder) and manifest.isfile()
+            self._below[folder] = open_database(self._location, folder) if there else None
         return self._below[folder]
 
 
 class _FileIndex(Index):
     """The index of a local directory of files."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._files = path, CheckpointFiles(path)
+    def __init__(self, location: Location) -> None:
+        self._location, self._files = location, CheckpointFiles(location)
 
     def find(self, key: str) -> ByteRange | None:
         size = self._files.check(key)
@@ -260,25 +261,25 @@ class _FileIndex(Index):
 
     def get(self, key: str) -> bytes | None:
         extent = self.find(key)
-        return None if extent is None else _read_small(self._path, extent)
+        return None if extent is None else _read_small(self._location, extent)
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        refuse_escape(prefix, self._path)
-        return paths.storage_of(self._path).kvstore(os.path.join(self._path, prefix))
+        refuse_escape(prefix, self._location.path)
+        return (self._location / prefix).kvstore()
 
 
 class _StoreIndex(Index):
     """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._keys = frozenset(client.keys(url))
+    def __init__(self, location: Location) -> None:
+        self._location = location.unlisted()
+        self._keys = frozenset(location.files_below())
         found = [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
-        self._metadata = dict(zip(found, in_parallel(lambda key: client.read(f"{url}/{key}"), found), strict=True))
+        self._metadata = dict(zip(found, in_parallel(lambda key: (location / key).read(), found), strict=True))
 
     def find(self, key: str) -> StoredValue | None:
         # Byte ranges would cost one request for each object.
-        refuse_escape(key, self._url)
+        refuse_escape(key, self._location.path)
         return OpaqueValue() if key in self._keys else None
 
     def get(self, key: str) -> bytes | None:
@@ -287,13 +288,13 @@ class _StoreIndex(Index):
         return self._metadata[key]
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        refuse_escape(prefix, self._url)
-        return client.spec(f"{self._url}/{prefix}")
+        refuse_escape(prefix, self._location.path)
+        return (self._location / prefix).kvstore()
 
 
-def _read_small(path: str, extent: ByteRange) -> bytes:
+def _read_small(location: Location, extent: ByteRange) -> bytes:
     """Read the metadata of an array."""
-    full = os.path.join(path, extent.file)
+    full = location / extent.file
     missing = corrupt(full, "the file is missing, but the array database refers to it", "restore it from a backup")
     data = read_existing(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES), missing)
     if len(data) != extent.length:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, memory, paths
+from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -49,18 +50,20 @@ _MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
 class ArrayReader:
     """Reads arrays of one open checkpoint."""
 
-    def __init__(self, path: str, index: Index, fills_missing: bool, recorded: Checksums | None = None) -> None:
+    def __init__(
+        self, location: Location, index: Index, fills_missing: bool, recorded: Checksums | None = None
+    ) -> None:
         """Prepare to read; with ``recorded``, chunks are checked against these checksums unless they are mapped."""
-        self._path, self._recorded = path, recorded
+        self._location, self._recorded = location, recorded
         self._index = index
         self._fills_missing = fills_missing
         self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
-        self._driver = DriverReader(path, index, fills_missing)
-        self._corrupt = functools.partial(corrupt_array, path)
+        self._driver = DriverReader(location, index, fills_missing)
+        self._corrupt = functools.partial(corrupt_array, location.path)
 
     def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
-        verifier = None if self._recorded is None else Verifier(self._path, self._recorded)
+        verifier = None if self._recorded is None else Verifier(self._location.path, self._recorded)
         extents: list[tuple[ArrayRead, ByteRange]] = []
         missing = 0
         for read in reads:
@@ -69,7 +72,7 @@ class ArrayReader:
                 raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
         self._check_bounds(extents)
         self._check_filled([read for read in reads if not read.complete])
-        if mapped and not paths.is_url(self._path):
+        if mapped and not self._location.is_remote:
             self._map(extents)
         groups: dict[str, list[ArrayRead]] = {}
         for read in reads:
@@ -95,7 +98,7 @@ class ArrayReader:
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
         """Read a raw array in bounded memory to check it; return False unless all chunks have checksums."""
-        verifier, extents = Verifier(self._path, recorded), list[tuple[ArrayRead, ByteRange]]()
+        verifier, extents = Verifier(self._location.path, recorded), list[tuple[ArrayRead, ByteRange]]()
         self._locate(read, extents, verifier)
         self._check_bounds(extents)
         if not read.is_raw or not all(verifier.has(extent) for _, extent in extents):
@@ -141,7 +144,7 @@ class ArrayReader:
         """Check that arrays with missing chunks, which the fill value replaces, are not absurdly large."""
         nbytes = sum(read.nbytes for read in reads)
         if nbytes > _MAX_FILLED_BYTES:
-            stored = paths.storage_of(self._path).total_size(self._path)
+            stored = self._location.total_size()
             if nbytes > stored * _MAX_RATIO:
                 what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
                 raise self._corrupt(
@@ -150,10 +153,10 @@ class ArrayReader:
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
         """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
-        if paths.is_url(self._path):  # raw arrays are read without it, so that a request for each file is saved
+        if self._location.is_remote:  # raw arrays are read without it, so that a request for each file is saved
             through_tensorstore = {read.name for read, _ in extents if not read.is_raw}
             extents = [one for one in extents if one[0].name in through_tensorstore]
-        files = {extent.file: os.path.join(self._path, extent.file) for _, extent in extents}
+        files = {extent.file: self._location / extent.file for _, extent in extents}
         sizes = sizes_of(files.values())
         for read, (file, offset, length) in extents:
             size = sizes[files[file]]
@@ -172,7 +175,7 @@ class ArrayReader:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
-                fd = open_regular(os.path.join(self._path, file))
+                fd = open_regular((self._location / file).path)
                 try:
                     views = memory_map.map_regions(fd, [(extent.offset, extent.length) for _, extent in wanted])
                 finally:
@@ -184,14 +187,14 @@ class ArrayReader:
         try:
             return memory.empty(read.shape, read.info.dtype)
         except (MemoryError, ValueError) as error:
-            stored = paths.storage_of(self._path).total_size(self._path)
+            stored = self._location.total_size()
             if isinstance(error, MemoryError) and read.nbytes <= stored * _MAX_RATIO:
                 raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
     def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None) -> None:
         pieces.sort(key=lambda piece: piece.extent)
-        if paths.is_url(self._path):
+        if self._location.is_remote:
             in_parallel(functools.partial(self._read_run, verifier), group_neighbours(pieces))
             return
         files: dict[str, int] = {}
@@ -200,7 +203,7 @@ class ArrayReader:
                 file = piece.extent.file
                 if file not in files:
                     with self._reading(piece.read, file):
-                        files[file] = open_regular(os.path.join(self._path, file))
+                        files[file] = open_regular((self._location / file).path)
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
                 in_parallel(functools.partial(self._read_piece, files, verifier), pieces, THREADS, in_runs=True)
                 return
@@ -219,9 +222,9 @@ class ArrayReader:
                 try:
                     count = os.preadv(files[file], [rest], at)
                 except OSError as error:
-                    raise storage_error(os.path.join(self._path, file), error, "read") from error
+                    raise storage_error((self._location / file).path, error, "read") from error
                 if not count:
-                    with translated(os.path.join(self._path, file), "read"):
+                    with translated((self._location / file).path, "read"):
                         check_end(files[file], at)
                     raise self._corrupt(piece.read, f"the file {file} ends too early")
                 rest, at = rest[count:], at + count
@@ -237,10 +240,10 @@ class ArrayReader:
         """Read neighbouring ranges of one object in one request."""
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
-        full = os.path.join(self._path, file)
+        full = self._location / file
         with self._reading(pieces[0].read, file):
-            data = memoryview(paths.read(full, start, stop))
-            size = stop if len(data) == stop - start else paths.getsize(full)
+            data = memoryview(full.read(start, stop))
+            size = stop if len(data) == stop - start else full.size()
         if len(data) < stop - start:
             raise self._corrupt(pieces[-1].read, f"the file {file} has {size} bytes, expected at least {stop}")
         for piece in pieces:
@@ -259,7 +262,7 @@ class ArrayReader:
         names = sorted({read.keystr for read in reads})
         if names:
             _log.warning(
-                f"{self._path}: not all chunk files of the arrays {names[:8]} are there; they are read as the fill "
+                f"{self._location}: not all chunk files of the arrays {names[:8]} are there; they are read as the fill "
                 f"value, because releases of Orbax before 0.10.3 left out chunks of only that value. If files were "
                 f"lost in copying, copy the checkpoint again"
             )
@@ -272,7 +275,7 @@ class ArrayReader:
     @contextlib.contextmanager
     def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
         """Translate errors of reading a file; one that is missing is damage of the array."""
-        with translated(os.path.join(self._path, file), "read"):
+        with translated((self._location / file).path, "read"):
             try:
                 yield
             except (FileNotFoundError, NotADirectoryError) as error:

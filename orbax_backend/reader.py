@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import DepthError, StorageError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .build_tree import build_tree
@@ -39,20 +40,22 @@ class OrbaxReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, path: str, open_msgpack: OpenMsgpack, *, verify: bool) -> None:
+    def __init__(self, location: Location, open_msgpack: OpenMsgpack, *, verify: bool) -> None:
         """Open a directory and read its structure; see `Backend.open`.
 
         ``open_msgpack`` opens the msgpack file of old releases."""
-        self.path, self._is_closed = path, False
-        recorded = self._recorded = Checksums(path) if verify else None
+        self.location, self._is_closed, path = location.unlisted(), False, location.path
+        recorded = self._recorded = Checksums(location) if verify else None
         check = None if recorded is None else recorded.check_file
         with contextlib.ExitStack() as on_failure:
-            structure = self._structure = read_structure(path, open_msgpack, check, on_failure)
+            structure = self._structure = read_structure(location, open_msgpack, check, on_failure)
             entries, self._aggregate = structure.entries, structure.aggregate
             names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
-            self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
+            self._index: Index | None = open_index(location, names, structure.use_ocdbt) if names else None
             self._arrays = (
-                ArrayReader(path, self._index, structure.fills_missing, recorded) if self._index is not None else None
+                ArrayReader(self.location, self._index, structure.fills_missing, recorded)
+                if self._index is not None
+                else None
             )
             try:
                 _check_depth(structure)
@@ -64,6 +67,9 @@ class OrbaxReader(Reader):
                     path=path,
                 ) from error
             on_failure.pop_all()
+        structure.location = self.location  # what is read later is looked up then
+        if recorded is not None:
+            recorded.location = self.location
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Return the values of handles and slices; see `flax_ckpt_compat._core.backend.Reader.read`."""
@@ -130,11 +136,11 @@ class OrbaxReader(Reader):
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
         infos = {leaf.name: leaf.locator.info for leaf in handles_of(self) if isinstance(leaf.locator, StoredLeaf)}
-        return inspect(self.path, self._structure, self._index, infos)
+        return inspect(self.location, self._structure, self._index, infos)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """See `flax_ckpt_compat._core.backend.Reader.verify_checksums`."""
-        recorded = self._recorded or Checksums(self.path)
+        recorded = self._recorded or Checksums(self.location)
         if handle is None:
             return recorded.check_files()
         leaf = handle.locator

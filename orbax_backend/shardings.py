@@ -15,6 +15,7 @@ import numpy as np
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 
 from .files import Check, read_json
@@ -128,10 +129,10 @@ def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -
     return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}
 
 
-def read_shardings(path: str, names: Collection[str], check: Check | None = None) -> dict[str, str]:
+def read_shardings(location: Location, names: Collection[str], check: Check | None = None) -> dict[str, str]:
     """Return stored name → JSON text of the sharding; the file has base64 of names, until 0.4.1 names (measured)."""
     try:
-        stored = read_json(path, SHARDING, check) or {}
+        stored = read_json(location, SHARDING, check) or {}
     except CorruptCheckpointError as error:
         _log.warning("%s; restoring without saved shardings", error)
         return {}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core import errors, paths
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .array_items import folders_of_arrays, holds_array_folder, is_single_array, is_typed_key
@@ -44,7 +44,7 @@ class LeafEntry(NamedTuple):
 class Structure:
     """The content of a checkpoint's JSON files."""
 
-    path: str  # directory of the checkpoint
+    location: Location  # directory of the checkpoint
     entries: list[LeafEntry]  # entries of the tree, in stored order
     use_ocdbt: bool  # storage format of arrays, like the next
     zarr3: bool
@@ -62,7 +62,7 @@ class Structure:
     @functools.cached_property
     def shardings(self) -> dict[str, str]:
         """Return name → JSON text of the sharding; read the file at first use."""
-        return read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
+        return read_shardings(self.location, {entry.name for entry in self.entries}, self.check)
 
     def text(self, entry: LeafEntry) -> str:
         """Return the text of a string leaf; raise if it is missing."""
@@ -74,15 +74,15 @@ class Structure:
         keystr = show_path(entry.path)
         what = "the file is missing" if self.strings is None else "it has no such text"
         raise errors.CorruptCheckpointError(
-            f"{os.path.join(self.path, layout.STRINGS)}: the leaf {keystr!r} is a str kept in this file, but {what}; "
+            f"{self.location / layout.STRINGS}: the leaf {keystr!r} is a str kept in this file, but {what}; "
             f"restore the file from a backup",
-            path=self.path,
+            path=self.location.path,
             leaf=keystr,
         )
 
 
 def read_structure(
-    path: str, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
+    location: Location, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
 ) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
@@ -90,47 +90,48 @@ def read_structure(
     ``_METADATA`` lacks, and is not read.
     """
     read_ahead(
-        path, (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS]))
+        location,
+        (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS])),
     )
-    file, metadata = os.path.join(path, layout.TREE_METADATA), read_json(path, layout.TREE_METADATA, check)
+    file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
     fields = metadata or {}
-    annotations = parse_annotations(fields.get("custom_metadata"), file)
-    aggregate = open_aggregate(path, open_msgpack) if annotations is None else None
+    annotations = parse_annotations(fields.get("custom_metadata"), file.path)
+    aggregate = open_aggregate(location, open_msgpack) if annotations is None else None
     if aggregate is not None:
         on_failure.callback(aggregate.reader.close)
     use_ocdbt = fields.get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
-        use_ocdbt = _holds_database(path)
-    entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
+        use_ocdbt = _holds_database(location)
+    entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(location, aggregate, use_ocdbt)
     has_array = (
         len(entries) == 1 and entries[0][:2] == ((layout.SINGLE_ARRAY,), (layout.DICT_KEY,)) and aggregate is None
     )
     return Structure(
-        path=path,
+        location=location,
         entries=entries,
         use_ocdbt=use_ocdbt,
         zarr3=fields.get("use_zarr3") is True,
         fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
         annotations=annotations,
-        strings=_read_strings(path, entries, check),
-        key_impls={} if annotations is not None else _read_key_impls(path, entries),
-        is_single_array=has_array and (metadata is None or is_single_array(path, metadata, use_ocdbt)),
-        is_typed_key=has_array and is_typed_key(path),
+        strings=_read_strings(location, entries, check),
+        key_impls={} if annotations is not None else _read_key_impls(location, entries),
+        is_single_array=has_array and (metadata is None or is_single_array(location, metadata, use_ocdbt)),
+        is_typed_key=has_array and is_typed_key(location),
         aggregate=aggregate,
         check=check,
     )
 
 
-def _holds_database(path: str) -> bool:
+def _holds_database(location: Location) -> bool:
     """Return whether arrays are in a database, by its manifest or, if that is lost, its other files."""
-    if paths.isfile(os.path.join(path, layout.MANIFEST)):
+    if (location / layout.MANIFEST).isfile():
         return True
-    nodes = os.path.join(path, layout.DATA_DIRECTORY)
-    return any(_DATABASE_FILE.fullmatch(name) for name in list_names(nodes)) or bool(process_databases(path))
+    nodes = list_names(location / layout.DATA_DIRECTORY)
+    return any(map(_DATABASE_FILE.fullmatch, nodes)) or bool(process_databases(location))
 
 
-def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
+def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
@@ -154,18 +155,18 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
     return entries
 
 
-def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
+def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
     """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
     if aggregate is not None:
         return [_untyped_entry(*leaf, aggregate.folders.get(leaf[0])) for leaf in aggregate.leaves]
     try:
-        if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
+        if holds_array_folder(location) or (use_ocdbt and holds_array(location)):
             return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
-        if names := folders_of_arrays(path):  # of jax's own array serialization
+        if names := folders_of_arrays(location):  # of jax's own array serialization
             return [_untyped_entry((name,) if name else (), (layout.DICT_KEY,) if name else (), None) for name in names]
     except errors.CorruptCheckpointError as error:
-        raise _missing_structure(path) from error
-    raise _missing_structure(path)
+        raise _missing_structure(location) from error
+    raise _missing_structure(location)
 
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name: str | None = None) -> LeafEntry:
@@ -173,10 +174,11 @@ def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name
     return LeafEntry(path, kinds, layout.leaf_name(path) if name is None else name, value_type, leaf is not None, None)
 
 
-def _missing_structure(path: str) -> Exception:
-    if not paths.isdir(path):
+def _missing_structure(location: Location) -> Exception:
+    path = location.path
+    if not location.isdir():
         return errors.CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
-    names = list_names(path)
+    names = list_names(location)
     ours = {layout.MANIFEST, layout.STEP_METADATA, layout.SHARDING, layout.STRINGS, layout.DATA_DIRECTORY} & set(names)
     if ours == {layout.MANIFEST, layout.DATA_DIRECTORY}:
         return errors.IncompleteCheckpointError(
@@ -205,7 +207,7 @@ def is_unlisted(structure: Structure, entry: LeafEntry) -> bool:
     return is_recent and structure.annotations is None and entry.name not in structure.key_impls
 
 
-def arrays_listed(folder: str, file: str) -> list[tuple[str, Any, str | None]]:
+def arrays_listed(folder: Location, file: str) -> list[tuple[str, Any, str | None]]:
     """Return name, chunk shape and PRNG implementation of the arrays that a file of ``array_metadatas`` lists."""
     try:
         arrays = [one["array_metadata"] for one in (read_json(folder, file) or {})["array_metadatas"]]
@@ -216,12 +218,12 @@ def arrays_listed(folder: str, file: str) -> list[tuple[str, Any, str | None]]:
         ]
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it does not decode ({error!r}), but only it tells PRNG keys from arrays"
-        raise corrupt(os.path.join(folder, file), what) from error
+        raise corrupt(folder / file, what) from error
 
 
-def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:
+def _read_key_impls(location: Location, entries: list[LeafEntry]) -> dict[str, str | None]:
     """Return `Structure.key_impls`; every process lists all arrays, so one complete file is enough."""
-    directory = os.path.join(path, layout.ARRAY_METADATAS)
+    directory = location / layout.ARRAY_METADATAS
     impls: dict[str, str | None] = {}
     listed = {entry.name for entry in entries if entry.value_type == layout.JAX_ARRAY and not entry.skipped}
     for file in list_names(directory):
@@ -231,17 +233,17 @@ def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None
     return impls
 
 
-def _read_strings(path: str, entries: list[LeafEntry], check: Check | None) -> dict[str, Any] | None:
+def _read_strings(location: Location, entries: list[LeafEntry], check: Check | None) -> dict[str, Any] | None:
     """Return all texts of the checkpoint, or None.
 
     Orbax 0.3.5 wrote the file to a directory with the name of the first text (measured).
     """
-    strings = read_json(path, layout.STRINGS, check)
+    strings = read_json(location, layout.STRINGS, check)
     if strings is not None:
         return strings
     for entry in entries:
         if entry.value_type in (layout.STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
-            strings = read_json(os.path.join(path, entry.name), layout.STRINGS)
+            strings = read_json(location / entry.name, layout.STRINGS)
             if strings is not None:
                 return strings
     return None

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +16,12 @@ from flax_ckpt_compat._convert import output_writers, stored_trees
 from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.output_trees import Contents
 from flax_ckpt_compat._convert.safetensors import FileArray
-from flax_ckpt_compat._core import array_boxes, checksums, memory, paths
+from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, KeyData, StoredArray, show_path
 
@@ -39,21 +39,21 @@ class DifferentError(CheckpointError):
 
 
 def compare(
-    path: str, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
+    location: Location, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
 ) -> None:
     """Raise DifferentError unless a checkpoint holds exactly these leaves.
 
     ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
     ``crcs`` are not read again."""
     expected = contents.leaves
-    with output_writers.reading(path, to, contents) as found:
+    with output_writers.reading(location, to, contents) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
         for item, file in contents.json.items():
-            copied = os.path.join(path, item, os.path.basename(file))
-            if not paths.isfile(copied) or paths.read(copied) != paths.read(file):
+            copied = location / item / file.name
+            if not copied.isfile() or copied.read() != file.read():
                 differences["", (item,)] = "is other JSON"
-        if output_writers.has_other_metadata(path, to, contents):
+        if output_writers.has_other_metadata(location, to, contents):
             differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
         parts: list[tuple[Name, _Check]] = []
@@ -85,9 +85,9 @@ def compare(
     if differences:
         shown = one_line(f"{show_path(keys)} {why}" for (_, keys), why in differences.items())
         raise DifferentError(
-            f"{path} does not hold what its source holds: {shown}; the source may have been replaced "
+            f"{location} does not hold what its source holds: {shown}; the source may have been replaced "
             "meanwhile: convert it again, to another place",
-            path=path,
+            path=location.path,
         )
 
 

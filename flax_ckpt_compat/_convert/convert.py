@@ -14,9 +14,10 @@ from typing import Any, Literal
 from flax_ckpt_compat._convert import find, output_writers
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
-from flax_ckpt_compat._core import arguments, paths
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ConversionError, SettingError
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN
+from flax_ckpt_compat._core.location import location_of
 
 
 def convert(
@@ -108,7 +109,7 @@ def plan(
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
-    source, destination = paths.absolute(paths.as_text(src)), paths.absolute(paths.as_text(dst))
+    source, destination = location_of(src), location_of(dst)
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)
     if steps == []:

@@ -14,9 +14,10 @@ from flax_ckpt_compat._convert import digests, output_writers
 from flax_ckpt_compat._convert.compare import compare
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._convert.output_trees import Contents, contents_of
-from flax_ckpt_compat._core import paths, standard_streams
+from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.import_by_name import load_name, load_value
+from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
 
@@ -37,8 +38,9 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
         if error is None:
             verifies = config.current().checksums == "verify"
             with ExitStack() as watched, ExitStack() as files:
-                watched.enter_context(unchanged(job.source))
-                opened = files.enter_context(closing(Opened(job.source, verify=verifies)))
+                source = of_text(job.source).listed()
+                watched.enter_context(unchanged(source))
+                opened = files.enter_context(closing(Opened(source, verify=verifies)))
                 target, transforms = loaded(job.target, job.transforms)
                 found = contents_of(opened, dataclasses.replace(job, target=target, transforms=transforms))
                 status = _run(job, found, progress, watched.close)
@@ -62,11 +64,12 @@ def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
 def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Callable[[], None]) -> str:
     """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
     prepared = output_writers.check(contents, job.to)
-    final = job.destination
-    if paths.lexists(final) and not paths.holds_nothing(final):
+    final = of_text(job.destination)
+    if final.exists() and not final.holds_nothing():
         if not job.resume:
             raise StorageError(
-                f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)", path=final
+                f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)",
+                path=final.path,
             )
         output_writers.check_kept(final, job.to)
         if not job.dry_run:
@@ -75,11 +78,11 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
     if job.dry_run:
         return "planned"
     standard_streams.occupy()
-    paths.prepare_directory(final.rpartition("/")[0])
-    with paths.temporary(final) as temporary:
+    final.parent.prepare_directory()
+    with final.temporary() as temporary:
         with digests.of_reads(contents, progress) as crcs:
-            output_writers.write(temporary, job.to, contents, prepared, final)
-        compare(temporary, job.to, contents, progress, crcs)
+            output_writers.write(temporary, job.to, contents, prepared, final.path)
+        compare(Location(temporary, LOCAL), job.to, contents, progress, crcs)
         check_unchanged()
-        paths.publish(temporary, final, new=True)
+        final.publish(temporary, new=True)
     return "converted"

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery import locating
 from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
@@ -25,26 +26,26 @@ _STEP = re.compile(rf"(?:|.*?[^0-9A-Za-z.])(-?{_NUMBER})", re.DOTALL)
 _LAST_DIGITS = re.compile(r".*?(\d+)", re.DOTALL)
 
 
-def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> list[Job]:
+def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence[Any] | None) -> list[Job]:
     """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
-    Paths are absolute; ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a
+    ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a
     result would be in the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there
     is no checkpoint, or not the step."""
-    with paths.listing_cache(source):
-        found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
-        holding = [contents_of(path, lists_denied=True) for path in found]
+    listed = source.listed()
+    found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
+    holding = [contents_of(listed.at(one.path), lists_denied=True) for one in found]
     if not found:
-        raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
+        raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
     if found == [source] and to in TO_STEPS and wanted:
         jobs = [_with_step(source, destination, to, steps.parse_step(steps.step_text(wanted[0])))]
     elif found == [source] and to not in TO_STEPS:
         _check_apart(source, destination)
-        jobs = [Job(source, destination, to)]
+        jobs = [Job(source.path, destination.path, to)]
     else:
         _check_apart(source, destination)
-        top = os.path.dirname(source) if found == [source] else source
-        jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
+        top = source.parent if found == [source] else source
+        jobs = [_job(one, destination.sibling(one.parent.path[len(top.path) :]), to) for one in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
     errors = {one.path: _refusal(one) for one in holding if not one.is_complete}
     jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
@@ -62,36 +63,36 @@ def _refusal(found: Contents) -> str:
 def _check_outside(jobs: Sequence[Job]) -> None:
     """Raise InvalidCheckpointError if a result would be in a checkpoint in Orbax's format."""
     for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
-        if why := why_inside(path):
+        if why := why_inside(of_text(path)):
             from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
 
             raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path, step=None)
 
 
-def _is_checkpoint(path: str) -> bool:
+def _is_checkpoint(location: Location) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
-    located = locating.find(path, None, "checkpoint_") if paths.isdir(path) else None
-    return isinstance(located, locating.LocatedCheckpoint) and located.path == path
+    located = locating.find(location.path, None, "checkpoint_") if location.isdir() else None
+    return isinstance(located, locating.LocatedCheckpoint) and located.location == location
 
 
-def _check_apart(source: str, destination: str) -> None:
+def _check_apart(source: Location, destination: Location) -> None:
     """Raise ArgumentError if the destination is the source, or in it."""
     if _is_inside(destination, source):
         message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
         if _is_inside(source, destination):
             message = f"{destination} is both source and destination, and a source is never touched; pass another path"
-        raise ArgumentError(message, path=destination)
+        raise ArgumentError(message, path=destination.path)
 
 
-def _is_inside(path: str, folder: str) -> bool:
+def _is_inside(location: Location, folder: Location) -> bool:
     """Return whether a path is a folder or in it, also by symbolic links."""
-    pairs = [(path, folder), (paths.resolve(path), paths.resolve(folder))]
+    pairs = [(location.path, folder.path), (location.resolve(), folder.resolve())]
     return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
 
 
-def _job(source: str, folder: str, to: str) -> Job:
+def _job(source: Location, folder: Location, to: str) -> Job:
     """Return the job of a checkpoint of a directory."""
-    name = os.path.basename(source)
+    name = source.name
     stem = name.removesuffix(MSGPACK_SUFFIX)
     match = _STEP.fullmatch(stem) or _LAST_DIGITS.fullmatch(stem)
     step = steps.parse_step(match[1]) if match else None
@@ -99,20 +100,20 @@ def _job(source: str, folder: str, to: str) -> Job:
         return _with_step(source, folder, to, step)
     name = stem if to != "msgpack" else name
     name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
-    return Job(source, os.path.join(folder, name + _SUFFIX.get(to, "")), to, step)
+    return Job(source.path, (folder / (name + _SUFFIX.get(to, ""))).path, to, step)
 
 
-def _with_step(source: str, folder: str, to: str, step: float | None) -> Job:
+def _with_step(source: Location, folder: Location, to: str, step: float | None) -> Job:
     """Return the job of a result that is a step of Orbax's managers."""
     if step is None or step < 0 or step != int(step):
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with the step that it is to have, or to another layout"
         error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
-        return Job(source, folder, to, step, error)
-    return Job(source, os.path.join(folder, str(int(step))), to, step)
+        return Job(source.path, folder.path, to, step, error)
+    return Job(source.path, (folder / str(int(step))).path, to, step)
 
 
-def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
+def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
     """Return the jobs of the steps that were asked for: numbers, or the ends of names."""
     chosen = []
     for text in map(steps.step_text, wanted):
@@ -125,7 +126,7 @@ def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[J
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             message = f"{source} has no step {text} (available steps: {there})"
-            raise CheckpointNotFoundError(message, path=source, has_remedy=True)
+            raise CheckpointNotFoundError(message, path=source.path, has_remedy=True)
         chosen += mine
     return list(dict.fromkeys(chosen))
 

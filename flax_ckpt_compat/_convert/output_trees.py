@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Container
 from typing import Any
 
 from flax_ckpt_compat._convert import stored_trees
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import MissingLeavesError
 from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._view import metadata
@@ -27,7 +26,7 @@ class Contents:
     """Trees and metadata of a result."""
 
     trees: dict[str, Node]  # item name → tree to write; the only item of a layout without items is ''
-    json: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → file of a JSON item, which is copied
+    json: dict[str, Location] = dataclasses.field(default_factory=dict)  # item name → file of a JSON item, to copy
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
 
@@ -59,7 +58,7 @@ def contents_of(opened: Opened, job: Job) -> Contents:
         trees = transformed.trees_of(opened, job.target, job.transforms, notes)
     if any(isinstance(leaf, KeyData) for tree in trees.values() for _, leaf in iter_leaves(tree)):
         import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
-    json = {name: item.path for name, item in opened.items.items() if item.format is None and job.to in TO_STEPS}
+    json = {name: item.location for name, item in opened.items.items() if item.format is None and job.to in TO_STEPS}
     found = Contents(_arranged(trees, opened, job, json), json, notes=notes)
     for name in json:
         opened.reader(name)  # raises if it does not decode
@@ -129,7 +128,7 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
 def _name_of_only_item(opened: Opened, to: str) -> str:
     """Return the name of the only tree of a step: that of the source, unless it is Orbax's own for a step of one."""
     name = next(iter(opened.trees)) if len(opened.trees) == 1 else ""
-    is_of_v1 = name in ("state", "pytree") and paths.isfile(os.path.join(opened.path, layout.V1_MARKER))
+    is_of_v1 = name in ("state", "pytree") and (opened.location / layout.V1_MARKER).isfile()
     return ITEM[to] if is_of_v1 or name in ("", ITEM["manager"]) else name
 
 

@@ -13,10 +13,10 @@ from flax_ckpt_compat._convert import safetensors
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._convert.output_trees import Contents
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -81,43 +81,43 @@ def _finish_step(temporary: str, to: str, contents: Contents) -> None:
         _edit_metadata(folder, temporary, item_handlers=handlers, custom_metadata=contents.custom)
         os.unlink(os.path.join(folder, layout.STEP_METADATA))
         sync_directory(folder)
-    committed = paths.read(os.path.join(temporary, next(iter(contents.trees)), layout.COMMIT_FILE))
+    committed = (Location(temporary, LOCAL) / next(iter(contents.trees)) / layout.COMMIT_FILE).read()
     for item, file in contents.json.items():
         os.mkdir(os.path.join(temporary, item))
-        write_file(os.path.join(temporary, item, os.path.basename(file)), paths.read(file))
+        write_file(os.path.join(temporary, item, file.name), file.read())
         write_file(os.path.join(temporary, item, layout.COMMIT_FILE), committed)
         sync_directory(os.path.join(temporary, item))
     write_file(os.path.join(temporary, layout.COMMIT_FILE), committed)
     sync_directory(temporary)
 
 
-def has_other_metadata(path: str, to: str, contents: Contents) -> bool:
+def has_other_metadata(location: Location, to: str, contents: Contents) -> bool:
     """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
     if to in _FILES:
         return False
-    found, expected = metadata.read_step_metadata(path).get("custom_metadata"), contents.custom
+    found, expected = metadata.read_step_metadata(location).get("custom_metadata"), contents.custom
     return json.dumps(found or {}, sort_keys=True) != json.dumps(expected, sort_keys=True)
 
 
-def check_kept(path: str, to: str) -> None:
+def check_kept(location: Location, to: str) -> None:
     """Raise StorageError if what is there is a file and the layout is a directory, or the reverse."""
-    if paths.isdir(path) == (to in _FILES):
+    if location.isdir() == (to in _FILES):
         found, expected = ("a directory", "a file") if to in _FILES else ("a file", "a directory")
-        message = f"{path} is {found} of another conversion, and {to!r} writes {expected}; pass another destination"
-        raise StorageError(message, path=path)
+        message = f"{location} is {found} of another conversion, and {to!r} writes {expected}; pass another destination"
+        raise StorageError(message, path=location.path)
 
 
 def copy_root_metadata(jobs: Iterable[Job]) -> None:
     """Copy the root metadata of the managers that these steps are of, where there is none yet."""
     for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
-        found, final = (os.path.join(one, layout.ROOT_METADATA) for one in (source, folder))
-        if not paths.isfile(found) or paths.lexists(final):
+        found, final = (of_text(one) / layout.ROOT_METADATA for one in (source, folder))
+        if not found.isfile() or final.exists():
             continue
-        paths.prepare_directory(os.path.dirname(final))
-        temporary = paths.storage_of(final).temporary_path(final)
-        with translated(final, "written"):
-            write_file(temporary, paths.read(found))
-        paths.publish(temporary, final, new=True)
+        final.parent.prepare_directory()
+        with final.temporary() as temporary:
+            with translated(final.path, "written"):
+                write_file(temporary, found.read())
+            final.publish(temporary, new=True)
 
 
 def _edit_metadata(source: str, destination: str, **changed: Any) -> None:
@@ -128,13 +128,13 @@ def _edit_metadata(source: str, destination: str, **changed: Any) -> None:
 
 
 @contextmanager
-def reading(path: str, to: str, contents: Contents) -> Iterator[dict[tuple[str, Path], Any]]:
+def reading(location: Location, to: str, contents: Contents) -> Iterator[dict[tuple[str, Path], Any]]:
     """Open a written checkpoint: (item, key path) → `LeafHandle`, `safetensors.FileArray`, value or empty container."""
     if to == "safetensors":
         # The names of such a file do not tell the key paths.
         known = {layout.leaf_name(keys): keys for _, keys in contents.leaves}
-        yield {("", known.get(name, (name,))): leaf for name, leaf in safetensors.read(path).items()}
+        yield {("", known.get(name, (name,))): leaf for name, leaf in safetensors.read(location.path).items()}
         return
-    with closing(Opened(path, verify=False)) as opened:
+    with closing(Opened(location, verify=False)) as opened:
         items = {name: opened.reader(name).tree for name in opened.items if name not in contents.json}
         yield {(item, keys): leaf for item, tree in items.items() for keys, leaf in iter_leaves(tree)}

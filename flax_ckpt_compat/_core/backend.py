@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flax_ckpt_compat._core import array_boxes
-from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
+from flax_ckpt_compat._core.upload import Upload
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
@@ -115,11 +116,16 @@ class Reader(Protocol):
     """An open checkpoint. Opening may read small arrays together with the structure; `read` reads the others."""
 
     format: Format
-    path: str
+    location: Location
     tree: Node
     # Arrays go to the devices of the target's; else only those of ``_gda`` folders do, as in Flax.
     places_on_device: bool
     keeps_lists: bool  # stored lists are the caller's own, and stay lists
+
+    @property
+    def path(self) -> str:
+        """Return the path, for errors."""
+        return self.location.path
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read the values of leaves and slices, in the given order; large ones in parallel.
@@ -218,7 +224,7 @@ class Backend(Protocol):
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
-        """Write the whole checkpoint to a new file or directory, whose parent exists, and sync it to disk."""
+        """Write the whole checkpoint to a new local file or directory, whose parent exists, and sync it to disk."""
         ...
 
     def begin_multiprocess(
@@ -227,7 +233,7 @@ class Backend(Protocol):
         prepared: Any,
         options: WriteOptions,
         process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
+        upload: Upload | None = None,
         /,
     ) -> None:
         """Create what the others need before they write, such as directories; called in process 0.
@@ -242,7 +248,7 @@ class Backend(Protocol):
         prepared: Any,
         options: WriteOptions,
         process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
+        upload: Upload | None = None,
         /,
     ) -> None:
         """Write this process's shards, in process 0 also all that is not distributed, and sync them to disk.
@@ -257,14 +263,16 @@ class Backend(Protocol):
         prepared: Any,
         options: WriteOptions,
         process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
+        upload: Upload | None = None,
         /,
     ) -> None:
         """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
         ...
 
-    def open(self, path: str, *, verify: bool = False) -> Reader:
+    def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a checkpoint of this format; read its structure, and perhaps small arrays with it.
+
+        What is looked up now comes from the location's listing, what is read later from the storage.
 
         With ``verify``, check recorded checksums: of the structure now, of arrays when they are read as a whole and not
         mapped. Raise CorruptCheckpointError if it does not decode, and ChecksumError if its bytes are not those that

@@ -65,6 +65,14 @@ JSON_FILES = ("metadata", "metrics", "data.json")  # the last one of v1
 _BAD_ESCAPE = re.compile(r"~(?![01])")
 
 
+_UPLOAD_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
+
+
+def is_upload_marker(name: str) -> bool:
+    """Return whether an object's name marks a running save to a store, or a removal."""
+    return _UPLOAD_MARKER.fullmatch(name) is not None
+
+
 def leaf_name(path: Path) -> str:
     """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
     return ".".join(path)

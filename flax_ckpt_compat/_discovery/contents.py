@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
-import os
 from collections.abc import Iterator, Mapping
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
@@ -22,7 +21,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import directories, temporaries
-from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.orbax_directory import (
@@ -87,7 +86,7 @@ class Layout(enum.Enum):
 class Contents:
     """The description of what a path holds."""
 
-    path: str
+    location: Location
     state: State
     why: str = ""  # what is missing, what it looks like, or whose temporary it is
     layout: Layout | None = None  # of checkpoints, where it shows
@@ -110,7 +109,7 @@ class Contents:
     @property
     def unread(self) -> list[str]:
         """Return the unknown items that hold anything."""
-        return [name for name in self.unknown if holds_files(os.path.join(self.path, name))]
+        return [name for name in self.unknown if holds_files(self.location / name)]
 
     @property
     def is_complete(self) -> bool:
@@ -139,53 +138,57 @@ class Contents:
     @property
     def name(self) -> str:
         """Return the last name of the path."""
-        return os.path.basename(self.path.rstrip("/"))
+        return self.location.name
+
+    @property
+    def path(self) -> str:
+        """Return the path as text."""
+        return self.location.path
 
 
-def contents_of(path: str, *, lists_denied: bool = False) -> Contents:
+def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
     """Describe what a path holds.
 
     What the system refuses to list is `State.DENIED` with ``lists_denied``, else StorageError is raised for it. In a
     directory that other processes replace meanwhile, a name may be listed whose content is gone: a second look tells.
     """
     found = _look_once(path, lists_denied)
-    storage = paths.storage_of(path)
     for _ in range(_REPLACEMENTS):
-        if found.is_complete or found.is_whole or storage.is_remote:
+        if found.is_complete or found.is_whole or path.is_remote:
             break
-        before = storage.identity(path)
+        before = path.identity()
         found = _look_once(path, lists_denied)
-        if storage.identity(path) == before:
+        if path.identity() == before:
             break
     return found
 
 
-def marked_contents_of(path: str) -> Contents | None:
+def marked_contents_of(path: Location) -> Contents | None:
     """Describe a directory that has a marker which only Orbax writes; None without one, after one listing.
 
     A directory of thousands of checkpoints is not read through."""
     return contents_of(path) if has_marker(path) else None
 
 
-def has_marker(path: str) -> bool:
+def has_marker(path: Location) -> bool:
     """Return whether a directory has a marker that only Orbax writes."""
     return bool(names_in(path).intersection(MARKERS))
 
 
-def is_certainly_orbax(path: str) -> bool:
+def is_certainly_orbax(path: Location) -> bool:
     """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
     found = marked_contents_of(path)
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
 
 
-def is_step_of_manager(path: str) -> bool:
+def is_step_of_manager(path: Location) -> bool:
     """Return whether a path is a complete step of an Orbax CheckpointManager: a directory of items."""
     # A flat directory may be a checkpoint of any prefix.
     found = contents_of(path)
     return found.is_complete and found.layout in (Layout.ITEMS, Layout.JSON, Layout.CUSTOM)
 
 
-def is_only_arrays(path: str) -> bool:
+def is_only_arrays(path: Location) -> bool:
     """Return whether a folder named like the arrays of a msgpack file has no structure, so it is no checkpoint."""
     return not names_in(path).intersection((*MARKERS, layout.MSGPACK_FILE))
 
@@ -203,32 +206,32 @@ def temporary_of(name: str) -> str | None:
     return None
 
 
-def checkpoint_at(path: str) -> Contents:
+def checkpoint_at(path: Location) -> Contents:
     """Describe the complete checkpoint at a path, to be opened; also a temporary whose content is complete.
 
     Raise CheckpointNotFoundError, IncompleteCheckpointError, or UnrecognizedFormatError for what is something else."""
     found = contents_of(path)
     if found.state is State.ABSENT:
-        raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+        raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
     if found.is_dangling:
-        raise CheckpointNotFoundError(found.why, path=path, has_remedy=True)
+        raise CheckpointNotFoundError(found.why, path=path.path, has_remedy=True)
     if found.state is State.FOREIGN:
-        raise UnrecognizedFormatError(foreign_message(found), path=path)
+        raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_complete and not (found.state is State.TEMPORARY and found.is_whole):
-        raise IncompleteCheckpointError(incomplete_message(found), path=path)
+        raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
     if not found.items:
         raise UnrecognizedFormatError(
             f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it with "
             "the orbax_checkpointer that wrote it.",
-            path=path,
+            path=path.path,
         )
     return found
 
 
 def foreign_message(found: Contents) -> str:
     """Return what an error says of something else than a checkpoint."""
-    if paths.isdir(found.path):
-        remedy = foreign.foreign_remedy(found.path)
+    if found.location.isdir():
+        remedy = foreign.foreign_remedy(found.location)
         return f"{found.path} is not a checkpoint of Flax or Orbax: it looks like {found.why}. {remedy}"
     expected = "Expected a msgpack file of Flax or an Orbax directory."
     return f"{found.path} is not a checkpoint: it looks like {found.why}. {expected}"
@@ -242,10 +245,10 @@ def incomplete_message(found: Contents) -> str:
     return f"{found.path} is not a complete checkpoint: {found.why}. Files were lost, or not all were copied: {remedy}."
 
 
-def _look_once(path: str, lists_denied: bool) -> Contents:
+def _look_once(path: Location, lists_denied: bool) -> Contents:
     """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
     try:
-        with translated(path):
+        with translated(path.path):
             found = _by_content(path)
         whose = temporary_of(found.name)
         if whose is None:
@@ -259,44 +262,44 @@ def _look_once(path: str, lists_denied: bool) -> Contents:
         raise
 
 
-def _by_content(path: str) -> Contents:
-    if not paths.isdir(path):
+def _by_content(path: Location) -> Contents:
+    if not path.isdir():
         return _file(path)
-    names = set(paths.listdir(path))
+    names = set(path.listdir())
     return _directory(path, names) if names else Contents(path, State.INCOMPLETE, "the directory is empty")
 
 
-def _absent(path: str) -> Contents:
+def _absent(path: Location) -> Contents:
     """Describe a path where nothing is: a link to nothing was a checkpoint once."""
-    dangling = directories.dangling_link(path) if not paths.storage_of(path).is_remote else None
+    dangling = None if path.is_remote else directories.dangling_link(path.path)
     if dangling is None:
         return Contents(path, State.ABSENT, "it does not exist")
     return Contents(path, State.INCOMPLETE, dangling, is_dangling=True)
 
 
-def _file(path: str) -> Contents:
+def _file(path: Location) -> Contents:
     whole = Contents(path, State.COMPLETE, "", Layout.FILE, {"": Item(Format.MSGPACK, path)}, is_one_checkpoint=True)
     try:
-        with translated(path):
-            head = paths.storage_of(path).head(path)
+        with translated(path.path):
+            head = path.head()
         if not head:
             return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
         look = foreign.file_looks_like(path, head)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
             raise
-        if paths.lexists(path) and not paths.isfile(path):
+        if path.exists() and not path.isfile():
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
     return whole if look is None else Contents(path, State.FOREIGN, look, Layout.FILE)
 
 
-def _directory(path: str, names: set[str]) -> Contents:
-    if path.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
-        main = os.path.basename(path).removesuffix(steps.ARRAYS_POSTFIX)
+def _directory(path: Location, names: set[str]) -> Contents:
+    if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
+        main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
     found = _orbax_directory(path, names)
-    upload = paths.storage_of(path).why_unfinished(path, names)
+    upload = path.why_unfinished(names)
     if unfinished := upload or _why_unfinished(names):
         found = dataclasses.replace(found, state=State.INCOMPLETE, why=unfinished, is_upload=upload is not None)
     if found.state is State.INCOMPLETE and not (found.layout is Layout.TREE or _looks_begun(path, names)):
@@ -319,12 +322,12 @@ def _why_unfinished(names: set[str]) -> str | None:
     return f"the directory still holds {unfinished[0]}, which Orbax had not finished" if unfinished else None
 
 
-def _orbax_directory(path: str, names: set[str]) -> Contents:
+def _orbax_directory(path: Location, names: set[str]) -> Contents:
     """Describe a directory by the rules for those of Orbax; INCOMPLETE if it is none, too."""
     if is_tree(path, names):
         kind = Layout.T5X if is_t5x(path, names) else Layout.TREE
         why = _missing_in_tree(path, names)
-        items = {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))}
+        items = {"": Item(Format.ORBAX, path.content_root())}
         return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", kind, items)
     is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
     if not names.intersection(FINISHED) and (is_one_array or is_folder_of_arrays(path, names)):
@@ -337,13 +340,13 @@ def _orbax_directory(path: str, names: set[str]) -> Contents:
     items = items_in(path, names, handlers)
     if items or handlers:
         rest = names - items.keys() - _NO_ITEMS
-        unknown = tuple(sorted(name for name in rest if paths.isdir(os.path.join(path, name))))
+        unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
         why = next(_missing_in_items(path, names, items, handlers), None)
         return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", Layout.ITEMS, items, unknown)
     return _without_items(path, names)
 
 
-def _arrays(path: str, names: set[str]) -> Contents:
+def _arrays(path: Location, names: set[str]) -> Contents:
     """Describe one array, or a folder of them. The arrays of a tree have its key paths, with dots, as names."""
     is_one = bool(names.intersection(layout.ARRAY_METADATA_FILES))
     if not is_one and any("." in name.strip(".") for name in names):
@@ -351,7 +354,7 @@ def _arrays(path: str, names: set[str]) -> Contents:
     return Contents(path, State.COMPLETE, "", Layout.ARRAYS, {"": Item(Format.ORBAX, path)})
 
 
-def _missing_in_tree(path: str, names: set[str]) -> str | None:
+def _missing_in_tree(path: Location, names: set[str]) -> str | None:
     unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
     if unmerged and not is_never_merged(path, names):
         return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
@@ -362,7 +365,7 @@ def _missing_in_tree(path: str, names: set[str]) -> str | None:
     return None
 
 
-def _flat_without_tree(path: str, names: set[str], handler: str) -> Contents:
+def _flat_without_tree(path: Location, names: set[str], handler: str) -> Contents:
     """Describe a checkpoint of one item whose handler is recorded, and which has no sign of a tree."""
     if part := missing_part(path, names, handler):
         layout_of_lost = Layout.JSON if "Json" in handler else Layout.TREE
@@ -373,26 +376,26 @@ def _flat_without_tree(path: str, names: set[str], handler: str) -> Contents:
 
 
 def _missing_in_items(
-    path: str, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
+    path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield what items of a step lack: those that are recorded all that their handlers write, others a manifest."""
     for name, handler in handlers.items():
-        child = os.path.join(path, name)
+        child = path / name
         if name in _NO_ITEMS:
             continue
-        if name not in names or not paths.isdir(child):
+        if name not in names or not child.isdir():
             yield _recorded(f"{name}/")
         elif part := missing_part(child, names_in(child), handler):
             yield _recorded(f"{name}/{part}")
     for name, item in items.items():
-        if name not in handlers and item.format and lost_manifest(item.path, item.names or names_in(item.path)):
-            yield _not_copied(f"{item.path[len(path) + 1 :]}/{layout.MANIFEST}")
+        if name not in handlers and item.format and lost_manifest(item.location, item.names or names_in(item.location)):
+            yield _not_copied(f"{item.location.path[len(path.path) + 1 :]}/{layout.MANIFEST}")
 
 
-def _without_items(path: str, names: set[str]) -> Contents:
+def _without_items(path: Location, names: set[str]) -> Contents:
     if lost_structure(path, names):
         return Contents(path, State.INCOMPLETE, _LOST_STRUCTURE, Layout.TREE)
-    if names.issuperset(FINISHED) and any(holds_files(os.path.join(path, name)) for name in names.difference(FINISHED)):
+    if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
         return Contents(path, State.COMPLETE, "", Layout.CUSTOM)
     missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
     return Contents(path, State.INCOMPLETE, missing, Layout.CUSTOM if names <= _OF_STEPS else None)
@@ -406,11 +409,11 @@ def _recorded(part: str) -> str:
     return f"{part} is missing, which {layout.STEP_METADATA} records"
 
 
-def _looks_begun(path: str, names: set[str]) -> bool:
+def _looks_begun(path: Location, names: set[str]) -> bool:
     """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
     if names.intersection(MARKERS) or lost_structure(path, names) or not holds_files(path):
         return True
-    inside = {os.path.join(path, name): names_in(os.path.join(path, name)) for name in names}
+    inside = {(path / name): names_in(path / name) for name in names}
     if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
         return False  # a directory of checkpoints, which would be lost with it
     if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
@@ -418,23 +421,23 @@ def _looks_begun(path: str, names: set[str]) -> bool:
     return only_orbax_has(items_in(path, names))
 
 
-def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
+def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
     """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
-    name = os.path.basename(path)
-    if steps.is_foreign(name) or commit.is_marker(name):
+    name = path.name
+    if steps.is_foreign(name) or layout.is_upload_marker(name):
         return False
     if inside:
         return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
     try:
-        return steps.ends_in_step(name) and paths.isfile(path) and foreign.may_be_msgpack_tree(path)
+        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
             return False
         raise
 
 
-def _has_sign(path: str, names: set[str]) -> bool:
+def _has_sign(path: Location, names: set[str]) -> bool:
     # A checkpoint that is being removed from a store may have only commit_success.txt left.
     if names.intersection((*MARKERS, *FINISHED)) or lost_structure(path, names):
         return True
-    return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
+    return any(layout.TEMPORARY in name or layout.is_upload_marker(name) for name in names)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 from collections.abc import Collection, Sequence
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 
 FIRST_BYTES = 512
@@ -76,15 +75,15 @@ _KINDS = (
 )
 
 
-def file_looks_like(path: str, head: bytes | None = None) -> str | None:
+def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     """Return what a file that is not a checkpoint looks like; None for msgpack, and for bytes of no known kind.
 
     ``head`` are its first bytes, if they are known: of most checkpoints they are enough."""
-    with translated(path):
-        head = paths.storage_of(path).head(path) if head is None else head
+    with translated(path.path):
+        head = path.head() if head is None else head
         if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
             return None
-        return bytes_look_like(paths.read(path, 0, FIRST_BYTES), paths.getsize(path))
+        return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
 
 
 def bytes_look_like(first: bytes, size: int) -> str | None:
@@ -137,16 +136,16 @@ def _begins_like_stream(first: bytes) -> bool:
     return first[at : at + 1] in (b"\xc4", b"\xc5", b"\xc6")
 
 
-def is_lfs_pointer(path: str) -> bool:
+def is_lfs_pointer(path: Location) -> bool:
     """Return whether a file is a pointer of git-lfs, whose content was never fetched."""
-    with translated(path):
-        return paths.isfile(path) and paths.read(path, 0, len(_LFS_START)) == _LFS_START
+    with translated(path.path):
+        return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
 
 
-def may_be_msgpack_tree(path: str) -> bool:
+def may_be_msgpack_tree(path: Location) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
-    with translated(path):
-        head = paths.storage_of(path).head(path)
+    with translated(path.path):
+        head = path.head()
     return bool(head) and head[0] in _TREE_STARTS and file_looks_like(path, head) is None
 
 
@@ -166,9 +165,9 @@ def _text_looks_like(first: bytes) -> str | None:
     return "a text file"
 
 
-def folder_looks_like(path: str) -> str:
+def folder_looks_like(path: Location) -> str:
     """Return what a directory that is not a checkpoint looks like, or names some of what it holds."""
-    return names_look_like(paths.listdir(path))
+    return names_look_like(path.listdir())
 
 
 def names_look_like(found: Collection[str]) -> str:
@@ -194,19 +193,19 @@ def _shown(names: Sequence[str]) -> str:
     return f"it holds {', '.join(names[:_MAX_SHOWN])}{more}"
 
 
-def msgpack_file_in(path: str) -> str | None:
+def msgpack_file_in(path: Location) -> Location | None:
     """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
-    names = [name for name in paths.listdir(path) if name.endswith(MSGPACK_SUFFIXES)]
+    names = [name for name in path.listdir() if name.endswith(MSGPACK_SUFFIXES)]
     name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
-    return None if name is None else os.path.join(path, name)
+    return None if name is None else (path / name)
 
 
-def foreign_remedy(path: str) -> str:
+def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:
         return f"Restore the file in it: {file}."
-    names = sorted(name for name in paths.listdir(path) if name.endswith(MSGPACK_SUFFIXES))
+    names = sorted(name for name in path.listdir() if name.endswith(MSGPACK_SUFFIXES))
     if names:
-        return f"Restore one of the files in it, such as {os.path.join(path, names[-1])}."
+        return f"Restore one of the files in it, such as {(path / names[-1])}."
     return "Restore another step or path, or read it with the program that wrote it."

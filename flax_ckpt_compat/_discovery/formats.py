@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import run_apart
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
@@ -24,8 +25,8 @@ def backend_for(format: Format) -> Backend:
     return cast(Backend, _imported(_ORBAX).OrbaxBackend(_open_msgpack))
 
 
-def _open_msgpack(path: str) -> Reader:
-    return cast(Reader, _imported(_LEGACY).open_part_of_orbax(path))
+def _open_msgpack(location: Location) -> Reader:
+    return cast(Reader, _imported(_LEGACY).open_part_of_orbax(location))
 
 
 def _imported(name: str) -> Any:

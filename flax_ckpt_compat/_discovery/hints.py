@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core import module_names, steps
 from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, saved_steps
 
@@ -27,13 +28,13 @@ _MAX_REVISION = 200  # characters
 _SIMILAR, _LIKE_A_TYPO = 0.6, 0.85
 
 
-def _quietly(look: Callable[[str], _Result]) -> Callable[[str], _Result | None]:
-    """Decorate a look at a local path: it returns None for URLs, and where the look fails."""
+def _quietly(look: Callable[[str], _Result]) -> Callable[[Location], _Result | None]:
+    """Decorate a look at a local path: it takes a location, and returns None of a store, and where the look fails."""
 
     @functools.wraps(look)
-    def wrapped(path: str) -> _Result | None:
+    def wrapped(location: Location) -> _Result | None:
         try:
-            return None if paths.is_url(path) else look(path)
+            return None if location.is_remote else look(location.path)
         except (OSError, ValueError, CheckpointError):
             return None
 
@@ -60,7 +61,7 @@ def steps_of_prefix(path: str) -> list[str]:
     parent, prefix = os.path.split(path)
     found = [name for name in os.listdir(parent) if prefix and (steps.split_step(name) or ("",))[0] == prefix]
     names = itertools.islice(module_names.natural_sort(found, signed=False), _MAX_FOLDERS)
-    return [name for name in names if saved_steps.is_checkpoint(os.path.join(parent, name))]
+    return [name for name in names if saved_steps.is_checkpoint(of_text(os.path.join(parent, name)))]
 
 
 @_quietly
@@ -92,7 +93,11 @@ def beside(path: str) -> str:
     return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
 
 
-checkpoint_around = _quietly(enclosing_checkpoint.checkpoint_around)
+@_quietly
+def checkpoint_around(path: str) -> str | None:
+    """Return the checkpoint that a path lies in, or None; see `enclosing_checkpoint.checkpoint_around`."""
+    found = enclosing_checkpoint.checkpoint_around(of_text(path))
+    return None if found is None else found.path
 
 
 @_quietly
@@ -125,12 +130,13 @@ def _snapshots(directory: str, snapshots: str) -> list[str]:
 
 def _checkpoint_at(folder: str) -> str | None:
     """Return a folder that is a checkpoint or holds some, or the path of its only msgpack file; else None."""
-    if saved_steps.is_checkpoint(folder):
+    if saved_steps.is_checkpoint(of_text(folder)):
         return folder
     numbered = itertools.islice(_numbered(folder), _MAX_FOLDERS)
-    if any(map(saved_steps.is_checkpoint, numbered)):
+    if any(saved_steps.is_checkpoint(of_text(path)) for path in numbered):
         return folder
-    return foreign.msgpack_file_in(folder)
+    file = foreign.msgpack_file_in(of_text(folder))
+    return None if file is None else file.path
 
 
 def _numbered(folder: str) -> Iterator[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -14,6 +12,7 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     UnrecognizedFormatError,
 )
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign
 
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
@@ -22,7 +21,7 @@ _MAX_POINTER = 1024  # bytes
 
 
 @contextmanager
-def named(path: str) -> Iterator[None]:
+def named(path: Location) -> Iterator[None]:
     """Raise, in place of an error of damage, one that names a pointer of git-lfs, if the checkpoint has one."""
     try:
         yield
@@ -32,22 +31,21 @@ def named(path: str) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
             "`git lfs pull` in that repository, and try again.",
-            path=path,
+            path=path.path,
             leaf=error.leaf,
         ) from error
 
 
-def _first_pointer(path: str) -> str | None:
+def _first_pointer(path: Location) -> Location | None:
     """Return a file of a local checkpoint that is a pointer; the first one by name, of some."""
-    storage = paths.storage_of(path)
-    if storage.is_remote:  # git has none there, and each look is a request
+    if path.is_remote:  # git has none there, and each look is a request
         return None
     with suppress(OSError, CheckpointError):
-        if not paths.isdir(path):
+        if not path.isdir():
             return None
-        for name in sorted(storage.files_below(path))[:_MAX_FILES]:
-            file = os.path.join(path, name)
+        for name in sorted(path.files_below())[:_MAX_FILES]:
+            file = path / name
             with suppress(OSError, StorageError):
-                if paths.getsize(file) <= _MAX_POINTER and foreign.is_lfs_pointer(file):
+                if file.size() <= _MAX_POINTER and foreign.is_lfs_pointer(file):
                     return file
     return None

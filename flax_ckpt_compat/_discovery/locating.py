@@ -7,11 +7,11 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,6 +29,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
 from flax_ckpt_compat._discovery import contents, hints, lfs_pointers, not_found, saved_steps, step_lookup
 from flax_ckpt_compat._discovery.contents import Contents, Layout, State
@@ -57,40 +58,49 @@ _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 class LocatedCheckpoint:
     """The located checkpoint."""
 
-    path: str  # absolute path, or URL
+    location: Location  # with the listing that it was found in
     named: bool  # the caller named it, by its step or its own path; else it is the latest
-    # Of a store, to open it without another one; see `paths.storage_of`.
-    listing: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def path(self) -> str:
+        """Return the path, for errors."""
+        return self.location.path
 
 
 def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
     checkpoint_dir = saved_steps.checkpoint_dir(ckpt_dir, prefix)
-    root = paths.absolute(ckpt_dir)
+    root = of_text(ckpt_dir)
     if step is not None:
-        with paths.listing_cache(root):
-            return _located(_step_path(root, checkpoint_dir, _text_of(step, checkpoint_dir), prefix), named=True)
-    return step_lookup.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
+        root = root.listed()
+        checkpoint_dir = checkpoint_dir.listed_with(root)
+        found = _step_path(root, checkpoint_dir, _text_of(step, checkpoint_dir), prefix)
+        return LocatedCheckpoint(found, named=True)
+    return step_lookup.list_again_while_it_changes(
+        root, lambda listed, last: _find(listed, checkpoint_dir.listed_with(listed), prefix, last)
+    )
 
 
-def _find(root: str, checkpoint_dir: saved_steps.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
+def _find(
+    root: Location, checkpoint_dir: saved_steps.CheckpointDir, prefix: str, last: bool
+) -> LocatedCheckpoint | Absence:
     if not _exists(root):
         return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
-    if not paths.isdir(root) or contents.is_certainly_orbax(root):
-        return _located(root, named=True)
+    if not root.isdir() or contents.is_certainly_orbax(root):
+        return LocatedCheckpoint(root, named=True)
     directory = step_lookup.Directory(checkpoint_dir, tolerant=last)
     latest = step_lookup.latest_of(directory)
     if latest is not None:
-        return _located(latest.path, named=False)
+        return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
-        return _located(root, named=True)
+        return LocatedCheckpoint(root, named=True)
     absence = not_found.of_checkpoints(checkpoint_dir, prefix)
     return dataclasses.replace(absence, lost=step_lookup.newest_lost(directory))
 
 
-def _is_checkpoint(root: str) -> bool:
+def _is_checkpoint(root: Location) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases.
 
     What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
@@ -102,41 +112,37 @@ def _is_checkpoint(root: str) -> bool:
             return True
         return found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root))
     except StorageError as error:
-        folder, name = os.path.split(error.path or root)
-        is_step = STEP_DIRECTORY.fullmatch(os.path.basename(root)) and name != _RECOVERED
-        if not is_denied(error) or folder != root or name in _MAY_BE_PARTS or is_step:
+        folder, name = os.path.split(error.path or root.path)
+        is_step = STEP_DIRECTORY.fullmatch(root.name) and name != _RECOVERED
+        if not is_denied(error) or folder != root.path or name in _MAY_BE_PARTS or is_step:
             raise
         return False
 
 
-def _has_begun(root: str) -> bool:
+def _has_begun(root: Location) -> bool:
     """Return whether Orbax has begun to write items to a directory: those of whole checkpoints do not count."""
     begun = tuple(item + layout.TEMPORARY for item in layout.TREE_ITEMS)
-    return any(name.startswith(begun) for name in paths.listdir(root))
+    return any(name.startswith(begun) for name in root.listdir())
 
 
-def _located(path: str, *, named: bool) -> LocatedCheckpoint:
-    return LocatedCheckpoint(path, named, paths.storage_of(path).current_listing())
-
-
-def _exists(path: str) -> bool:
+def _exists(path: Location) -> bool:
     """Return whether a path exists, after restoring what a dead writer set aside."""
-    if paths.lexists(path):
+    if path.exists():
         return True
-    if paths.is_url(path):
+    if path.is_remote:
         return False
-    parent = os.path.dirname(path)
+    parent = path.parent
     try:
-        names = paths.listdir(parent)
+        names = parent.listdir()
     except ValueError:  # a NUL in the path
         return False
     except OSError as error:
-        failure = storage_error(parent, error, "listed")
+        failure = storage_error(parent.path, error, "listed")
         if not is_denied(failure) and error.errno not in CANNOT_BE_THERE:
             raise failure from error
         return False
-    atomic.restore_set_aside(parent, names)
-    return paths.lexists(path)
+    atomic.restore_set_aside(parent.path, names)
+    return path.exists()
 
 
 def _text_of(step: Any, checkpoint_dir: saved_steps.CheckpointDir) -> str:
@@ -148,41 +154,43 @@ def _text_of(step: Any, checkpoint_dir: saved_steps.CheckpointDir) -> str:
     return steps.step_text(one)
 
 
-def _step_path(root: str, checkpoint_dir: saved_steps.CheckpointDir, text: str, prefix: str) -> str:
+def _step_path(root: Location, checkpoint_dir: saved_steps.CheckpointDir, text: str, prefix: str) -> Location:
     path = checkpoint_dir.path(checkpoint_dir.prefix + text)
     if _exists(path):
         return path
     number = steps.parse_step(text)
     found = None if number is None else step_lookup.find_step(checkpoint_dir, number)
     if found is not None:
-        return found.path
+        return found.location
     available = [entry.text for entry in step_lookup.available(checkpoint_dir)]
-    if why := paths.storage_of(path).why_too_long(path):
+    if why := path.why_too_long():
         known, has_remedy = f"{why}; shorten the step or the prefix", True
     elif available:
         known, has_remedy = f"available steps: {', '.join(available)}", True
-    elif paths.isfile(root) or contents.is_certainly_orbax(root):
+    elif root.isfile() or contents.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
         absent = not_found.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
         known, has_remedy = str(absent), absent.has_remedy
-    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path, has_remedy=has_remedy)
+    raise CheckpointNotFoundError(
+        f"Matching checkpoint not found: {path} ({known})", path=path.path, has_remedy=has_remedy
+    )
 
 
 def read_found(
     ckpt_dir: str,
     step: Any,
     prefix: str,
-    read: Callable[[str], _Result],
+    read: Callable[[Location], _Result],
     otherwise: Callable[[], _Result] | None = None,
     doing: str = "restore",
 ) -> _Result:
     """Locate a checkpoint and read it; again if it was removed or replaced meanwhile.
 
-    Step None is the latest, and the new latest if that was removed. ``read`` reads the checkpoint at a path, inside
+    Step None is the latest, and the new latest if that was removed. ``read`` reads the checkpoint at a location, inside
     `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
     ``doing`` completes "nothing to …"."""
-    removed: tuple[str, Exception] | None = None
+    removed: tuple[Location, Exception] | None = None
     rounds, end, waits = 0, time.monotonic() + _SECONDS, list(_WAITS_SECONDS)
     is_sure = False  # this machine has looked anew, and there is nothing
     while rounds < _ROUNDS or time.monotonic() < end:
@@ -194,33 +202,35 @@ def read_found(
             is_sure = True
             continue
         log_once(_subject(ckpt_dir, prefix), None)
-        before = _identity(found.path)
+        before = found.location.identity()
         try:
-            with paths.storage_of(found.path).offering(found.listing), lfs_pointers.named(found.path):
-                return read(found.path)
+            with lfs_pointers.named(found.location):
+                return read(found.location)
         except _POLICY_ERRORS:
             raise
         except Exception as error:
-            if waits and _may_be_old_view(found.path, error):
-                if isinstance(error, _DAMAGED) or paths.storage_of(found.path).refresh(os.path.dirname(found.path)):
+            if waits and _may_be_old_view(found.location, error):
+                if isinstance(error, _DAMAGED) or found.location.parent.refresh():
                     waits = waits[-_SHORT_WAITS:]
                 time.sleep(waits.pop())
-                removed = found.path, error
+                removed = found.location.unlisted(), error
                 continue
             if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
                 if not found.named and isinstance(error, _UNUSABLE):
-                    _add_older_step(error, saved_steps.checkpoint_dir(ckpt_dir, prefix), found.path)
+                    _add_older_step(error, saved_steps.checkpoint_dir(ckpt_dir, prefix), found.location)
                 raise
-            if found.named and not is_there(found.path):
-                raise removed_error(found.path) from error
-            removed = found.path, error
+            if found.named and not is_there(found.location):
+                raise removed_error(found.location) from error
+            removed = found.location.unlisted(), error
     assert removed is not None
     path, cause = removed
     message = f"{path} was removed or replaced while it was read, as were {rounds - 1} before it"
-    raise CheckpointNotFoundError(f"{message}; keep more checkpoints (keep=), or save less often", path=path) from cause
+    raise CheckpointNotFoundError(
+        f"{message}; keep more checkpoints (keep=), or save less often", path=path.path
+    ) from cause
 
 
-def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.CheckpointDir, path: str) -> None:
+def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.CheckpointDir, path: Location) -> None:
     """Add to the error of the latest step which older one looks complete."""
     with suppress(CheckpointError, OSError):
         older = step_lookup.newest_complete(step_lookup.Directory(checkpoint_dir, tolerant=True), but=path)
@@ -230,7 +240,7 @@ def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.Checkpoi
             )
 
 
-def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> LocatedCheckpoint:
+def _find_again(ckpt_dir: str, step: Any, prefix: str, path: Location, cause: Exception) -> LocatedCheckpoint:
     found = find(ckpt_dir, step, prefix)
     if isinstance(found, Absence):
         # Never return the target here: the program would go on training from initial parameters.
@@ -244,7 +254,7 @@ def _nothing(
     if found.lost is not None:
         raise IncompleteCheckpointError(_only_lost(found.lost), path=found.lost.path)
     if otherwise is None:
-        raise found.error(paths.absolute(ckpt_dir), f"nothing to {doing}: ")
+        raise found.error(of_text(ckpt_dir), f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
     log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
@@ -260,11 +270,11 @@ def _only_lost(lost: Contents) -> str:
     )
 
 
-def _may_be_old_view(path: str, error: BaseException | None) -> bool:
+def _may_be_old_view(path: Location, error: BaseException | None) -> bool:
     """Return whether a read failed because files are missing or look damaged, on a network file system.
 
     It may show an old view, or parts of two checkpoints while one machine replaces one by the other."""
-    if not paths.storage_of(path).is_shared(os.path.dirname(path)):
+    if not path.parent.is_shared():
         return False
     for _ in range(_LONGEST_CHAIN):
         is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError | _DAMAGED)
@@ -279,14 +289,13 @@ def refresh(ckpt_dir: str, prefix: str) -> bool:
 
     Return False if nothing can have changed, or this process cannot look anew."""
     directory = saved_steps.checkpoint_dir(ckpt_dir, prefix).directory
-    storage = paths.storage_of(directory)
-    if not storage.isdir(directory) or contents.is_certainly_orbax(directory):
-        directory = os.path.dirname(directory)
-    return storage.refresh(directory)
+    if not directory.isdir() or contents.is_certainly_orbax(directory):
+        directory = directory.parent
+    return directory.refresh()
 
 
 def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:
-    return paths.absolute(ckpt_dir), prefix, "absent"
+    return of_text(ckpt_dir).path, prefix, "absent"
 
 
 def _has_changed(
@@ -295,12 +304,13 @@ def _has_changed(
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     of_itself = isinstance(error, ReplacedError) and error.path == found.path
     is_replaced = of_itself or _is_rewritten(found, error)
-    if is_replaced or not is_there(found.path) or _identity(found.path) != before:
+    location = found.location.unlisted()
+    if is_replaced or not is_there(location) or location.identity() != before:
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
-        if not isinstance(error, _AS_FOUND) and not contents.contents_of(found.path).is_complete:
-            raise removed_error(found.path) from error
+        if not isinstance(error, _AS_FOUND) and not contents.contents_of(location).is_complete:
+            raise removed_error(location) from error
         return False
     try:
         now = find_now()
@@ -311,57 +321,50 @@ def _has_changed(
 
 def _is_rewritten(found: LocatedCheckpoint, error: Exception) -> bool:
     """Return whether a store has another version of an object, or other objects, than when it was listed."""
-    if not paths.is_url(found.path):
+    if not found.location.is_remote:
         return False
     if getattr(error, "errno", None) == errno.ESTALE:
         return True
-    storage = paths.storage_of(found.path)
-    with storage.offering(found.listing), storage.watching(found.path) as is_replaced:
-        return found.listing is not None and is_replaced()
-
-
-def _identity(path: str) -> tuple[int, int, int] | None:
-    """Return device, inode and time of change of a local path; None in stores, or if it does not exist."""
-    return paths.storage_of(path).identity(path)
+    return found.location.listing is not None and found.location.watch()()
 
 
 @contextmanager
-def unchanged(path: str, since: Callable[[], bool] | None = None) -> Iterator[Callable[[], bool]]:
+def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterator[Callable[[], bool]]:
     """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two.
 
     With ``since``, which an earlier block yielded, it may not have been replaced since that one began, either."""
-    with nullcontext(since) if since is not None else paths.storage_of(path).watching(path) as is_replaced:
-        cause = None
-        try:
-            yield is_replaced
-        except _POLICY_ERRORS:
+    is_replaced = path.watch() if since is None else since
+    cause = None
+    try:
+        yield is_replaced
+    except _POLICY_ERRORS:
+        raise
+    except Exception as error:
+        # In a store objects may just be lost, as the error says; a restore tries again, and finds out.
+        if (since is not None and path.is_remote) or not is_replaced():
             raise
-        except Exception as error:
-            # In a store objects may just be lost, as the error says; a restore tries again, and finds out.
-            if (since is not None and paths.is_url(path)) or not is_replaced():
-                raise
-            cause = error
-        if cause is not None or is_replaced():
-            raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path) from cause
+        cause = error
+    if cause is not None or is_replaced():
+        raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path.path) from cause
 
 
-def is_there(path: str) -> bool:
+def is_there(path: Location) -> bool:
     """Return whether a path exists, or may exist."""
     try:
-        return paths.lexists(path)
+        return path.unlisted().exists()
     except StorageError:
         return True
 
 
-def removed_error(path: str) -> CheckpointNotFoundError:
+def removed_error(path: Location) -> CheckpointNotFoundError:
     """Return the error for a named checkpoint that was removed, or is a link to nothing."""
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
-    dangling = directories.dangling_link(path)
-    return CheckpointNotFoundError(dangling or removed, path=path, has_remedy=dangling is not None)
+    dangling = directories.dangling_link(path.path)
+    return CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)
 
 
 @contextmanager
-def reporting_removal(path: str) -> Iterator[None]:
+def reporting_removal(path: Location) -> Iterator[None]:
     """Raise CheckpointNotFoundError for an error of reading a checkpoint that was removed meanwhile."""
     try:
         yield

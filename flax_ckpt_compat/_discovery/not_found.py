@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic, directories
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign, hints, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -39,16 +39,16 @@ class Absence:
         """Return the level of the log record: no warning on a first run."""
         return logging.INFO if self.is_start else logging.WARNING
 
-    def error(self, path: str, before: str = "") -> CheckpointNotFoundError:
+    def error(self, path: Location, before: str = "") -> CheckpointNotFoundError:
         """Return this as an error, after other words; with what is beside the path, if there is no other remedy."""
         beside = None if self.remedy else hints.beside(path)
         message = f"{before}{self}; {beside}" if beside else f"{before}{self}"
-        return CheckpointNotFoundError(message, path=path, has_remedy=bool(self.remedy or beside))
+        return CheckpointNotFoundError(message, path=path.path, has_remedy=bool(self.remedy or beside))
 
 
-def of_directory(path: str) -> Absence:
+def of_directory(path: Location) -> Absence:
     """Explain that a path does not exist."""
-    if why := paths.storage_of(path).why_too_long(path):
+    if why := path.why_too_long():
         return Absence(f"{path} does not exist, as {why}", "shorten it")
     if expanded := hints.unexpanded_home(path):
         return Absence(f"{path} does not exist, as '~' is not expanded", f"write {expanded}")
@@ -57,30 +57,30 @@ def of_directory(path: str) -> Absence:
     if near := hints.sibling_directory(path):
         return Absence(f"{path} does not exist", f"did you mean {near}?")
     if others := hints.steps_of_prefix(path):
-        parent, prefix = os.path.split(path)
+        parent, prefix = path.parent, path.name
         there = f"there are {hints.some(others)} in {parent}"
         return Absence(f"{path} does not exist; {there}", f"pass that directory, and {prefix=}")
     return Absence(f"{path} does not exist", is_start=True)
 
 
-def no_directory(path: str) -> Absence:
+def no_directory(path: Location) -> Absence:
     """Explain that a path is not a directory of checkpoints: it does not exist, or is a file."""
-    if (dangling := directories.dangling_link(path)) is not None:
+    if (dangling := directories.dangling_link(path.path)) is not None:
         return Absence(dangling)
-    if paths.lexists(path):
-        return Absence(f"{path} is a file", f"pass the directory of the checkpoints, perhaps {os.path.dirname(path)}")
+    if path.exists():
+        return Absence(f"{path} is a file", f"pass the directory of the checkpoints, perhaps {path.parent}")
     return of_directory(path)
 
 
 def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
     directory = checkpoint_dir.directory
-    if not paths.isdir(directory):
-        if paths.lexists(directory):
-            return Absence(directories.dangling_link(directory) or f"{directory} is not a directory")
+    if not directory.isdir():
+        if directory.exists():
+            return Absence(directories.dangling_link(directory.path) or f"{directory} is not a directory")
         return dataclasses.replace(found := of_directory(directory), why=f"the directory {found.why}")
     none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
-    if why := paths.storage_of(directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
+    if why := checkpoint_dir.path(checkpoint_dir.prefix).why_too_long():
         return Absence(f"{none}, as {why}", "shorten the prefix")
     if outer := hints.checkpoint_around(directory):
         return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
@@ -100,9 +100,9 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     return (None if is_start else _of_kind(directory, none)) or Absence(none, is_start=is_start)
 
 
-def _of_kind(directory: str, none: str) -> Absence | None:
+def _of_kind(directory: Location, none: str) -> Absence | None:
     """Explain that a local directory is something else of a known kind; None if it is not."""
-    if paths.storage_of(directory).is_remote:
+    if directory.is_remote:
         return None
     with suppress(CheckpointError, OSError):
         found = contents_of(directory)
@@ -119,7 +119,7 @@ def _is_unrelated(name: str) -> bool:
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
     names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
-    if not paths.is_url(checkpoint_dir.directory):  # of local artifacts, `nearby` names the path to pass
+    if not checkpoint_dir.directory.is_remote:  # of local artifacts, `nearby` names the path to pass
         names = [name for name in names if not _ARTIFACT.fullmatch(name)]
     found = filter(None, map(steps.split_step, names))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):

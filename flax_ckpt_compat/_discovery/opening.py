@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -17,6 +16,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     add_sentence,
 )
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, lfs_pointers
@@ -31,21 +31,31 @@ _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, st
 class Opened:
     """An open checkpoint of one tree or several; each item is opened on first use."""
 
-    def __init__(self, path: str, *, verify: bool):
+    def __init__(self, path: Location, *, verify: bool):
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name."""
         self._verify = verify
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
-        with paths.listing_cache(path):
-            self.contents = found = contents.checkpoint_at(path)
-            self.path: str = path  # of the checkpoint
-            # Name → format and path; a checkpoint that is one tree has the single item ''.
-            self.items: dict[str, Item] = dict(found.items)
-            self.trees: dict[str, Item] = found.trees  # the items that are not JSON
-            if paths.is_url(path) and len(found.items) == 1:
-                self.reader(*found.items)  # now, while the listing is cached
+        listed = path.listed()
+        self.contents = found = contents.checkpoint_at(listed)
+        self.location = path.unlisted()  # of the checkpoint
+        # Name → format and location; a checkpoint that is one tree has the single item ''.
+        self.items: dict[str, Item] = dict(found.items)
+        if path.is_remote and len(found.items) == 1:
+            self.reader(*found.items)  # now, while the listing is new
+        self.items = {name: item.unlisted() for name, item in found.items.items()}
         if found.unknown:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
+
+    @property
+    def path(self) -> str:
+        """Return the path of the checkpoint."""
+        return self.location.path
+
+    @property
+    def trees(self) -> dict[str, Item]:
+        """Return the items that are not JSON."""
+        return {name: item for name, item in self.items.items() if item.format is not None}
 
     @property
     def parts(self) -> Sequence[str]:
@@ -98,10 +108,10 @@ class Opened:
 
 def open_item(item: Item, *, verify: bool = False) -> Reader:
     """Open one tree or JSON item; see `Backend.open`."""
-    with lfs_pointers.named(item.path):
+    with lfs_pointers.named(item.location):
         if item.format is None:
-            return JsonReader(item.path)
-        return backend_for(item.format).open(item.path, verify=verify)
+            return JsonReader(item.location)
+        return backend_for(item.format).open(item.location, verify=verify)
 
 
 class JsonReader(Reader):
@@ -110,14 +120,14 @@ class JsonReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, True
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: Location):
+        self.location = path.unlisted()
         try:
-            with translated(path):
-                self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
+            with translated(path.path):
+                self.tree: Node = self._node(json.loads(path.read().decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
-                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path
+                f"{path} is not valid JSON: {error}; restore the file from a backup", path=path.path
             ) from error
 
     def _node(self, value: Any, path: Path) -> Node:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import presence, temporaries
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
@@ -49,52 +49,56 @@ class Item:
     """One tree, or other item, of a checkpoint."""
 
     format: Format | None  # on-disk format; None for a plain JSON item
-    path: str  # the file or directory of this item
+    location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    def unlisted(self) -> Item:
+        """Return this item without a listing."""
+        return dataclasses.replace(self, location=self.location.unlisted())
 
-def names_in(path: str) -> set[str]:
+
+def names_in(path: Location) -> set[str]:
     """Return the names in a directory; none if it is not one."""
-    with translated(path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
-        return set(paths.listdir(path)) if paths.isdir(path) else set()
+    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set(path.listdir()) if path.isdir() else set()
     return set()
 
 
-def holds_files(path: str) -> bool:
+def holds_files(path: Location) -> bool:
     """Return whether a path is a file or a link, or a directory with one at any depth; a commit file does not count."""
-    if paths.isfile(path) or presence.islink(path):
+    if path.isfile() or presence.islink(path.path):
         return True
     names = names_in(path).difference((layout.COMMIT_FILE,))
-    return any(holds_files(os.path.join(path, name)) for name in names)
+    return any(holds_files(path / name) for name in names)
 
 
-def is_tree(path: str, names: set[str]) -> bool:
+def is_tree(path: Location, names: set[str]) -> bool:
     """Return whether a directory with these names is a pytree, or a single array."""
     if names.intersection(TREE_MARKERS):
         return True
-    child = os.path.join(path, layout.MSGPACK_FILE)
+    child = path / layout.MSGPACK_FILE
     # Orbax's handler of single arrays calls its array by the same name.
     return layout.MSGPACK_FILE in names and (_begins_like_aggregate(_first_bytes(child)) or is_array(child))
 
 
-def is_array(path: str) -> bool:
+def is_array(path: Location) -> bool:
     """Return whether a directory has the zarr metadata of one array."""
-    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
+    return any((path / name).isfile() for name in layout.ARRAY_METADATA_FILES)
 
 
-def is_t5x(path: str, names: set[str]) -> bool:
+def is_t5x(path: Location, names: set[str]) -> bool:
     """Return whether a directory is a checkpoint of T5X: a msgpack file of TensorStore specs, arrays beside it."""
     if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
         return False
     has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
-    first = _first_bytes(os.path.join(path, layout.MSGPACK_FILE))
+    first = _first_bytes(path / layout.MSGPACK_FILE)
     return has_arrays and first[:1] in (b"\x81", b"\x82", b"\x83") and any(key in first for key in _T5X_KEYS)
 
 
-def is_never_merged(path: str, names: set[str]) -> bool:
+def is_never_merged(path: Location, names: set[str]) -> bool:
     """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
-    folders = [name for name in names if paths.isdir(os.path.join(path, name))]
+    folders = [name for name in names if (path / name).isdir()]
     databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
     finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
         layout.STEP_METADATA,
@@ -103,16 +107,16 @@ def is_never_merged(path: str, names: set[str]) -> bool:
     return finished and len(databases) == 1 and len(folders) > 1
 
 
-def recorded_handlers(path: str, names: set[str]) -> Mapping[str, str] | str:
+def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | str:
     """Return the handlers that a step's metadata records: of each item, or of the one tree; empty without a record.
 
     Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
     if layout.STEP_METADATA not in names:
         return {}
-    file = os.path.join(path, layout.STEP_METADATA)
-    with translated(file), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    file = path / layout.STEP_METADATA
+    with translated(file.path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         try:
-            content = json.loads(paths.read(file, 0, _MAX_RECORD_BYTES))
+            content = json.loads(file.read(0, _MAX_RECORD_BYTES))
         except (ValueError, RecursionError):  # Orbax takes what does not decode as missing
             return {}
         handlers = content.get("item_handlers") if isinstance(content, dict) else None
@@ -137,7 +141,7 @@ def kind_of_handler(handler: str) -> ItemKind:
     return ItemKind.UNKNOWN
 
 
-def missing_part(path: str, names: set[str], handler: str) -> str | None:
+def missing_part(path: Location, names: set[str], handler: str) -> str | None:
     """Return the path, relative to an item, of a file or folder that its handler has written and that is not there.
 
     ``names`` are those in the item's directory. None also if nothing is known of the handler."""
@@ -151,17 +155,17 @@ def missing_part(path: str, names: set[str], handler: str) -> str | None:
     if kind is ItemKind.KEY:
         key = layout.JAX_KEY if "Jax" in handler else layout.NUMPY_KEY
         wanted = (key, f"{key}_metadata")
-        absent = [name for name in wanted if not names_in(os.path.join(path, name))]
+        absent = [name for name in wanted if not names_in(path / name)]
         return f"{absent[0]}/" if absent else None
     return lost_manifest_in(path, names) if kind in (ItemKind.TREE, ItemKind.ARRAY) else None
 
 
-def lost_manifest_in(path: str, names: set[str]) -> str | None:
+def lost_manifest_in(path: Location, names: set[str]) -> str | None:
     """Return the name of the manifest if a directory has an array database, or a tree of arrays, without it."""
     return layout.MANIFEST if lost_manifest(path, names) else None
 
 
-def lost_manifest(path: str, names: set[str]) -> bool:
+def lost_manifest(path: Location, names: set[str]) -> bool:
     """Return whether a directory has an array database, or a tree of arrays, without the manifest that locates them.
 
     An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is mounted
@@ -173,40 +177,36 @@ def lost_manifest(path: str, names: set[str]) -> bool:
         return all(map(_DATA_FILE.fullmatch, data_files))
     # Without OCDBT there is a folder for each array: look at no more than the first.
     others = names - {layout.ARRAY_METADATAS}
-    if layout.TREE_METADATA not in names or any(paths.isdir(os.path.join(path, name)) for name in others):
+    if layout.TREE_METADATA not in names or any((path / name).isdir() for name in others):
         return False
-    with translated(path):  # perhaps a tree without arrays
-        return bool(_ARRAY_TYPE.search(paths.read(os.path.join(path, layout.TREE_METADATA))))
+    with translated(path.path):  # perhaps a tree without arrays
+        return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))
 
 
-def _data_files(path: str, names: set[str]) -> set[str] | None:
+def _data_files(path: Location, names: set[str]) -> set[str] | None:
     """Return the names in the folder that a database has for its data; None if there is no such folder."""
-    data = os.path.join(path, layout.DATA_DIRECTORY)
-    return names_in(data) if layout.DATA_DIRECTORY in names and paths.isdir(data) else None
+    data = path / layout.DATA_DIRECTORY
+    return names_in(data) if layout.DATA_DIRECTORY in names and data.isdir() else None
 
 
-def lost_structure(path: str, names: set[str]) -> bool:
+def lost_structure(path: Location, names: set[str]) -> bool:
     """Return whether a directory has parts of a tree of Orbax, but lost the structure file."""
     if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
     if any(map(_DATA_FILE.fullmatch, _data_files(path, names) or ())):
         return True
-    chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
-    if (
-        layout.MSGPACK_FILE in names
-        and paths.isdir(chunks)
-        and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks)))
-    ):
+    chunks = path / layout.MSGPACK_FILE  # of an array item that lost the metadata of its one array
+    if layout.MSGPACK_FILE in names and chunks.isdir() and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks))):
         return True
     return bool(names.intersection(FINISHED)) and is_folder_of_arrays(path, names)
 
 
-def is_folder_of_arrays(path: str, names: set[str]) -> bool:
+def is_folder_of_arrays(path: Location, names: set[str]) -> bool:
     """Return whether a directory has nothing but folders of single arrays, some of them with zarr metadata.
 
     Beside other files, a folder of a single array is a data set."""
-    folders = [os.path.join(path, name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
-    return all(map(paths.isdir, folders)) and any(
+    folders = [(path / name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
+    return all(folder.isdir() for folder in folders) and any(
         names_in(one).intersection(layout.ARRAY_METADATA_FILES) for one in folders
     )
 
@@ -222,19 +222,18 @@ def json_name(names: set[str], handler: str = "") -> str | None:
     return None
 
 
-def json_file(path: str, names: set[str], handler: str = "") -> str | None:
+def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
     """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
     name = json_name(names, handler)
-    file = os.path.join(path, name or "")
-    return file if name is not None and paths.isfile(file) else None
+    return path / name if name is not None and (path / name).isfile() else None
 
 
-def _first_bytes(file: str) -> bytes:
+def _first_bytes(file: Location) -> bytes:
     """Return the first bytes of a file; none of what is not a file."""
-    if not paths.isfile(file):
+    if not file.isfile():
         return b""
-    with translated(file):
-        return paths.read(file, 0, _FIRST_BYTES)
+    with translated(file.path):
+        return file.read(0, _FIRST_BYTES)
 
 
 def _begins_like_aggregate(first: bytes) -> bool:
@@ -251,17 +250,17 @@ def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
     return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
 
 
-def items_in(path: str, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
+def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
     """Return the named items of a CheckpointManager step or an Orbax v1 directory; not those of an unknown kind.
 
     ``handlers`` are those that the step's metadata records."""
     handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
     inside = dict[str, set[str]]()
     for name in sorted(names):
-        child = os.path.join(path, name)
+        child = path / name
         # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
         is_part = name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name)
-        if not is_part and paths.isdir(child):
+        if not is_part and child.isdir():
             inside[name] = names_in(child)
     whole = {
         name for name, found in inside.items() if name not in handlers and is_checkpoint_itself(name, found, is_marked)
@@ -269,21 +268,21 @@ def items_in(path: str, names: set[str], handlers: Mapping[str, str] | None = No
     found = {
         name: item
         for name in inside
-        if name not in whole and (item := _item(os.path.join(path, name), inside[name], handlers.get(name, "")))
+        if name not in whole and (item := _item((path / name), inside[name], handlers.get(name, "")))
     }
     if whole and not is_marked:
         for name in _items_that_look_like_steps(path, found, {one: inside[one] for one in whole}):
-            if (item := _item(os.path.join(path, name), inside[name], "")) is not None:
+            if (item := _item((path / name), inside[name], "")) is not None:
                 found[name] = item
     return dict(sorted(found.items()))
 
 
-def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
+def _items_that_look_like_steps(path: Location, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
     """Return which directories are items although their names end in numbers, or they have step metadata of their own.
 
     Beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of its own wrote.
     And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
-    step = os.path.basename(path).removeprefix("checkpoint_")
+    step = path.name.removeprefix("checkpoint_")
     is_step = steps.parse_step(step) is not None
     has_json = any(item.format is None for item in items.values())
     named = {name for name in whole if not steps.ends_in_step(name)}
@@ -295,18 +294,18 @@ def _items_that_look_like_steps(path: str, items: Mapping[str, Item], whole: Map
     return {name for name in unmarked if steps.parse_step(name.removeprefix("checkpoint_")) is None}
 
 
-def _item(path: str, names: set[str], handler: str) -> Item | None:
+def _item(path: Location, names: set[str], handler: str) -> Item | None:
     """Return an item with these names in its directory; None if its kind is unknown."""
     keys = sorted(names.intersection(RANDOM_KEYS))
     if is_tree(path, names):
         return Item(Format.ORBAX, path, names)
     if keys:
-        return Item(Format.ORBAX, os.path.join(path, keys[0]))
+        return Item(Format.ORBAX, (path / keys[0]))
     file = json_file(path, names, handler)
     return Item(None, file) if file is not None else None
 
 
 def only_orbax_has(items: Mapping[str, Item]) -> bool:
     """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
-    kinds = {os.path.basename(item.path) in RANDOM_KEYS or item.format for item in items.values()}
+    kinds = {item.location.name in RANDOM_KEYS or item.format for item in items.values()}
     return True in kinds or kinds == {None, Format.ORBAX}

@@ -10,8 +10,9 @@ import logging
 import os
 from collections.abc import Container
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of
@@ -24,13 +25,21 @@ _log = logging.getLogger("flax_ckpt_compat")
 class CheckpointDir:
     """Directory and prefix of checkpoints."""
 
-    directory: str  # absolute path
+    directory: Location
     prefix: str  # beginning of their names: the part of the caller's prefix after its last ``/``
     shown: str  # the directory as the caller wrote it, for returned paths
 
-    def path(self, name: str) -> str:
-        """Return the absolute path of a name in this directory."""
-        return os.path.join(self.directory, name)
+    def path(self, name: str) -> Location:
+        """Return the location of a name in this directory."""
+        return self.directory / name
+
+    def listed(self) -> CheckpointDir:
+        """Return this directory with a listing; see `Location.listed`."""
+        return dataclasses.replace(self, directory=self.directory.listed())
+
+    def listed_with(self, other: Location) -> CheckpointDir:
+        """Return this directory with the listing of another location, which may be above it."""
+        return dataclasses.replace(self, directory=self.directory.with_listing(other.listing))
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
@@ -38,19 +47,19 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # ".." out of a symlinked directory can only be resolved by the file system.
-    climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
-    absolute = os.path.realpath(paths.local(shown)) if climbs else paths.absolute(shown)
-    if tail and paths.is_url(absolute):
-        paths.normal(os.path.join(absolute, tail))  # raises for characters that stores do not take
-    return CheckpointDir(absolute, tail, shown)
+    directory = resolved(shown) if os.pardir in head.split(os.sep) else of_text(shown)
+    if tail and directory.is_remote:
+        normal((directory / tail).path)  # raises for characters that stores do not take
+    return CheckpointDir(directory, tail, shown)
 
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
     """Return all names in the directory; none if it does not exist."""
     try:
-        with translated(checkpoint_dir.directory):
-            names = paths.listdir(checkpoint_dir.directory)
-        return names + paths.storage_of(checkpoint_dir.directory).restore_set_aside(checkpoint_dir.directory, names)
+        with translated(checkpoint_dir.directory.path):
+            names = checkpoint_dir.directory.listdir()
+        directory = checkpoint_dir.directory
+        return names + directory.storage.restore_set_aside(directory.path, names)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return []
@@ -62,19 +71,19 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> dict[str, 
 
     Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning."""
     counted, broken = dict[str, bool](), []
-    with paths.listing_cache(checkpoint_dir.directory):
-        ours = steps.in_order(names, checkpoint_dir.prefix)
-        paths.storage_of(checkpoint_dir.directory).prefetch_heads(list(map(checkpoint_dir.path, ours)))
-        for name in ours:
-            path = checkpoint_dir.path(name)
-            found = contents_of(path, lists_denied=True)
-            if found.counts_for_keep:
-                counted[name] = found.may_be_removed
-            elif found.state is State.FOREIGN:
-                _warn_of_foreign(checkpoint_dir, name, found.why)
-            # Otherwise another process has just evicted it.
-            elif found.state in (State.INCOMPLETE, State.DENIED) and paths.lexists(path):
-                broken.append(f"{name} ({found.why})")
+    checkpoint_dir = checkpoint_dir.listed()
+    ours = steps.in_order(names, checkpoint_dir.prefix)
+    checkpoint_dir.directory.prefetch_heads(ours)
+    for name in ours:
+        path = checkpoint_dir.path(name)
+        found = contents_of(path, lists_denied=True)
+        if found.counts_for_keep:
+            counted[name] = found.may_be_removed
+        elif found.state is State.FOREIGN:
+            _warn_of_foreign(checkpoint_dir, name, found.why)
+        # Otherwise another process has just evicted it.
+        elif found.state in (State.INCOMPLETE, State.DENIED) and path.exists():
+            broken.append(f"{name} ({found.why})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
     return counted
@@ -91,25 +100,26 @@ def _warn_of_foreign(checkpoint_dir: CheckpointDir, name: str, look: str) -> Non
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
     """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
 
+
     One that may not be listed counts as complete, and nothing that is foreign does."""
-    with paths.listing_cache(checkpoint_dir.directory):
-        for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
-            if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
-                return None
-            if name in but:
-                continue
-            found = contents_of(checkpoint_dir.path(name), lists_denied=True)
-            if found.is_complete or found.state is State.DENIED:
-                return name
-            if found.state is State.FOREIGN:
-                _warn_of_foreign(checkpoint_dir, name, found.why)
+    checkpoint_dir = checkpoint_dir.listed()
+    for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
+        if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
+            return None
+        if name in but:
+            continue
+        found = contents_of(checkpoint_dir.path(name), lists_denied=True)
+        if found.is_complete or found.state is State.DENIED:
+            return name
+        if found.state is State.FOREIGN:
+            _warn_of_foreign(checkpoint_dir, name, found.why)
     return None
 
 
-def is_checkpoint(path: str) -> bool:
+def is_checkpoint(path: Location) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
-        with translated(path):
+        with translated(path.path):
             found = contents_of(path)
             if found.layout is Layout.FILE and not foreign.may_be_msgpack_tree(path):
                 return False

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core import module_names, steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -42,7 +42,7 @@ class Entry:
     """A listed name that may be a checkpoint."""
 
     name: str  # in its directory
-    path: str  # absolute path, or URL
+    location: Location
     step: float | None  # its number; None for ``prefix + text``
     text: str  # the step as the name spells it
     managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
@@ -84,14 +84,13 @@ class UnsettledError(ChangedError):
     """A checkpoint on a network file system looks incomplete: another machine may be replacing it."""
 
 
-def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result]) -> _Result:
+def list_again_while_it_changes(directory: Location, look: Callable[[Location, bool], _Result]) -> _Result:
     """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
 
-    It takes True in the last round, when a vanished name counts as absent."""
+    It takes the directory with that listing, and True in the last round, when a vanished name counts as absent."""
     for number in range(_ROUNDS):
         try:
-            with paths.listing_cache(directory):
-                return look(number == _ROUNDS - 1)
+            return look(directory.listed(), number == _ROUNDS - 1)
         except (ChangedError, FileNotFoundError, NotADirectoryError) as error:
             # Any other missing file was removed between two accesses.
             if number == _ROUNDS - 1 or isinstance(error, CheckpointError):
@@ -104,11 +103,10 @@ def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result])
     raise AssertionError
 
 
-def _wait_for_other_machines(directory: str, tries: int) -> None:
+def _wait_for_other_machines(directory: Location, tries: int) -> None:
     """Wait until this machine sees what others have changed in a directory; not where others cannot."""
-    storage = paths.storage_of(directory)
-    if storage.is_shared(directory):
-        storage.refresh(directory)
+    if directory.is_shared():
+        directory.refresh()
         time.sleep(min(_FIRST_WAIT_SECONDS * 2**tries, _LONGEST_WAIT_SECONDS))
 
 
@@ -183,7 +181,7 @@ class Directory:
 
         Listing is not atomic: it can miss names that are added or removed meanwhile.
         """
-        if self._tolerant or paths.is_url(self.checkpoint_dir.directory):
+        if self._tolerant or self.checkpoint_dir.directory.is_remote:
             return
         if set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
             raise ChangedError
@@ -203,7 +201,7 @@ class Directory:
         matches = filter(None, map(STEP_DIRECTORY.fullmatch, self.names))
         found = [self._entry(match[0], match[2], managed=True) for match in matches if (match[1] or "") == head]
         found.sort(key=_order)
-        is_manager = any(contents.is_step_of_manager(entry.path) for entry in reversed(found))
+        is_manager = any(contents.is_step_of_manager(entry.location) for entry in reversed(found))
         return found if is_manager else []
 
     def _state_of(self, entry: Entry) -> Classified:
@@ -212,20 +210,21 @@ class Directory:
         return self._classified[entry.name]
 
     def _classify(self, entry: Entry) -> Classified:
-        found = contents.contents_of(entry.path, lists_denied=self._lists_denied)
+        found = contents.contents_of(entry.location, lists_denied=self._lists_denied)
         # It may have been removed during the look.
-        if not found.is_complete and not paths.storage_of(entry.path).is_remote and not paths.lexists(entry.path):
+        if not found.is_complete and not entry.location.is_remote and not entry.location.exists():
             found = dataclasses.replace(found, state=State.ABSENT)
         return Classified(entry, found)
 
 
 def _is_settled(classified: Classified) -> bool:
     """Return whether a state can be relied on: not if a checkpoint of a network file system just became incomplete."""
-    path = classified.entry.path
+    location = classified.entry.location
+    path = location.path
     if classified.state is not State.INCOMPLETE:
         _incomplete_since.pop(path, None)
         return True
-    if not paths.storage_of(path).is_shared(os.path.dirname(path)):
+    if not location.parent.is_shared():
         return True
     now = time.monotonic()
     since = _incomplete_since.setdefault(path, now)
@@ -242,7 +241,8 @@ def _order(entry: Entry) -> tuple[float, bool, str]:
 def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
     """Return the latest checkpoint, or None."""
     return list_again_while_it_changes(
-        checkpoint_dir.directory, lambda last: latest_of(Directory(checkpoint_dir, tolerant=last))
+        checkpoint_dir.directory,
+        lambda listed, last: latest_of(Directory(checkpoint_dir.listed_with(listed), tolerant=last)),
     )
 
 
@@ -269,10 +269,10 @@ def latest_of(directory: Directory) -> Entry | None:
     return None
 
 
-def newest_complete(directory: Directory, *, but: str) -> Entry | None:
+def newest_complete(directory: Directory, *, but: Location) -> Entry | None:
     """Return the newest complete checkpoint of one listing that is not at the path ``but``, or None."""
     for entry in reversed([*directory.texts, *(directory.steps or directory.other_family)]):
-        if entry.path != but and directory.classify(entry).state is State.COMPLETE:
+        if entry.location != but and directory.classify(entry).state is State.COMPLETE:
             return entry
     return None
 
@@ -292,26 +292,26 @@ def newest_lost(directory: Directory) -> Contents | None:
 def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
     """Raise where a name may have vanished because the list is old: what is there is not the latest, or nothing."""
     folder = checkpoint_dir.directory
-    if paths.storage_of(folder).is_shared(folder):
+    if folder.is_shared():
         raise CheckpointNotFoundError(
             f"{folder} lists {entry.name}, but it is not there: other machines have changed the directory, and its "
             "network file system still shows an old list. Try again in a minute, or name a step with step=",
-            path=entry.path,
+            path=entry.location.path,
             has_remedy=True,
         )
 
 
 def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:
     if tier is directory.longer:
-        return classified.state is State.COMPLETE and saved_steps.is_checkpoint(classified.entry.path)
+        return classified.state is State.COMPLETE and saved_steps.is_checkpoint(classified.entry.location)
     return _is_listed(directory, classified)
 
 
 def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return the available steps, oldest first, each number once; warn about incomplete ones."""
 
-    def look(last: bool) -> list[Entry]:
-        directory = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
+    def look(listed: Location, last: bool) -> list[Entry]:
+        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last, lists_denied=True)
         found = _classified_steps(directory)
         # A step that may not be listed is there, by its name: a restore of it tells of the permission.
         counted = [one.entry for one in found if one.counts]
@@ -328,10 +328,9 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
 def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
 
-    def look(last: bool) -> list[Entry]:
-        found = [
-            classified for classified in everything_of(Directory(checkpoint_dir, tolerant=last)) if classified.counts
-        ]
+    def look(listed: Location, last: bool) -> list[Entry]:
+        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last)
+        found = [classified for classified in everything_of(directory) if classified.counts]
         return [classified.entry for classified in sorted(found, key=lambda one: one.entry.step is not None)]
 
     return list_again_while_it_changes(checkpoint_dir.directory, look)
@@ -355,15 +354,15 @@ def _is_listed(directory: Directory, classified: Classified) -> bool:
 
 def _classified_steps(directory: Directory) -> list[Classified]:
     entries = directory.steps or directory.other_family
-    paths.storage_of(directory.checkpoint_dir.directory).prefetch_heads([entry.path for entry in entries])
+    directory.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
     return [directory.classify(entry) for entry in entries]
 
 
 def find_step(checkpoint_dir: CheckpointDir, number: float) -> Entry | None:
     """Return the checkpoint of a step number, however it is spelt (7, 7.0, 007), or None."""
 
-    def look(last: bool) -> Entry | None:
-        directory = Directory(checkpoint_dir, tolerant=last)
+    def look(listed: Location, last: bool) -> Entry | None:
+        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last)
         found = [entry for entry in directory.steps or directory.other_family if entry.step == number]
         return found[-1] if found else None
 
@@ -375,12 +374,12 @@ def _warn_of_skipped(checkpoint_dir: CheckpointDir, skipped: Sequence[Classified
         f"{classified.entry.name} ({classified.why})" for classified in sorted(skipped, key=lambda one: one.entry.name)
     )
     message = f"Skipping incomplete checkpoints in {checkpoint_dir.directory}: {shown}" if skipped else None
-    log_once((checkpoint_dir.directory, checkpoint_dir.prefix, "incomplete"), message)
+    log_once((checkpoint_dir.directory.path, checkpoint_dir.prefix, "incomplete"), message)
 
 
 def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
     log_once(
-        (checkpoint_dir.directory, checkpoint_dir.prefix, "longer"),
+        (checkpoint_dir.directory.path, checkpoint_dir.prefix, "longer"),
         f"{checkpoint_dir.directory} holds no checkpoint with exactly the prefix {checkpoint_dir.prefix!r}; taking "
         f"{entry.name}, the last name that begins with it, as Flax does: pass the whole prefix",
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core import module_names, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery import contents, foreign, not_found
 from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
@@ -17,73 +17,73 @@ DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
 
 
-def checkpoints_below(root: str) -> list[str]:
-    """Return the path of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
+def checkpoints_below(root: Location) -> list[Location]:
+    """Return the location of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
 
     A directory that the system refuses to list counts, as it may be one. Files count if they are named
     ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the directory begins like Flax's.
     """
-    with paths.listing_cache(root):
-        if not paths.lexists(root):
-            raise not_found.of_directory(root).error(root)
-        if not paths.isdir(root) or (contents.is_certainly_orbax(root)):
-            return [root]
-        denied: list[StorageError] = []
-        found = [path for _, inside in folders_below(root, denied) for path in inside]
-        found += [error.path for error in denied if error.path is not None]
-        return found or ([root] if _is_checkpoint(root) else [])
+    listed = root.listed()
+    if not listed.exists():
+        raise not_found.of_directory(root).error(root)
+    if not listed.isdir() or contents.is_certainly_orbax(listed):
+        return [root]
+    denied: list[StorageError] = []
+    found = [path.unlisted() for _, inside in folders_below(listed, denied) for path in inside]
+    found += [root.at(error.path).unlisted() for error in denied if error.path is not None]
+    return found or ([root] if _is_checkpoint(listed) else [])
 
 
-def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, list[str]]]:
+def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[Location, list[Location]]]:
     """Yield a directory and all below it that are not checkpoints, each with the checkpoints directly in it.
 
     Each is visited once, whatever links lead to it. ``denied`` takes the errors of those below that the system refuses
     to list, such as ``lost+found``."""
-    seen, pending = {paths.resolve(root)}, [root]
+    seen, pending = {root.resolve()}, [root]
     while pending:
         folder = pending.pop()
-        with translated(folder):
-            names = module_names.natural_sort(paths.listdir(folder), signed=False)
-        found: list[str] = []
-        inside: list[str] = []
+        with translated(folder.path):
+            names = module_names.natural_sort(folder.listdir(), signed=False)
+        found: list[Location] = []
+        inside: list[Location] = []
         prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
         numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
-        steps_there = numbers if any(map(is_step_of_manager, (os.path.join(folder, name) for name in numbers))) else ()
+        steps_there = numbers if any(map(is_step_of_manager, (folder / name for name in numbers))) else ()
         for name in names:
-            path = os.path.join(folder, name)
+            path = folder / name
             if steps.is_foreign(name):
                 continue
-            if not paths.isdir(path):
+            if not path.isdir():
                 split = steps.split_step(name)
                 is_named = _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX)
                 if (is_named or (split and prefixes[split[0]])) and contents_of(path).state is not State.FOREIGN:
                     found.append(path)
-            elif (resolved := paths.resolve(path)) not in seen:
+            elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
                 try:
-                    with translated(path):
-                        is_empty_step = not paths.listdir(path) and (_is_named_checkpoint(name) or name in steps_there)
+                    with translated(path.path):
+                        is_empty_step = not path.listdir() and (_is_named_checkpoint(name) or name in steps_there)
                 except StorageError as error:
                     if not is_denied(error):
                         raise
                     denied.append(error)
                 else:
                     (found if is_empty_step or _is_checkpoint_or_denied(path) else inside).append(path)
-        yield folder, [] if os.path.basename(folder) == steps.SHADOW_FOLDER else found
+        yield folder, [] if folder.name == steps.SHADOW_FOLDER else found
         pending += reversed(inside)
 
 
-def _is_checkpoint(path: str) -> bool:
+def _is_checkpoint(path: Location) -> bool:
     found = contents_of(path)
     if found.layout is Layout.ARRAYS and not steps.ends_in_step(found.name):
         return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 
 
-def _is_checkpoint_or_denied(path: str) -> bool:
+def _is_checkpoint_or_denied(path: Location) -> bool:
     """Return whether a directory is a checkpoint; by its own names where the system refuses to list one in it."""
     try:
-        with translated(path):
+        with translated(path.path):
             return _is_checkpoint(path)
     except StorageError as error:
         if is_denied(error):
@@ -95,8 +95,8 @@ def _is_named_checkpoint(name: str) -> bool:
     return steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
 
 
-def _is_prefix(folder: str, names: list[str], prefix: str) -> bool:
+def _is_prefix(folder: Location, names: list[str], prefix: str) -> bool:
     """Return whether a directory's numbered files of a prefix are checkpoints, judged by the first bytes of some."""
     alike = (name for name in names if name.startswith(prefix) and steps.split_step(name))
-    files = (os.path.join(folder, name) for name in alike)
-    return any(paths.isfile(file) and foreign.may_be_msgpack_tree(file) for file in files)
+    files = (folder / name for name in alike)
+    return any(file.isfile() and foreign.may_be_msgpack_tree(file) for file in files)

@@ -16,6 +16,7 @@ import numpy as np
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointerError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._save.checkpointer_adapter import described
 from flax_ckpt_compat._trees import prng_keys, state_dict
@@ -43,9 +44,9 @@ class CheckpointerReader(backend.Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, checkpointer: Any, path: str, tree: Node, own: backend.Reader | None = None):
+    def __init__(self, checkpointer: Any, location: Location, tree: Node, own: backend.Reader | None = None):
         """Wrap an Orbax checkpointer; ``own`` is our reader of the same checkpoint, if there is one."""
-        self.path, self.tree = path, tree
+        self.location, self.tree = location, tree
         self._checkpointer, self._own = checkpointer, own
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002

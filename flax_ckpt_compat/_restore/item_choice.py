@@ -100,7 +100,7 @@ def _fit(opened: opening.Opened, name: str, target: Node, options: RestoreOption
     try:
         tree = opened.reader(name).tree
         if options.transforms.rules:
-            tree = options.transforms.apply_rules(tree, target, opened.items[name].path)
+            tree = options.transforms.apply_rules(tree, target, opened.items[name].location.path)
     except CheckpointError as error:
         is_damage = isinstance(error, CorruptCheckpointError)
         return Fit(name, 0, len(wanted), 0, error if is_damage or not options.transforms.rules else None)

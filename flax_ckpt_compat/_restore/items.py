@@ -10,6 +10,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -68,7 +69,8 @@ def _log_omitted_json(opened: opening.Opened) -> None:
         shown = ", ".join(rest)
         message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
         log_once(
-            (opened.path, "json"), f"{message}; pass a target with these names, or restore {opened.items[rest[0]].path}"
+            (opened.path, "json"),
+            f"{message}; pass a target with these names, or restore {opened.items[rest[0]].location}",
         )
 
 
@@ -98,8 +100,8 @@ def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
 def _plan_as_one_tree(opened: opening.Opened, target: TargetTree, options: RestoreOptions) -> TreePlan:
     """Plan all items as one tree with their names at the top."""
     tree = Branch({name: opened.reader(name).tree for name in opened.items})
-    reader = _ReaderOfSeveral(opened.reader(next(iter(opened.trees))), opened.path)
-    return plan_with_rules(reader, map_leaves(at_whole_path, tree), target, options, opened.path)
+    reader = _ReaderOfSeveral(opened.reader(next(iter(opened.trees))), opened.location)
+    return plan_with_rules(reader, map_leaves(at_whole_path, tree), target, options, opened.location)
 
 
 def at_whole_path(path: Path, leaf: Any) -> Any:
@@ -109,17 +111,17 @@ def at_whole_path(path: Path, leaf: Any) -> Any:
 
 
 def _plan_item(opened: opening.Opened, name: str, target: TargetTree | None, options: RestoreOptions) -> TreePlan:
-    reader, path = opened.reader(name), opened.items[name].path
-    return plan_with_rules(reader, reader.tree, target, options, path)
+    reader = opened.reader(name)
+    return plan_with_rules(reader, reader.tree, target, options, opened.items[name].location)
 
 
 def plan_with_rules(
-    reader: Reader, tree: Node, target: TargetTree | None, options: RestoreOptions, path: str
+    reader: Reader, tree: Node, target: TargetTree | None, options: RestoreOptions, location: Location
 ) -> TreePlan:
     """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
-    tree = options.transforms.apply_rules(tree, None if target is None else target.node, path)
+    tree = options.transforms.apply_rules(tree, None if target is None else target.node, location.path)
     others = options.transforms.other_readers
-    return plan_tree(_ReaderOfSeveral(reader, path, others) if others else reader, tree, target, options, path)
+    return plan_tree(_ReaderOfSeveral(reader, location, others) if others else reader, tree, target, options, location)
 
 
 def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> RestorePlan:
@@ -159,22 +161,22 @@ def _plan_part(
     """Plan one item of a tree of items, or another name that rules gave."""
     if name in opened.items and name not in opened.trees:
         # JSON items are restored as they are; targets and rules do not apply.
-        reader, path = opened.reader(name), opened.items[name].path
-        return plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), path)
+        reader = opened.reader(name)
+        return plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), opened.items[name].location)
     is_item = name in opened.items
     reader = opened.reader(name if is_item else next(iter(opened.trees)))
-    path = opened.items[name].path if is_item else opened.path
+    location = opened.items[name].location if is_item else opened.location
     part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
-    reader = _ReaderOfSeveral(reader, path) if options.transforms.rules else reader
-    return plan_tree(reader, part, target, options, path)
+    reader = _ReaderOfSeveral(reader, location) if options.transforms.rules else reader
+    return plan_tree(reader, part, target, options, location)
 
 
 class _ReaderOfSeveral(Reader):
     """Reader of leaves of several items or checkpoints, as rules may put them into one tree."""
 
-    def __init__(self, reader: Reader, path: str, others: Sequence[Reader] | None = None):
+    def __init__(self, reader: Reader, location: Location, others: Sequence[Reader] | None = None):
         """Read leaves of ``others`` (None: of all readers) with their own readers, all else with this one."""
-        self.format, self.path, self.tree = reader.format, path, reader.tree
+        self.format, self.location, self.tree = reader.format, location, reader.tree
         self.places_on_device, self.keeps_lists = reader.places_on_device, reader.keeps_lists
         self._reader, self._others = reader, others
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
@@ -29,14 +30,14 @@ def plan_tree(
     tree: Node,
     target: state_dict.TargetTree | None,
     options: RestoreOptions,
-    path: str,
+    location: Location,
     *,
     leaf_by_leaf: bool = False,
 ) -> TreePlan:
     """Plan a restore of one tree, or of a part of it, after the rules.
 
     With ``leaf_by_leaf``, match leaves below nodes with custom serialization, too, which take any stored structure."""
-    plan = TreePlan(path, reader, options, target, tree)
+    plan = TreePlan(location, reader, options, target, tree)
     with memory.pause_gc():
         planner = _Planner(plan, frozenset() if target is None or leaf_by_leaf else target.custom_paths)
         if target is None:

@@ -13,13 +13,14 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     UnrecognizedFormatError,
     add_sentence,
 )
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
@@ -50,12 +51,12 @@ def restore(
     # A second attempt, after the checkpoint was replaced, is one of this process only.
     attempts = iter([options.settings.read_once and orbax_checkpointer is None])
 
-    def restore_at(path: str) -> Any:
+    def restore_at(location: Location) -> Any:
         # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
-        with locating.unchanged(path), options.transforms.opening(), ExitStack() as pause:
-            pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
+        with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause:
+            pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
             together = next(attempts, False)
-            values = _restore_at(path, target, options, orbax_checkpointer, pause, together=together)
+            values = _restore_at(location, target, options, orbax_checkpointer, pause, together=together)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values
 
@@ -70,7 +71,7 @@ def restore(
             raise
         finally:
             if next(attempts, False):  # nothing was opened
-                path = paths.absolute(ckpt_dir)
+                path = of_text(ckpt_dir).path
                 error = CheckpointNotFoundError(f"process {jax.process_index()} finds no such checkpoint in {path}")
                 _give_up(path, options, error)
 
@@ -82,13 +83,13 @@ def _give_up(path: str, options: RestoreOptions, error: Exception) -> None:
 
 
 def _restore_at(
-    path: str, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack, *, together: bool
+    location: Location, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack, *, together: bool
 ) -> Any:
-    watch = Stopwatch()
+    watch, path = Stopwatch(), location.path
     with ExitStack() as files:
         plans = None
         try:
-            plans = _plan(path, target, options, files, checkpointer)
+            plans = _plan(location, target, options, files, checkpointer)
             # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
             # a user's function computes, and structures that custom serialization refuses.
             for plan in plans.items.values():
@@ -112,25 +113,27 @@ def _restore_at(
     return values if plans.is_mapping else next(iter(values.values()))
 
 
-def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
-    """Open the checkpoint at a path and plan its restore; ``files`` closes it."""
-    if checkpointer is None or not paths.isdir(path):
-        return plan_all(_opened(path, options, files), target, options)
+def _plan(location: Location, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
+    """Open a checkpoint and plan its restore; ``files`` closes it."""
+    if checkpointer is None or not location.isdir():
+        return plan_all(_opened(location, options, files), target, options)
     own, target_tree = None, None if target is None else described(target)
     try:
-        opened = _opened(path, options, files)
+        opened = _opened(location, options, files)
         if opened.trees:
             name = choose_item(opened, Branch({}) if target_tree is None else target_tree.node, options)[0]
             own = opened.reader(name or next(iter(opened.trees)))
     except UnrecognizedFormatError:
         pass
-    tree = state_dict.describe(checkpointer_reader.restore_with(checkpointer, path)) if own is None else own.tree
-    reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
-    return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, path)}, False)
+    tree = (
+        state_dict.describe(checkpointer_reader.restore_with(checkpointer, location.path)) if own is None else own.tree
+    )
+    reader = checkpointer_reader.CheckpointerReader(checkpointer, location.unlisted(), tree, own)
+    return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, location.unlisted())}, False)
 
 
-def _opened(path: str, options: RestoreOptions, files: ExitStack) -> opening.Opened:
-    opened = opening.Opened(path, verify=options.verifies)
+def _opened(location: Location, options: RestoreOptions, files: ExitStack) -> opening.Opened:
+    opened = opening.Opened(location, verify=options.verifies)
     files.callback(opened.discard)
     return opened
 
@@ -140,7 +143,7 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
     values, options = {}, RestoreOptions(config.current())
     with depth.limited("read"):
         for name, node in chosen.items():
-            plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].path)
+            plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].location)
             policies.enforce(plan)
             values[name] = rebuild(plan, *read_and_place(plan))
     return values if opened.is_mapping else next(iter(values.values()))
@@ -162,6 +165,6 @@ def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) ->
             raise
     del values
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
-    again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.path, leaf_by_leaf=True)
+    again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.location, leaf_by_leaf=True)
     policies.enforce(again)
     return rebuild(again, *read_and_place(again))

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import Row
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -45,7 +45,7 @@ class LeafPlan:
 class TreePlan:
     """Plan of a restore of one tree."""
 
-    path: str  # file or directory, for messages
+    location: Location  # file or directory, for messages
     reader: Reader
     options: RestoreOptions
     target: state_dict.TargetTree | None  # the user's tree, or None
@@ -69,11 +69,16 @@ class TreePlan:
     unsharded: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def path(self) -> str:
+        """Return the path, for messages."""
+        return self.location.path
+
+    @property
     def is_short(self) -> bool:
         """Return whether it takes well under a second: few bytes, on a local disk, without rules or transforms."""
         transforms = self.options.transforms
         is_plain = not transforms.rules and not transforms.orbax_semantics
-        return is_plain and not paths.is_url(self.path) and _nbytes(self.tree) < _SHORT_BYTES
+        return is_plain and not self.location.is_remote and _nbytes(self.tree) < _SHORT_BYTES
 
     @property
     def arrays(self) -> int:

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.array_boxes import Box, Shape, shape_of
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, MSGPACK_FILE, STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._restore import casting, shardings
@@ -65,12 +66,12 @@ class Shares:
         # Those of arrays whose readers are certain, and of arrays on devices of one process; likewise what follows.
         self._parts: tuple[dict[Group, list[_Part]], dict[Group, list[_Part]]] = defaultdict(list), defaultdict(list)
         digests, numbers = (hashlib.sha256(), hashlib.sha256()), (dict[_Holders, int](), dict[_Holders, int]())
-        files = dict[str, None]()
+        files = dict[Location, None]()
         holders, is_of_one = Memo[_Holders](lambda key: self._holders(*key)), Memo(_is_of_one_process)
         for leaf, handle in _exchangeable(plan, mapped):
             held = holders.of((leaf.sharding, handle.shape, leaf.slices is None))
             of_one = is_of_one.of(shardings.of(leaf.target))
-            files[handle.reader.path] = None
+            files[handle.reader.location] = None
             number = numbers[of_one].setdefault(held, len(numbers[of_one]))
             # Arrays that several leaves share are cast later.
             is_late = leaf.cast is not None and not casts
@@ -84,7 +85,7 @@ class Shares:
                     one = handle if leaf.slices is None else here[start]
                     dtype = casts[one].dtype if one in casts else np.dtype(handle.dtype)
                     self._parts[of_one][group].append(_Part(one, dtype, shape))
-        digests[False].update(repr((list(numbers[False]), [_identity(path) for path in files])).encode())
+        digests[False].update(repr((list(numbers[False]), [_identity(file) for file in files])).encode())
         digests[True].update(repr(list(numbers[True])).encode())
         # Digest of the checkpoint and of what all processes want of it, as text.
         self.signature = f"arrays with the digest {digests[False].hexdigest()[:16]}"
@@ -157,7 +158,7 @@ class Shares:
 def _exchangeable(plan: TreePlan, mapped: Set[casting.Readable]) -> Iterator[tuple[LeafPlan, LeafHandle]]:
     """Yield the leaves that are stored arrays, each of which is read for no other leaf, and not mapped."""
     reader = plan.reader
-    if reader.format is Format.MSGPACK and paths.is_url(reader.path) and plan.options.verifies:
+    if reader.format is Format.MSGPACK and reader.location.is_remote and plan.options.verifies:
         return  # the one checksum of such an object is verified only where all of it is read
     uses = Counter(id(leaf.source) for leaf in plan.leaves)
     for leaf in plan.leaves:
@@ -206,15 +207,14 @@ def _is_of_one_process(sharding: Any) -> bool:
     return sharding is not None and len({device.process_index for device in sharding.device_set}) == 1
 
 
-def _identity(path: str) -> bytes:
+def _identity(location: Location) -> bytes:
     """Return bytes that differ for two checkpoints with one path, such as on local disks of two machines."""
-    storage = paths.storage_of(path)
-    with translated(path, "read"):
-        if not paths.isdir(path):
-            return storage.version(path)
+    with translated(location.path, "read"):
+        if not location.isdir():
+            return location.version()
         names = (MANIFEST, TREE_METADATA, STEP_METADATA, MSGPACK_FILE)
-        files = {name: os.path.join(path, name) for name in names if paths.isfile(os.path.join(path, name))}
-        found = b"".join(hashlib.sha256(paths.read(file)).digest() for file in files.values())
+        files = {name: location / name for name in names if (location / name).isfile()}
+        found = b"".join(hashlib.sha256(file.read()).digest() for file in files.values())
         if MANIFEST not in files:  # nothing else differs in any two saves of one tree
-            found += b"".join(map(storage.version, files.values())) or os.urandom(16)
+            found += b"".join(file.version() for file in files.values()) or os.urandom(16)
         return found

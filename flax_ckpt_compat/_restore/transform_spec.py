@@ -16,6 +16,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening
@@ -80,9 +81,9 @@ class TransformSpec:
         """Open another checkpoint for a rule, within `opening`; return its path and tree."""
         verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
         if isinstance(found, Absence):
-            raise found.error(path)
-        self._others.enter_context(locating.unchanged(found.path))
-        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path, verify=verify)))
+            raise found.error(of_text(path))
+        self._others.enter_context(locating.unchanged(found.location))
+        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.location, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
         self.other_readers.extend(map(opened.reader, opened.trees))
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)

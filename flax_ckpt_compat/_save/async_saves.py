@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from flax_ckpt_compat._core import paths, thread_pools
+from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery import locating, not_found, saved_steps
 from flax_ckpt_compat._save import save_registry
 from flax_ckpt_compat._save.save_registry import BackgroundSave
@@ -69,10 +70,10 @@ class AsyncManager:
 
 
 def start(
-    manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
+    manager: SaveManager, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    save = BackgroundSave(paths.resolve(directory), lookup_timeout, thread_pools.Once(_run, task))
+    save = BackgroundSave(directory.resolve(), lookup_timeout, thread_pools.Once(_run, task))
     refusal = ""
     if _is_within(manager) or not thread_pools.pools_take_tasks():
         refusal = "none are taken within its tasks, or a call that a signal interrupted"
@@ -126,7 +127,7 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     """
     from flax_ckpt_compat._save import checkpointer_adapter
 
-    directories = {saved_steps.checkpoint_dir(ckpt_dir, prefix).directory, os.path.dirname(paths.absolute(ckpt_dir))}
+    directories = {saved_steps.checkpoint_dir(ckpt_dir, prefix).directory, of_text(ckpt_dir).parent}
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
@@ -147,7 +148,7 @@ def _wait_for(save: BackgroundSave, until_begun: float) -> None:
             save.wait()
 
 
-def wait_for_multiprocess_saves(directory: str) -> None:
+def wait_for_multiprocess_saves(directory: Location) -> None:
     """Wait for this process's multi-process background saves into a directory, before every look-up in it.
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
@@ -199,7 +200,7 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
     return True
 
 
-def wait_for_async_saves(directory: str) -> None:
+def wait_for_async_saves(directory: Location) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in save_registry.saves_into(directory):
         # A manager without a future may never run its task.

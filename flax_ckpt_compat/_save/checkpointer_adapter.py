@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import paths, thread_pools
+from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save import validation
 from flax_ckpt_compat._save.coordination import Coordinator
@@ -55,23 +56,23 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
     if is_async(checkpointer):
         own_wait = checkpointer.wait_until_finished
         follow = functools.partial(_publish_after, own_wait, request, written, coordinator)
-        _FollowedSave(checkpointer, request.path, follow).start()
+        _FollowedSave(checkpointer, request.location, follow).start()
     elif coordinator is None or coordinator.process.index == 0:
         _publish(request, written)
 
 
-def wait_for_checkpointer(checkpointer: Any, directory: str) -> None:
+def wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
     """Wait for background saves of this checkpointer, and of any other into this directory; raise a failure."""
     if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()
     for pending in list(_pending):
-        if _is_same(os.path.dirname(pending.path), directory):
+        if _is_same(pending.location.parent, directory):
             pending.wait()
 
 
-def _is_same(one: str, other: str) -> bool:
+def _is_same(one: Location, other: Location) -> bool:
     with suppress(ValueError):  # no directory can have this name
-        return paths.resolve(one) == paths.resolve(other)
+        return one.resolve() == other.resolve()
     return False
 
 
@@ -96,7 +97,7 @@ def _publish(request: SaveRequest, written: str) -> None:
             sync_tree(written)  # Orbax does not (0.12.8, measured)
             sync_directory(os.path.dirname(written))
         if written != request.path:
-            validation.publish(request, functools.partial(atomic.publish, written, request.path))
+            validation.publish(request, lambda location, new: atomic.publish(written, location.path, new=new))
     except BaseException:
         if written != request.path:
             atomic.remove_temporary(written)
@@ -134,9 +135,9 @@ class _FollowedSave:
     ``check_for_errors`` raises.
     """
 
-    def __init__(self, checkpointer: Any, path: str, follow: Callable[[], None]):
-        # path: the final path.
-        self.path, self._checkpointer, self._follow = path, checkpointer, follow
+    def __init__(self, checkpointer: Any, location: Location, follow: Callable[[], None]):
+        # location: of the checkpoint.
+        self.location, self._checkpointer, self._follow = location, checkpointer, follow
         methods = {"wait_until_finished": self.wait, "check_for_errors": self.check}
         self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
         self._own_check = getattr(checkpointer, "check_for_errors", None)
@@ -194,7 +195,7 @@ def _finish_all() -> None:
         try:
             pending.wait()
         except Exception:  # noqa: BLE001  (nothing can catch it at exit)
-            _log.exception("A background save of the checkpoint at %s failed", pending.path)
+            _log.exception("A background save of the checkpoint at %s failed", pending.location)
 
 
 def _forget_all() -> None:

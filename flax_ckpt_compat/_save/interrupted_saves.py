@@ -6,10 +6,10 @@ import dataclasses
 import os
 from collections.abc import Collection, Iterator
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
-from flax_ckpt_compat._core.object_store import removal
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import contents, not_found, walk
@@ -21,55 +21,52 @@ _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps
 class Leftover:
     """Something that an interrupted save left behind."""
 
-    path: str  # of the file or directory, or URL
+    location: Location  # of the file or directory
     what: str
     nbytes: int  # size in bytes; in a store, of the whole folder, of which only the unfinished part goes
     kept: str = ""  # why it is not removed: who may still write it; empty if it can go
 
 
-def find_leftovers(root: str) -> list[Leftover]:
+def find_leftovers(root: Location) -> list[Leftover]:
     """Return what interrupted saves left in a directory and all below it, what may still be written included."""
-    if not paths.isdir(root):
+    if not root.isdir():
         raise not_found.no_directory(root).error(root)
     denied: list[StorageError] = []
     found = [leftover for folder, _ in walk.folders_below(root, denied) for leftover in in_folder(folder)]
     why = "the system refused to list it"
-    return [*found, *(Leftover(str(error.path), "a directory, perhaps with more", 0, why) for error in denied)]
+    return [*found, *(Leftover(root.at(str(error.path)), "a directory, perhaps with more", 0, why) for error in denied)]
 
 
 def remove(leftover: Leftover) -> bool:
     """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays."""
-    folder, name = os.path.split(leftover.path)
+    folder, name = leftover.location.parent, leftover.location.name
     if any(not one.kept for one in in_folder(folder, [name])):
-        with translated(leftover.path):
+        with translated(leftover.location.path):
             _remove(folder, name)
     return not list(in_folder(folder, [name]))
 
 
-def _remove(folder: str, name: str) -> None:
-    path = os.path.join(folder, name)
-    if paths.is_url(folder):
-        removal.remove_stale(folder, [name])
-    elif temporaries.is_temporary(name):
-        atomic.remove_stale(folder, [name])
+def _remove(folder: Location, name: str) -> None:
+    if folder.is_remote or temporaries.is_temporary(name):
+        folder.storage.remove_leftovers(folder.path, [name])
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
-        gda_folder.remove_orphan(path)
+        gda_folder.remove_orphan((folder / name).path)
     else:
-        for error in atomic.discard([path]).values():
+        for error in folder.discard([name]).values():
             raise error
 
 
-def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Leftover]:
-    """Yield the leftovers directly in a folder (absolute path, or URL), or those with these names."""
-    if paths.is_url(folder):
-        yield from (one for one in _in_store(folder) if names is None or os.path.basename(one.path) in names)
+def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterator[Leftover]:
+    """Yield the leftovers directly in a folder, or those with these names."""
+    if folder.is_remote:
+        yield from (one for one in _in_store(folder) if names is None or one.location.name in names)
         return
     if names is None:
-        with translated(folder):
-            names = sorted(os.listdir(folder))
-    stale = set(atomic.stale_names(folder, names))
+        with translated(folder.path):
+            names = sorted(os.listdir(folder.path))
+    stale = set(atomic.stale_names(folder.path, names))
     for name in names:
-        path = os.path.join(folder, name)
+        path = (folder / name).path
         if not presence.lexists(path):
             continue
         if temporaries.is_temporary(name):
@@ -78,27 +75,32 @@ def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Lef
             kept = "" if name in stale else "its writer may be running"
             what = f"unfinished save of {match['name']}"
             if match["role"] == "old":
-                is_there = presence.lexists(os.path.join(folder, match["name"]))
+                is_there = (folder / match["name"]).exists()
                 what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
-            yield Leftover(path, what, _size(path), kept)
+            yield Leftover(folder / name, what, (folder / name).total_size(), kept)
         elif PARTIAL_SAVE in name:
-            whose = contents.temporary_of(name)
-            yield Leftover(path, whose or "", _size(path), "it holds values that were saved, and can be completed")
+            whose = contents.temporary_of(name) or ""
+            kept = "it holds values that were saved, and can be completed"
+            yield Leftover(folder / name, whose, (folder / name).total_size(), kept)
         elif TEMPORARY in name:
-            yield _of_others(path, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
-        elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(path):  # or a file
-            yield _of_others(path, "unfinished save by Flax")
+            yield _of_others(folder / name, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
+        elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(folder / name):  # or a file
+            yield _of_others(folder / name, "unfinished save by Flax")
         elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
             main = path.removesuffix(steps.ARRAYS_POSTFIX)
-            found = _of_others(path, f"arrays of {os.path.basename(main)}, which does not exist")
+            found = _of_others(folder / name, f"arrays of {os.path.basename(main)}, which does not exist")
             is_live = atomic.has_live_writer(main)
             yield dataclasses.replace(found, kept="a save of it may be running") if is_live else found
 
 
-def _of_others(path: str, what: str) -> Leftover:
+def _of_others(location: Location, what: str) -> Leftover:
     """Return a leftover of a writer that does not say which process it is: what changed within a day stays."""
-    kept = "" if temporaries.is_long_unchanged(path) else "changed in the last 24 hours, so its writer may be running"
-    return Leftover(path, what, _size(path), kept)
+    kept = (
+        ""
+        if temporaries.is_long_unchanged(location.path)
+        else "changed in the last 24 hours, so its writer may be running"
+    )
+    return Leftover(location, what, location.total_size(), kept)
 
 
 def _is_orphan(folder: str) -> bool:
@@ -107,20 +109,14 @@ def _is_orphan(folder: str) -> bool:
     # Directories of Orbax's format have no arrays beside them.
     if not presence.isdir(folder) or (presence.lexists(main) and not presence.isdir(main)):
         return False
-    if not contents.is_only_arrays(folder):
+    if not contents.is_only_arrays(of_text(folder)):
         return False
     files = [name for _, _, names in os.walk(folder) for name in names]
     # An interrupted removal may have left an empty one.
     return ZARR2_METADATA in files or (not files and main[-1:].isdecimal())
 
 
-def _in_store(folder: str) -> Iterator[Leftover]:
-    for name in removal.stale_names(folder):
-        path = f"{folder}/{name}"
-        is_whole = removal.is_removed_whole(folder, name)
+def _in_store(folder: Location) -> Iterator[Leftover]:
+    for name, is_whole in folder.storage.leftovers(folder.path).items():
         what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
-        yield Leftover(path, what, _size(path))
-
-
-def _size(path: str) -> int:
-    return paths.storage_of(path).total_size(path)
+        yield Leftover(folder / name, what, (folder / name).total_size())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from typing import Any
 
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import multiprocess_staging, paths
+from flax_ckpt_compat._core import multiprocess_staging
 from flax_ckpt_compat._core.backend import Backend, WriteOptions
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -68,8 +67,8 @@ class _ProcessSave:
         """Create the staging area that all processes write to, in process 0; return it as JSON."""
         request = self.request
         validation.check(request)
-        paths.prepare_directory(request.directory)
-        staged = multiprocess_staging.begin(request.path, in_gda_folder=self.backend.uses_gda_folder)
+        request.directory.prepare_directory()
+        staged = multiprocess_staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
         try:
             with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(
@@ -101,7 +100,7 @@ class _ProcessSave:
         request, process = self.request, self.coordinator.process
         staged, is_primary = None, process.index == 0
         try:
-            staged = multiprocess_staging.from_json(staging_json, is_primary)
+            staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
             if failed is None:
                 with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                     self.backend.write_process_part(staged.path, self.prepared, self.options, process, staged.upload)
@@ -114,7 +113,7 @@ class _ProcessSave:
                 monitoring.record_event(self.backend.write_event)
             with writing(request.path, staged.path):
                 self.backend.finish_multiprocess(staged.path, self.prepared, self.options, process, staged.upload)
-            validation.publish(request, functools.partial(staged.publish, request.path))
+            validation.publish(request, lambda location, new: staged.publish(location, new=new))
             retain(request)
             return ""
 
@@ -128,7 +127,7 @@ class _ProcessSave:
             if staged is not None:
                 staged.remove_local()
             # This machine has not seen what process 0 did.
-            paths.storage_of(request.directory).refresh(request.directory)
+            request.directory.refresh()
 
 
 def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coordinator) -> None:
@@ -141,7 +140,7 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
 
     def begin() -> str:
         validation.check(request)
-        paths.prepare_directory(request.directory)
+        request.directory.prepare_directory()
         return checkpointer_adapter.written_path(request.path)
 
     written = coordinator.join(failed=failed, on_primary=begin)

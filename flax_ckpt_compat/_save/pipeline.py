@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import paths, standard_streams
+from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Node, iter_leaves
@@ -39,7 +39,7 @@ def save(request: SaveRequest, target: Any) -> str:
             watch.lap("wait for earlier saves")
             listing = validation.check(request)
             if request.orbax_checkpointer:
-                paths.prepare_directory(request.directory)
+                request.directory.prepare_directory()
                 checkpointer_adapter.save(request, target)
             else:
                 backend = backend_for(request.format)
@@ -55,20 +55,25 @@ def save(request: SaveRequest, target: Any) -> str:
     return request.shown_path
 
 
-def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Any) -> None:
+def _write(
+    request: SaveRequest,
+    backend: Backend,
+    prepared: Any,
+    tree: Node,
+    watch: Stopwatch,
+    listing: Listing | None,
+) -> None:
     """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
     if request.async_manager:
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    storage = paths.storage_of(request.directory)
-    with storage.offering(listing):
-        paths.prepare_directory(request.directory)
-    with nullcontext() if request.step is None else storage.offering_after_commit(request.directory):
-        for left in reversed(range(_TRIALS)):
-            _publish(request, backend, prepared, tree, watch)
+    request.directory.with_listing(listing).prepare_directory()
+    for left in reversed(range(_TRIALS)):
+        with AfterCommit(request.directory.path) as after:
+            _publish(request, backend, prepared, tree, watch, None if request.step is None else after)
             try:
-                retain(request)
+                retain(request, after.listing)
                 break
             except ConcurrentWriteError:
                 if not left:
@@ -79,11 +84,13 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
         shadow.compare(request, tree, watch.seconds("write", "publish"))
 
 
-def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
-    with paths.temporary(request.path) as temporary:
+def _publish(
+    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, after: AfterCommit | None
+) -> None:
+    with request.location.temporary() as temporary:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)
         watch.lap("write")
-        validation.publish(request, functools.partial(paths.publish, temporary, request.path))
+        validation.publish(request, lambda location, new: location.publish(temporary, new=new, after=after))
     watch.lap("publish")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, paths, steps
+from flax_ckpt_compat._core import arguments, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
+from flax_ckpt_compat._core.location import Location, local, normal, of_text
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -59,14 +60,23 @@ class SaveRequest:
     checked_versions: set[bytes] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     @property
-    def directory(self) -> str:
-        """Return the absolute directory of the checkpoint."""
+    def directory(self) -> Location:
+        """Return the directory of the checkpoint."""
         return self.checkpoint_dir.directory
+
+    @property
+    def location(self) -> Location:
+        """Return where the checkpoint will be."""
+        return self.checkpoint_dir.path(self.name)
 
     @property
     def path(self) -> str:
         """Return the absolute final path."""
-        return self.checkpoint_dir.path(self.name)
+        return self.location.path
+
+    def listed(self) -> SaveRequest:
+        """Return this request with a new listing of its directory, for look-ups of one moment."""
+        return dataclasses.replace(self, checkpoint_dir=self.checkpoint_dir.listed())
 
     @property
     def attempt(self) -> str:
@@ -85,14 +95,13 @@ def of_step(
     text, checkpoint_dir = steps.step_text(one), _checkpoint_dir(ckpt_dir, prefix)
     if one is not step:
         what = f"step is an array of shape {step.shape} of equal numbers, as of a replicated state"
-        log_once(("step", checkpoint_dir.directory), f"{what}: checkpoints are named after that number")
+        log_once(("step", checkpoint_dir.directory.path), f"{what}: checkpoints are named after that number")
     step = one
     directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
-    if options.get("replace_only_checkpoints") and os.path.basename(directory) == name:
+    if options.get("replace_only_checkpoints") and directory.name == name:
         raise ArgumentError(
-            f"{directory} is named like step {step} itself; leave out step=, or pass its parent "
-            f"{os.path.dirname(directory)}",
-            path=directory,
+            f"{directory} is named like step {step} itself; leave out step=, or pass its parent {directory.parent}",
+            path=directory.path,
         )
     return _request(
         checkpoint_dir=checkpoint_dir,
@@ -107,8 +116,8 @@ def of_step(
 
 def of_path(path: str, **options: Any) -> SaveRequest:
     """Validate a save at exactly this normalised path, and read the settings; ``options`` as for `of_step`."""
-    directory, name = os.path.split(paths.local(path))
-    if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
+    directory, name = os.path.split(local(path))
+    if name in ("", os.curdir, os.pardir) or not of_text(path).can_hold_checkpoint():
         raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
     _check_characters(path)
     return _request(
@@ -133,7 +142,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         shadow=settings.shadow,
         **fields,
     )
-    paths.normal(request.path)  # raises for characters that stores do not take
+    normal(request.path)  # raises for characters that stores do not take
     return request
 
 

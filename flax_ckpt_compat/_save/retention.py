@@ -9,8 +9,9 @@ from contextlib import nullcontext
 
 from jax import monitoring
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
@@ -24,8 +25,10 @@ _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
 
-def retain(request: SaveRequest) -> None:
+def retain(request: SaveRequest, listing: Listing | None = None) -> None:
     """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
+
+    ``listing`` is one of the directory that the commit made.
 
     Raises:
         ConcurrentWriteError: in a store, where nothing can be locked: this save and one of a newer step removed each
@@ -35,7 +38,7 @@ def retain(request: SaveRequest) -> None:
     try:
         if request.step is not None:
             saved_prefixes.record(request.checkpoint_dir, request.name)
-            _remove_others(request)
+            _remove_others(request, listing)
     finally:  # the checkpoint is saved even if the clean-up failed
         monitoring.record_event_duration_secs(
             "/jax/checkpoint/write/duration_since_last_checkpoint_secs", request.start - _last_saved
@@ -43,26 +46,26 @@ def retain(request: SaveRequest) -> None:
         _last_saved = request.start
 
 
-def _remove_others(request: SaveRequest) -> None:
+def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
     checkpoint_dir, failures, lost = request.checkpoint_dir, list[StorageError](), False
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
-        with paths.listing_cache(checkpoint_dir.directory):
-            names = saved_steps.names_in(checkpoint_dir)
-            counted = saved_steps.counted_steps(checkpoint_dir, names)
-            ordered = [name for name in counted if name not in others]
-            if request.name not in ordered:
-                return  # another writer removed it meanwhile, and cleans up itself
-            doomed = [name for name in _to_remove(request, ordered) if counted[name]]
-            if not (is_watched := _takes_newer_in_store(request, doomed)):
-                failures += _remove(checkpoint_dir, request.name, doomed, names)
-        if is_watched and contents.contents_of(request.path).is_complete:
+        listed = checkpoint_dir.listed_with(checkpoint_dir.directory.with_listing(listing)).listed()
+        names = saved_steps.names_in(listed)
+        counted = saved_steps.counted_steps(listed, names)
+        ordered = [name for name in counted if name not in others]
+        if request.name not in ordered:
+            return  # another writer removed it meanwhile, and cleans up itself
+        doomed = [name for name in _to_remove(request, ordered) if counted[name]]
+        if not (is_watched := _takes_newer_in_store(request, doomed)):
+            failures += _remove(listed, request.name, doomed, names)
+        if is_watched and contents.contents_of(request.location).is_complete:
             failures += _remove(checkpoint_dir, request.name, doomed, names)
-            lost = not contents.contents_of(request.path).is_complete
-        if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
+            lost = not contents.contents_of(request.location).is_complete
+        if checkpoint_dir.directory.storage.names_processes:  # else a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
@@ -97,30 +100,30 @@ def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
     """Return whether newer steps are removed, whose writer may evict this one at the same time, without a lock."""
     prefix = request.checkpoint_dir.prefix
     saved = steps.step_of(request.name, prefix) or 0
-    return paths.is_url(request.path) and any((steps.step_of(name, prefix) or 0) > saved for name in doomed)
+    return request.location.is_remote and any((steps.step_of(name, prefix) or 0) > saved for name in doomed)
 
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
+    directory, failures = checkpoint_dir.directory, list[StorageError]()
 
     def remove(group: list[str]) -> None:
         begun = list[str]()
         # The main files first: without its arrays one would look like a checkpoint and not restore.
-        failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
-        removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
+        failed = directory.discard(_while_there(checkpoint_dir, saved, group, begun))
+        removed = [name for name in begun if name not in failed]
         arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
-        if storage.is_remote:  # two requests for each
+        if directory.is_remote:  # two requests for each
             arrays = [name for name in arrays if name in listed]
-        failed |= storage.discard(map(checkpoint_dir.path, arrays))
+        failed |= directory.discard(arrays)
         for name in removed:
             saved_prefixes.forget(checkpoint_dir, name)
         failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
         return failures
-    if not storage.is_remote:
-        atomic.remove_set_aside(checkpoint_dir.directory, listed, names)
+    if directory.storage.sets_aside:
+        atomic.remove_set_aside(directory.path, listed, names)
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
         for name in names:  # each with its arrays, because what a crash left of several would stay
@@ -131,16 +134,16 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
 
 
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
-    """Yield paths to remove, and note their names; two writers that evict each other's would leave nothing."""
-    is_local = not paths.is_url(checkpoint_dir.directory)
-    with removal.locked(checkpoint_dir.directory) if is_local else nullcontext():
+    """Yield names to remove, and note them; two writers that evict each other's would leave nothing."""
+    is_local = not checkpoint_dir.directory.is_remote
+    with removal.locked(checkpoint_dir.directory.path) if is_local else nullcontext():
         for name in names:
             # Not in a store: one more request for each.
-            if is_local and not paths.lexists(checkpoint_dir.path(saved)):
+            if is_local and not checkpoint_dir.path(saved).exists():
                 return
             _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
             begun.append(name)
-            yield checkpoint_dir.path(name)
+            yield name
 
 
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]:
@@ -154,7 +157,7 @@ def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]
     )
     for one in interrupted_saves.in_folder(checkpoint_dir.directory, list(steps_of_arrays)):
         if not one.kept:
-            _log.info("Removing orphaned arrays at %s", one.path)
+            _log.info("Removing orphaned arrays at %s", one.location)
             try:
                 interrupted_saves.remove(one)
             except StorageError as error:

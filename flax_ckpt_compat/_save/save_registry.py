@@ -12,7 +12,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import paths, thread_pools
+from flax_ckpt_compat._core import thread_pools
+from flax_ckpt_compat._core.location import Location
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
@@ -54,7 +55,7 @@ def all_saves() -> list[BackgroundSave]:
     return list(_saves)
 
 
-def raise_failures(directory: str) -> None:
+def raise_failures(directory: Location) -> None:
     """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
     for save in saves_into(directory):
         if save.future is not None and save.future.done():
@@ -63,12 +64,12 @@ def raise_failures(directory: str) -> None:
             save.future.result()
 
 
-def saves_into(directory: str) -> list[BackgroundSave]:
+def saves_into(directory: Location) -> list[BackgroundSave]:
     """Return the registered saves into a directory; forget those that ended and whose outcome only a manager has."""
     if not _saves:
         return []
     try:
-        real = paths.resolve(directory)
+        real = directory.resolve()
     except ValueError:  # no directory can have this name
         return []
     for save in list(_saves):

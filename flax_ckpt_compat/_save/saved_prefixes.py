@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -59,4 +59,4 @@ def _is_step(name: str, prefix: str) -> bool:
 
 
 def _key(checkpoint_dir: CheckpointDir) -> str:
-    return paths.resolve(checkpoint_dir.directory)
+    return checkpoint_dir.directory.resolve()

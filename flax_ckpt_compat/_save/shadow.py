@@ -10,17 +10,17 @@ import datetime
 import itertools
 import json
 import logging
-import os
 import time
 from contextlib import closing
 from typing import Any
 
 import jax
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.equality import differences
 from flax_ckpt_compat._core.local.syncing import write_file
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.request import SaveRequest
@@ -35,7 +35,7 @@ def compare(request: SaveRequest, tree: Node, seconds: float) -> None:
     """Save what was just published in the other format, compare both checkpoints bit by bit, and record the result.
 
     Never raises what concerns the copy: a failure is logged and recorded. Writing the tree took ``seconds``."""
-    folder = os.path.join(request.directory, FOLDER)
+    folder = request.directory / FOLDER
     record: dict[str, Any] = {
         "name": request.name,
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -43,9 +43,9 @@ def compare(request: SaveRequest, tree: Node, seconds: float) -> None:
         "shadow": _OTHER[request.format].value,
         "leaves": sum(1 for _ in iter_leaves(tree)),
     }
-    copy = os.path.join(folder, request.name)
+    copy = folder / request.name
     try:
-        paths.prepare_directory(folder)
+        folder.prepare_directory()
         record["write_seconds"] = {request.format.value: seconds, record["shadow"]: _write(request, tree, copy)}
         record |= _compared(request, copy)
     except Exception as error:  # noqa: BLE001 - training goes on; the report says so
@@ -54,37 +54,37 @@ def compare(request: SaveRequest, tree: Node, seconds: float) -> None:
         _log.warning("Shadow of %s: %s", request.path, record.get("error") or f"{record['differences']} leaves differ")
     try:
         if not record.get("differences"):
-            paths.storage_of(copy).discard([copy])
-        _write_record(f"{copy}.json", record)
+            folder.discard([request.name])
+        _write_record(copy.sibling(".json"), record)
     except Exception as error:  # noqa: BLE001
         _log.warning("Cannot record the shadow of %s: %s: %s", request.path, type(error).__name__, error)
 
 
-def _write(request: SaveRequest, tree: Node, copy: str) -> float:
+def _write(request: SaveRequest, tree: Node, copy: Location) -> float:
     """Write a tree in the other format and return the seconds that it took."""
     backend = backend_for(_OTHER[request.format])
     start = time.perf_counter()
-    with paths.temporary(copy) as temporary:  # on a full disk, one that stays would make the next saves fail
+    with copy.temporary() as temporary:  # on a full disk, one that stays would make the next saves fail
         with jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, backend.prepare(tree), request.options)
-        paths.publish(temporary, copy)
+        copy.publish(temporary)
     return time.perf_counter() - start
 
 
-def _compared(request: SaveRequest, copy: str) -> dict[str, Any]:
+def _compared(request: SaveRequest, copy: Location) -> dict[str, Any]:
     """Read both checkpoints back and return what the record says of them."""
     read: dict[str, float] = {}
     with (
-        closing(_TimedReader(request.path, request.format, read)) as first,
+        closing(_TimedReader(request.location, request.format, read)) as first,
         closing(_TimedReader(copy, _OTHER[request.format], read)) as second,
     ):
         found = differences(first, second)
         listed = [f"{show_path(path)}: {what}" for path, what in itertools.islice(found, _MAX_DIFFERENCES)]
         more = sum(1 for _ in found)
-    stored = {request.format: request.path, _OTHER[request.format]: copy}
+    stored = {request.format: request.location, _OTHER[request.format]: copy}
     return {
         "read_seconds": read,
-        "bytes": {format.value: paths.storage_of(path).total_size(path) for format, path in stored.items()},
+        "bytes": {format.value: location.total_size() for format, location in stored.items()},
         "differences": len(listed) + more,
         "different_leaves": listed,
     }
@@ -93,10 +93,10 @@ def _compared(request: SaveRequest, copy: str) -> dict[str, Any]:
 class _TimedReader:
     """Reader that adds the seconds of opening and reading to a mapping, under its format's name."""
 
-    def __init__(self, path: str, format: Format, seconds: dict[str, float]):
+    def __init__(self, location: Location, format: Format, seconds: dict[str, float]):
         self._seconds, self._name = seconds, format.value
         start = time.perf_counter()
-        self._reader = backend_for(format).open(path)
+        self._reader = backend_for(format).open(location)
         self.tree = self._reader.tree
         seconds[self._name] = time.perf_counter() - start
 
@@ -110,7 +110,7 @@ class _TimedReader:
         self._reader.close()
 
 
-def _write_record(path: str, record: dict[str, Any]) -> None:
-    temporary = paths.storage_of(path).temporary_path(path)
-    write_file(temporary, json.dumps(record).encode())
-    paths.publish(temporary, path)
+def _write_record(location: Location, record: dict[str, Any]) -> None:
+    with location.temporary() as temporary:
+        write_file(temporary, json.dumps(record).encode())
+        location.publish(temporary)

@@ -6,15 +6,15 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import jax
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.object_store import client, commit
+from flax_ckpt_compat._core.listing import Listing
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_directory, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
@@ -34,47 +34,46 @@ _ORBAX_NAMES = {
 _ATTEMPTS = 100
 
 
-def check(request: SaveRequest) -> Any:
+def check(request: SaveRequest) -> Listing | None:
     """Raise unless the save may write, and ``overwrite`` allows what it replaces.
 
-    Return the listing of the directory in a store, which `paths.storage_of`'s ``offering`` takes."""
-    if why := paths.storage_of(request.path).why_too_long(request.path):
+    Return the listing of the directory in a store, for whoever looks there next."""
+    if why := request.location.why_too_long():
         message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
         raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
     if expanded := hints.unexpanded_home(request.directory):
         message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
-        log_once((request.directory, "home"), message)
+        log_once((request.directory.path, "home"), message)
     if request.step is not None:
         saved_prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
-    paths.storage_of(request.directory).refresh(request.directory)  # a newer step of another machine counts, too
-    with paths.listing_cache(request.directory):
-        _check_directory(request)
-        _check_replaced(request)
-        if request.step is not None and not request.overwrite:
-            _check_overwrite(request)
-        listing = paths.storage_of(request.directory).current_listing()
-    if request.orbax_checkpointer and paths.is_url(request.path):
+    request.directory.refresh()  # a newer step of another machine counts, too
+    listed = request.listed()
+    _check_directory(listed)
+    _check_replaced(listed)
+    if request.step is not None and not request.overwrite:
+        _check_overwrite(listed)
+    if request.orbax_checkpointer and request.location.is_remote:
         remedy = "leave it out: the format is the same"
         raise StorageError(
             f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
         )
-    return listing
+    return listed.directory.listing
 
 
-def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
+def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> None:
     """Check again what other writers put there during the save, and give the checkpoint its final name.
 
-    ``rename`` renames or uploads; with ``new=True`` it refuses to replace what another writer saved meanwhile.
+    ``rename`` renames or uploads to a location, with the listing of the check if there was one; where the second
+    argument is True, it refuses to replace what another writer saved meanwhile.
     """
-    storage, listing = paths.storage_of(request.directory), None
+    location = request.location
     # In a store this would be one more request.
-    if request.replace_only_checkpoints or not paths.is_url(request.directory):
-        with paths.listing_cache(request.directory):
-            _check_replaced(request)
-            listing = storage.current_listing()
+    if request.replace_only_checkpoints or not location.is_remote:
+        listed = request.listed()
+        _check_replaced(listed)
+        location = listed.location
     try:
-        with storage.offering(listing):
-            rename(new=not request.overwrite)
+        rename(location, not request.overwrite)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             check(request)  # raises an error that names what is there
@@ -95,12 +94,12 @@ def _check_directory(request: SaveRequest) -> None:
 
     A directory that is an ordinary file is an error later, when directories are made.
     """
-    parent, own_name = os.path.split(request.directory)
-    is_step = steps.step_of(own_name, request.checkpoint_dir.prefix) is not None
-    if (is_step and paths.isfile(request.directory)) or contents.is_certainly_orbax(request.directory):
-        message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
+    directory = request.directory
+    is_step = steps.step_of(directory.name, request.checkpoint_dir.prefix) is not None
+    if (is_step and directory.isfile()) or contents.is_certainly_orbax(directory):
+        message = f"{directory} is itself a checkpoint; pass the directory that holds it, {directory.parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
-    if why := why_inside(request.directory):
+    if why := why_inside(directory):
         raise _invalid(request, f"{request.attempt}: {why}")
 
 
@@ -110,7 +109,7 @@ def _check_replaced(request: SaveRequest) -> None:
     `save_checkpoint` replaces all checkpoints, incomplete ones too; with ``replace_only_checkpoints``, a save replaces
     only what is exactly one checkpoint.
     """
-    path, strict = request.path, request.replace_only_checkpoints
+    path, strict = request.location, request.replace_only_checkpoints
     if not strict:
         reason = _check_stable(path, lambda path: _why_never_replaced(contents.contents_of(path)))
         if reason is not None:
@@ -120,15 +119,15 @@ def _check_replaced(request: SaveRequest) -> None:
                 "another name, or remove it yourself.",
             )
         return
-    if not paths.lexists(path):
+    if not path.exists():
         return
     version = _object_version(path)
     if version is None or version not in request.checked_versions:
-        if paths.holds_nothing(path):
+        if path.holds_nothing():
             return
         foreign = _check_stable(path, _foreign_reason)
         if foreign:
-            hint = ", pass step= to save into this directory" if request.step is None and paths.isdir(path) else ""
+            hint = ", pass step= to save into this directory" if request.step is None and path.isdir() else ""
             remedy = f"save under another name{hint}, or remove it yourself"
             raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
         if version is not None:
@@ -146,19 +145,18 @@ def _why_never_replaced(found: Contents) -> str | None:
     return None
 
 
-def _object_version(path: str) -> bytes | None:
+def _object_version(path: Location) -> bytes | None:
     """Return the version of an object of a store, of which opening it again takes five rounds; None for all else."""
-    storage = paths.storage_of(path)
-    if not storage.is_remote or not paths.isfile(path):
-        return None
-    version = storage.version(path)
-    return None if version == client.NO_OBJECT else version
+    if path.is_remote and path.isfile():
+        with suppress(FileNotFoundError):
+            return path.version()
+    return None
 
 
 def _check_overwrite(request: SaveRequest) -> None:
     """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
-    path, checkpoint_dir = request.path, request.checkpoint_dir
-    if paths.lexists(path) and not paths.holds_nothing(path):
+    path, checkpoint_dir = request.location, request.checkpoint_dir
+    if path.exists() and not path.holds_nothing():
         found = contents.contents_of(path)
         state = "already exists" if found.is_complete else f"is there, {found.state.value} ({found.why})"
         raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
@@ -176,40 +174,40 @@ def _check_overwrite(request: SaveRequest) -> None:
         )
 
 
-def _check_stable(path: str, find_reason: Callable[[str], str | None]) -> str | None:
+def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:
     """Return the reason found against a path, looked for again while other writers replace what is there."""
     for _ in range(_ATTEMPTS):
         before = _file_id(path)
-        if before is None and not paths.is_url(path):
+        if before is None and not path.is_remote:
             return None  # another writer has just removed it
         try:
             reason = find_reason(path)
         except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
             if _file_id(path) != before:
                 continue
-            with translated(path):
+            with translated(path.path):
                 raise
         if reason is None or _file_id(path) == before:
             return reason
     return "other writers keep replacing it"
 
 
-def _file_id(path: str) -> tuple[int, ...] | None:
+def _file_id(path: Location) -> tuple[int, ...] | None:
     """Return an identifier of a local file or directory that changes when it is replaced; None if there is none."""
-    with translated(path), suppress(FileNotFoundError, NotADirectoryError):
-        status = os.lstat(path)
+    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):
+        status = os.lstat(path.path)
         return status.st_dev, status.st_ino, status.st_mode, status.st_ctime_ns  # inodes are used again
     return None
 
 
-def _foreign_reason(path: str) -> str | None:
+def _foreign_reason(path: Location) -> str | None:
     """Return why the path is not exactly one checkpoint, or None if it is."""
-    if paths.isdir(path):
+    if path.isdir():
         if not contents.is_certainly_orbax(path):
             return "nothing in that directory marks it as one checkpoint"
         extra = _extra_files(path)
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
-    if not paths.isfile(path):
+    if not path.isfile():
         return "it is not a regular file"
     try:
         opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
@@ -220,7 +218,7 @@ def _foreign_reason(path: str) -> str | None:
     return None
 
 
-def _extra_files(path: str) -> list[str]:
+def _extra_files(path: Location) -> list[str]:
     """Return the names in an Orbax checkpoint that are not part of it."""
     try:
         items = contents.checkpoint_at(path).items
@@ -229,13 +227,13 @@ def _extra_files(path: str) -> list[str]:
     except CheckpointError:
         items = {}
     found = []
-    for name in sorted(paths.listdir(path)):
-        child = os.path.join(path, name)
-        if name in _ORBAX_NAMES or commit.is_marker(name) or name.startswith(layout.PROCESS_PREFIX):
+    for name in sorted(path.listdir()):
+        child = path / name
+        if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
         if orbax_directory.is_array(child):
             continue
-        if name not in items or not paths.isdir(child):
+        if name not in items or not child.isdir():
             found.append(name)
         else:
             found += [os.path.join(name, inner) for inner in _extra_files(child)]

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import arguments, similar_names, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.fold_names import Row, shown
-from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
@@ -54,10 +54,10 @@ def open_checkpoint(
     verify = config.current().checksums == "verify"
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
 
-    def open_one(path: str) -> Checkpoint:
+    def open_one(location: Location) -> Checkpoint:
         with ExitStack() as files:
-            with locating.unchanged(path) as is_replaced:
-                opened = files.enter_context(closing(opening.Opened(path, verify=verify)))
+            with locating.unchanged(location) as is_replaced:
+                opened = files.enter_context(closing(opening.Opened(location, verify=verify)))
                 number = _step_of(opened, saved_steps.checkpoint_dir(ckpt_dir, prefix).prefix)
                 checkpoint = Checkpoint(opened, number, is_replaced)
             files.pop_all()  # the checkpoint closes them
@@ -149,7 +149,8 @@ class Checkpoint:
         """
         root = self._root if paths is None else self._select(_as_paths(paths))
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
-        with locating.unchanged(self.path, self._is_replaced), locating.reporting_removal(self.path):
+        location = self._opened.location
+        with locating.unchanged(location, self._is_replaced), locating.reporting_removal(location):
             return restore_pipeline.read_state(self._opened, trees)
 
     def _whole(self) -> Node:

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.errors import SettingError
-from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening
@@ -115,13 +115,13 @@ def diff(
     for path in paths:
         wait_for_pending_saves(path, prefix)
 
-    def compare(one: str, other: str) -> Diff:
+    def compare(one: Location, other: Location) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
-            both = [files.enter_context(closing(opening.Opened(path, verify=True))) for path in (one, other)]
+            both = [files.enter_context(closing(opening.Opened(each, verify=True))) for each in (one, other)]
             a, b = (StoredLeaves(opened) for opened in both)
             return _Comparison(a, b, tolerance).result()
 
-    def with_first(one: str) -> Diff:
+    def with_first(one: Location) -> Diff:
         return locating.read_found(paths[1], step, prefix, lambda other: compare(one, other), doing="compare")
 
     return locating.read_found(paths[0], step, prefix, with_first, doing="compare")

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
 from flax_ckpt_compat._discovery.contents import State
 
@@ -55,12 +56,13 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         >>> [(record.step, record.complete) for record in iter_checkpoints("runs")]
         [(1, True), (2, True)]
     """
-    checkpoint_dir = saved_steps.checkpoint_dir(paths.as_text(directory), paths.as_text(prefix, "prefix"))
-    directory = checkpoint_dir.directory
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(directory), as_text(prefix, "prefix"))
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        async_saves.wait_for_multiprocess_saves(directory)
-    yield from step_lookup.list_again_while_it_changes(directory, lambda last: _records(checkpoint_dir, last))
+        async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
+    yield from step_lookup.list_again_while_it_changes(
+        checkpoint_dir.directory, lambda listed, last: _records(checkpoint_dir.listed_with(listed), last)
+    )
 
 
 def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
@@ -72,11 +74,10 @@ def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[Chec
 
 
 def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: step_lookup.Classified) -> CheckpointRecord | None:
-    path, name = classified.entry.path, classified.entry.name
-    format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
-    storage = paths.storage_of(path)
-    nbytes = storage.total_size(path) + storage.total_size(path + steps.ARRAYS_POSTFIX)
-    if not paths.lexists(path):  # another process has just evicted it
+    location, name = classified.entry.location, classified.entry.name
+    format = Format.ORBAX if location.isdir() else Format.MSGPACK
+    nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
+    if not location.exists():  # another process has just evicted it
         return None
     shown, is_complete = os.path.join(checkpoint_dir.shown, name), classified.state is State.COMPLETE
     shown_format, why = format.value, classified.why or None

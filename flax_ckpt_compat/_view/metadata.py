@@ -6,11 +6,10 @@ import dataclasses
 import datetime
 import json
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.opening import Opened
@@ -44,8 +43,8 @@ class Metadata:
 def read_metadata(opened: Opened) -> Metadata:
     """Read a checkpoint's metadata files; a damaged one counts as absent, as in Orbax, with a logged warning."""
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
-    step = read_step_metadata(opened.path)
-    trees = {name: _object(os.path.join(item.path, TREE_METADATA)) for name, item in opened.trees.items()}
+    step = read_step_metadata(opened.location)
+    trees = {name: _object(item.location / TREE_METADATA) for name, item in opened.trees.items()}
     custom = {name: tree["custom_metadata"] for name, tree in trees.items() if tree.get("custom_metadata")}
     ours = [name for name, value in custom.items() if isinstance(value, dict) and _OURS in value]
     for name in ours:
@@ -61,17 +60,17 @@ def read_metadata(opened: Opened) -> Metadata:
     )
 
 
-def read_step_metadata(path: str) -> dict[str, Any]:
+def read_step_metadata(location: Location) -> dict[str, Any]:
     """Return the JSON of a checkpoint's own metadata file, not of its trees."""
-    return _object(os.path.join(path, STEP_METADATA))
+    return _object(location / STEP_METADATA)
 
 
-def _object(file: str) -> dict[str, Any]:
-    if not paths.isfile(file):
+def _object(file: Location) -> dict[str, Any]:
+    if not file.isfile():
         return {}
     try:
-        with translated(file):
-            value = json.loads(paths.read(file))
+        with translated(file.path):
+            value = json.loads(file.read())
     except (ValueError, RecursionError) as error:
         _log.warning("%s does not decode and is left out: %s", file, error)
         return {}

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat._core.location import Location, as_text, of_text
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import layer_counts
@@ -137,7 +137,7 @@ def plan_restore(
         >>> plan.raises, plan.missing, [str(rule) for rule in plan.suggestion.rules]
         ('MissingLeavesError', ('encoder',), ["rules.rename('Dense_0', 'encoder')"])
     """
-    ckpt_dir, prefix = paths.as_text(path), paths.as_text(prefix, "prefix")
+    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
@@ -150,7 +150,7 @@ def plan_restore(
         mapped=mapped,
     )
 
-    def plan_one(found: str) -> Plan:
+    def plan_one(found: Location) -> Plan:
         with (
             locating.unchanged(found),
             options.transforms.opening(),
@@ -158,7 +158,7 @@ def plan_restore(
         ):
             return _plan(opened, plan_all(opened, target, options))
 
-    otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)
+    otherwise = None if options.settings.must_exist else lambda: _nothing(of_text(ckpt_dir).path, target)
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
     options.transforms.wait_for_pending_saves()
     with depth.limited("restored"):

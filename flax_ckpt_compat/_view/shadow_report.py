@@ -7,9 +7,9 @@ import json
 import os
 from typing import Any
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import aligned, counted, format_size, printable
 from flax_ckpt_compat._discovery import not_found
@@ -47,31 +47,31 @@ class ShadowReport:
 
 def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
     """Read the records of shadow mode in a checkpoint directory; raise if there are none, or one is damaged."""
-    path = paths.absolute(paths.as_text(directory))
-    folder = os.path.join(paths.local(path), FOLDER)
-    with translated(folder):
-        names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
-    if not paths.isdir(path):
-        raise not_found.no_directory(path).error(path)
+    location = location_of(directory)
+    folder = location / FOLDER
+    with translated(folder.path):
+        names = [name for name in folder.listdir() if name.endswith(".json")] if folder.isdir() else []
+    if not location.isdir():
+        raise not_found.no_directory(location).error(location)
     if not names:
         raise CheckpointNotFoundError(
             f"{directory} has no records of shadow mode: pass the directory that was saved to, or save with "
             "FLAX_CKPT_COMPAT_SHADOW=true in the environment first",
-            path=path,
+            path=location.path,
             has_remedy=True,
         )
-    records = [_record(os.path.join(folder, name)) for name in names]
+    records = [_record(folder / name) for name in names]
     return ShadowReport(tuple(sorted(records, key=lambda record: str(record["saved"]))))
 
 
-def _record(path: str) -> dict[str, Any]:
+def _record(file: Location) -> dict[str, Any]:
     try:
-        with translated(path):
-            record = json.loads(paths.read(path))
+        with translated(file.path):
+            record = json.loads(file.read())
         _check(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{path} is not a record of shadow mode: {error!r}; delete it", path=path
+            f"{file} is not a record of shadow mode: {error!r}; delete it", path=file.path
         ) from error
     else:
         return {"saved": "", **record}

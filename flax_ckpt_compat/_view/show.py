@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError
-from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
 from flax_ckpt_compat._discovery import locating, opening
@@ -80,7 +80,7 @@ def contents(
     ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
     wait_for_pending_saves(ckpt_dir, prefix)
 
-    def read(found: str) -> Contents:
+    def read(found: Location) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True)) as opened:
             return contents_of(opened, pattern=pattern, stats=stats, progress=progress)
 

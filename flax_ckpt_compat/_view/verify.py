@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads, paths
+from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -23,6 +23,7 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     UnrecognizedFormatError,
 )
+from flax_ckpt_compat._core.location import Location, as_text, location_of
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
@@ -68,7 +69,7 @@ def verify(
         >>> verify("runs").ok
         True
     """
-    root, prefix = paths.absolute(paths.as_text(path)), paths.as_text(prefix, "prefix")
+    root, prefix = location_of(path), as_text(prefix, "prefix")
     arguments.check_function(progress, "progress")
     found = _found(root, step, prefix)
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
@@ -81,45 +82,46 @@ def verify(
             results.append(result)
             if progress is not None:
                 progress(result)
-    return Verification(root, tuple(results))
+    return Verification(root.path, tuple(results))
 
 
-def _found(root: str, step: Any, prefix: str) -> list[str]:
-    wait_for_pending_saves(root, prefix)
+def _found(root: Location, step: Any, prefix: str) -> list[Location]:
+    wait_for_pending_saves(root.path, prefix)
     if step is not None:
-        located = locating.find(root, step, prefix)
+        located = locating.find(root.path, step, prefix)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
-        return [located.path]
+        return [located.location.unlisted()]
     found = walk.checkpoints_below(root)
     if not found:
-        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root)
+        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
     return found
 
 
-def _verify(path: str, *, is_named: bool) -> VerifiedCheckpoint | None:
+def _verify(location: Location, *, is_named: bool) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
     for left in reversed(range(_ROUNDS)):
         try:
-            with locating.unchanged(path), locating.reporting_removal(path):
-                return _verify_files(path)
+            listed = location.listed()
+            with locating.unchanged(listed), locating.reporting_removal(listed):
+                return _verify_files(listed)
         except UnrecognizedFormatError as error:
             if is_named:
                 raise
-            return _unopened(path, error)
+            return _unopened(location, error)
         except ReplacedError as error:
             if not left:
-                return _unopened(path, error)
+                return _unopened(location, error)
         except CheckpointNotFoundError:
             if is_named:
                 raise
     return None
 
 
-def _verify_files(path: str) -> VerifiedCheckpoint:
+def _verify_files(location: Location) -> VerifiedCheckpoint:
     try:
-        opened = opening.Opened(path, verify=True)
+        opened = opening.Opened(location, verify=True)
     except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
-        return _unopened(path, error)
+        return _unopened(location, error)
     with closing(opened):
         found = _Findings(_strange_names(opened))
         for name, item in opened.items.items():
@@ -127,7 +129,7 @@ def _verify_files(path: str) -> VerifiedCheckpoint:
     # A block of bytes that is damaged makes all leaves in it so, for the same reason.
     damage = set(found.damage) - {leaf.why for leaf in found.leaves}
     lists = tuple(found.leaves), tuple(sorted(damage)), tuple(found.unexpected)
-    return VerifiedCheckpoint(path, opened.format if found.any_opened else "", *lists, readable=found.readable)
+    return VerifiedCheckpoint(location.path, opened.format if found.any_opened else "", *lists, readable=found.readable)
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,7 +155,7 @@ class _Findings:
                     raise
                 return  # the wrong checksum explains it
             except CheckpointError as error:
-                if isinstance(error, ForkedProcessError) or not locating.is_there(item.path):
+                if isinstance(error, ForkedProcessError) or not locating.is_there(item.location):
                     raise
                 self.readable &= not isinstance(error, _NO_DAMAGE)
                 self.damage.append(str(error))
@@ -179,18 +181,18 @@ def _strange_names(opened: opening.Opened) -> list[str]:
         return []  # its reader knows
     known = {*opened.items, *STEP_FILES}
     with translated(opened.path, "listed"):
-        strange = sorted(name for name in paths.listdir(opened.path) if name not in known)
+        strange = sorted(name for name in opened.location.listdir() if name not in known)
     return [
-        f"{name} (an item of an unknown kind: not verified)" if paths.isdir(os.path.join(opened.path, name)) else name
+        f"{name} (an item of an unknown kind: not verified)" if (opened.location / name).isdir() else name
         for name in strange
     ]
 
 
-def _unopened(path: str, error: CheckpointError) -> VerifiedCheckpoint:
-    if isinstance(error, CheckpointNotFoundError) or not locating.is_there(path):
+def _unopened(location: Location, error: CheckpointError) -> VerifiedCheckpoint:
+    if isinstance(error, CheckpointNotFoundError) or not locating.is_there(location):
         raise error
     readable = not isinstance(error, _NO_DAMAGE)
-    return VerifiedCheckpoint(path, "", (), (str(error),), readable=readable)
+    return VerifiedCheckpoint(location.path, "", (), (str(error),), readable=readable)
 
 
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
@@ -248,7 +250,7 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
 
 def _present(reader: Reader, error: CheckpointError) -> CheckpointError:
     """Return an error about a checkpoint; raise one that tells nothing about what is there."""
-    if isinstance(error, ForkedProcessError) or not locating.is_there(reader.path):
+    if isinstance(error, ForkedProcessError) or not locating.is_there(reader.location):
         raise error
     return error
 

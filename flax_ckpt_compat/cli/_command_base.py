@@ -114,9 +114,11 @@ def _paragraph(error: Exception) -> str:
 
     text = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, CheckpointNotFoundError) and error.path and not error.has_remedy:
+        from flax_ckpt_compat._core.location import of_text
+
         from ._hints import next_step
 
-        return f"{text}. {next_step(error.path)}".rstrip(" ")
+        return f"{text}. {next_step(of_text(error.path))}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
     if _is_full_disk(error):

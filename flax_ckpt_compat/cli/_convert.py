@@ -16,8 +16,8 @@ import click
 
 from flax_ckpt_compat._convert import convert
 from flax_ckpt_compat._convert.jobs import Conversion, Job
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.import_by_name import load_name
+from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 
 from ._command_base import FailedError, echo, is_terminal, print_json, wrapped
@@ -182,7 +182,7 @@ class _Bar(_Silent):
     def __init__(self, progress: Any, jobs: Sequence[Job]):
         super().__init__()
         # Each byte is written and compared. On disk some have another size, so the sum is approximate.
-        self._sizes = {job.source: 2 * paths.storage_of(job.source).total_size(job.source) for job in jobs}
+        self._sizes = {job.source: 2 * of_text(job.source).total_size() for job in jobs}
         self._finished, self._count, self._progress = 0, 0, progress
         self._task = progress.add_task("", total=sum(self._sizes.values()), count=f"0/{len(jobs)}")
 

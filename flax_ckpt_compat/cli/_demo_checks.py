@@ -18,7 +18,8 @@ from flax import serialization, traverse_util
 from flax.training import train_state
 
 from flax_ckpt_compat import Plan, checkpoints, plan_restore, restore
-from flax_ckpt_compat._core import equality, paths
+from flax_ckpt_compat._core import equality
+from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat.cli import demo_train
 
 ROUNDS = 5
@@ -57,7 +58,7 @@ def _inspect(path: str) -> Entry:
 def _entry(
     path: str, format: str, expected: dict[str, np.ndarray[Any, Any]], found: dict[str, np.ndarray[Any, Any]]
 ) -> Entry:
-    nbytes = paths.storage_of(path).total_size(path)
+    nbytes = of_text(path).total_size()
     return Entry(os.path.basename(path), format, nbytes, len(expected), same_bits(expected, found))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from flax_ckpt_compat import __version__, config
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import counted, printable
 
@@ -75,11 +75,11 @@ def _flax(report: Report) -> dict[str, str]:
 def _listed(url: str, report: Report) -> str:
     try:
         with translated(url):
-            local = paths.local(paths.normal(url))
-            if not paths.isdir(local):
-                missing = "reachable; nothing there" if paths.is_url(local) else "does not exist"
-                return "a file" if paths.isfile(local) else missing
-            return f"reachable, {counted(len(paths.listdir(local)), 'name')}"
+            location = of_text(url)
+            if not location.isdir():
+                missing = "reachable; nothing there" if location.is_remote else "does not exist"
+                return "a file" if location.isfile() else missing
+            return f"reachable, {counted(len(location.listdir()), 'name')}"
     except Exception as error:  # noqa: BLE001 - reported
         report.problems.append(printable(f"{url} cannot be listed: {error}"))
         return f"{type(error).__name__}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps
@@ -29,7 +28,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
     """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`."""
     checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
     denied: list[StorageError] = []
-    if recursive and paths.isdir(checkpoint_dir.directory):
+    if recursive and checkpoint_dir.directory.isdir():
         folders = folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
         folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
@@ -51,12 +50,12 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
 def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, prefix: str, *, recursive: bool) -> str:
     """Return why a directory has no checkpoints; raise if it is not a directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
-    if not paths.isdir(path):
+    if not path.isdir():
         raise not_found.no_directory(path).error(path)
     if contents.is_certainly_orbax(path):
-        message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
-        raise CheckpointNotFoundError(message, path=path, has_remedy=True)
-    if not paths.is_url(path) and not os.listdir(path):
+        message = f"{path} is one checkpoint, not a directory of them: list {path.parent}"
+        raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
+    if not path.is_remote and not path.listdir():
         return f"{path} is empty. {next_step(path)}"
     absent = not_found.of_checkpoints(checkpoint_dir, prefix)
     if recursive:
@@ -83,7 +82,9 @@ def _as_json(folder: Folder) -> list[dict[str, Any]]:
         }
         for kind, (record, saved, leaves, problem) in checkpoints
     ]
-    left = ({"kind": "leftover", "path": one.path, "nbytes": one.nbytes, "why": one.what} for one in folder.left)
+    left = (
+        {"kind": "leftover", "path": one.location.path, "nbytes": one.nbytes, "why": one.what} for one in folder.left
+    )
     return [*found, *left]
 
 
@@ -103,7 +104,7 @@ def _show_folder(folder: Folder, *, leaves: bool) -> None:
     _show_apart("Named like checkpoints:", apart)
     _show_apart(
         f"Left by interrupted saves (flax-ckpt clean {folder.shown}):",
-        [(one.path, one.nbytes, f"{one.what}; {one.kept}" if one.kept else one.what) for one in folder.left],
+        [(one.location.path, one.nbytes, f"{one.what}; {one.kept}" if one.kept else one.what) for one in folder.left],
     )
 
 

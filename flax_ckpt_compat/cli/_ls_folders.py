@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery import saved_steps, walk
 from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
@@ -49,7 +49,7 @@ def folder_of(
         checkpoint_dir.shown,
         [row for row in rows if row.record.format != UNKNOWN_FORMAT],
         [row for row in rows if row.record.format == UNKNOWN_FORMAT],
-        list(in_folder(path)) if paths.isdir(path) else [],
+        list(in_folder(path)) if path.isdir() else [],
     )
 
 
@@ -59,7 +59,7 @@ def folders_below(root: saved_steps.CheckpointDir, denied: list[StorageError], *
     ``denied`` is as for `walk.folders_below`."""
     folders = []
     for path, found in walk.folders_below(root.directory, denied):
-        inside = os.path.relpath(path, root.directory)
+        inside = os.path.relpath(path.path, root.directory.path)
         shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
         folder = folder_of(saved_steps.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
         if folder.rows or folder.strangers or folder.left:
@@ -67,11 +67,11 @@ def folders_below(root: saved_steps.CheckpointDir, denied: list[StorageError], *
     return folders
 
 
-def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointRecord]:
+def _records(path: Location, shown: str, found: Sequence[Location]) -> list[CheckpointRecord]:
     """Return the records of a directory with these checkpoints: those of their prefixes, and others by themselves."""
     if not found:
         return []
-    names = {os.path.basename(one) for one in found}
+    names = {one.name for one in found}
     matches = filter(None, map(_NUMBERED.fullmatch, names))
     prefixes = {match[1] for match in matches if not match[1].startswith(walk.DEFAULT_PREFIX)}
     records = dict[str, CheckpointRecord]()
@@ -81,13 +81,12 @@ def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointReco
     return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]
 
 
-def _single(path: str, shown: str, name: str) -> CheckpointRecord:
-    full = os.path.join(path, name)
+def _single(path: Location, shown: str, name: str) -> CheckpointRecord:
+    full = (path / name).unlisted()
     found = contents_of(full)
-    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if paths.isdir(full) else "msgpack"
+    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if full.isdir() else "msgpack"
     why = f"not a checkpoint: {found.why}" if found.state is State.FOREIGN else found.why or None
-    nbytes = paths.storage_of(full).total_size(full)
-    return CheckpointRecord(None, os.path.join(shown, name), format, nbytes, found.is_complete, why)
+    return CheckpointRecord(None, os.path.join(shown, name), format, full.total_size(), found.is_complete, why)
 
 
 def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
@@ -98,7 +97,7 @@ def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
     from flax_ckpt_compat._view.stored_leaves import StoredLeaves
 
     try:
-        with closing(Opened(paths.absolute(record.path), verify=False)) as opened:
+        with closing(Opened(of_text(record.path), verify=False)) as opened:
             return row._replace(leaves=len(StoredLeaves(opened).leaves))
     except CheckpointError as error:
         return row._replace(problem=str(error))
@@ -107,8 +106,9 @@ def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
 def _saved(path: str) -> datetime.datetime | None:
     # Another process may just have removed it; a time may be in no year of the calendar, here or in local time.
     with suppress(OSError, OverflowError, ValueError):
-        if not paths.is_url(path):
-            saved = datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
+        location = of_text(path)
+        if not location.is_remote:
+            saved = datetime.datetime.fromtimestamp(os.stat(location.path).st_mtime, datetime.UTC)
             saved.astimezone()
             return saved
     return None

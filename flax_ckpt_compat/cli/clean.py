@@ -32,22 +32,21 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> bool:
     Exit code 0 if nothing is left, 1 if something is (after --dry-run, a no, or where the system refused), 2 if
     DIRECTORY cannot be listed.
     """
-    import dataclasses
-
-    from flax_ckpt_compat._core import paths
     from flax_ckpt_compat._core.errors import StorageError
+    from flax_ckpt_compat._core.location import of_text
     from flax_ckpt_compat._core.text_formatting import format_size, printable
     from flax_ckpt_compat._save import interrupted_saves
 
-    found = interrupted_saves.find_leftovers(paths.absolute(directory))
+    found = interrupted_saves.find_leftovers(of_text(directory))
     going = [one for one in found if not one.kept]
     if as_json:
-        print_json([dataclasses.asdict(one) for one in found])
+        fields = ("what", "nbytes", "kept")
+        print_json([{"path": one.location.path} | {name: getattr(one, name) for name in fields} for one in found])
     else:
         for one in found:
             note = f"; stays, because {one.kept}" if one.kept else ""
             echo(f"{format_size(one.nbytes):>8}  {printable(one.what, one_line=True)}{note}", f"{'':10}")
-            click.echo(f"{'':10}{printable(one.path, one_line=True)}")
+            click.echo(f"{'':10}{printable(one.location.path, one_line=True)}")
         click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
     if not going:
         return False

@@ -17,7 +17,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Node, Path, show_path
 
 _Given = ParamSpec("_Given")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves, node_at
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from flax_ckpt_compat._save import coordination, key_value_store
 from tests.benchmarks.scale_jobs import Counting
@@ -84,7 +85,7 @@ def merge(folder: str, leaves: int) -> dict[str, Seconds]:
     return {
         "share": (wall, cpu),
         "end": timed_twice(lambda: BACKEND.finish_multiprocess(path, first, options, ProcessInfo(0, count))),
-        "open": timed_twice(lambda: BACKEND.open(path).close()),
+        "open": timed_twice(lambda: BACKEND.open(location_of(path)).close()),
     }
 
 

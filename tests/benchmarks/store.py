@@ -117,9 +117,10 @@ class _Ours:
         """Compares, and frees the server's memory."""
         for name, array in self._arrays.items():
             np.testing.assert_array_equal(self._restored.pop(name), array)
-        from flax_ckpt_compat._core import paths
+        from flax_ckpt_compat._core.location import of_text
 
-        assert not paths.storage_of(self._url).discard([self._url])
+        location = of_text(self._url)
+        assert not location.parent.discard([location.name])
 
 
 class _Raw:

@@ -20,7 +20,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.location import location_of
 
 
 @pytest.fixture(autouse=True)
@@ -325,4 +325,4 @@ def test_links_in_circles_have_no_size(checkpoint: Path) -> None:
     file.unlink()
     file.symlink_to(file)
     folder = checkpoint if checkpoint.is_dir() else f"{checkpoint}_gda"
-    assert paths.storage_of(str(folder)).total_size(str(folder)) == sum(other.stat().st_size for other in others)
+    assert location_of(folder).total_size() == sum(other.stat().st_size for other in others)

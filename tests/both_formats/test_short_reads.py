@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.local import storage
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import use_flag
 
@@ -24,7 +24,7 @@ def test_a_file_of_sysfs_ends_early(tmp_path):
     """A real file whose size is more than what can be read."""
     assert len(_SYSFS.read_bytes()) < _SYSFS.stat().st_size
     with pytest.raises(OSError, match="its file system returned"):
-        paths.read(str(_SYSFS))
+        location_of(_SYSFS).read()
     (tmp_path / "checkpoint_1").symlink_to(_SYSFS)
     with pytest.raises(StorageError, match="checkpoint_1 could not be read: its file system returned"):
         checkpoints.restore_checkpoint(tmp_path, None)

@@ -16,6 +16,7 @@ from flax import serialization
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
@@ -81,14 +82,14 @@ def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "state.orbax-checkpoint-tmp-1").mkdir()
     file, may_be = tmp_path / "checkpoint_3", foreign.may_be_msgpack_tree
     file.write_bytes(serialization.to_bytes(TREE))
-    assert contents_of(str(tmp_path)).state is State.FOREIGN
+    assert contents_of(location_of(tmp_path)).state is State.FOREIGN
 
     def removed(path: str) -> bool:
         file.unlink()
         return may_be(path)
 
     monkeypatch.setattr(foreign, "may_be_msgpack_tree", removed)
-    assert contents_of(str(tmp_path)).state is State.INCOMPLETE
+    assert contents_of(location_of(tmp_path)).state is State.INCOMPLETE
 
 
 @pytest.mark.parametrize("target", [None, ZEROS], ids=["no target", "target"])
@@ -289,9 +290,9 @@ def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for name in ("ocdbt.process_0", "my.ocdbt.process_1"):
         (tmp_path / name).mkdir()
-    assert contents_of(str(tmp_path)).is_complete
+    assert contents_of(location_of(tmp_path)).is_complete
     (tmp_path / "ocdbt.process_1").mkdir()
-    assert "were never merged" in contents_of(str(tmp_path)).why
+    assert "were never merged" in contents_of(location_of(tmp_path)).why
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
@@ -127,6 +128,6 @@ def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
 def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
     """Without a handler's name, the key about fill values decides, and OCDBT is of trees."""
     key = {"store_array_data_equal_to_fill_value": True}
-    assert array_items.is_single_array(str(tmp_path), key, False)
-    assert not array_items.is_single_array(str(tmp_path), key, True)
-    assert not array_items.is_single_array(str(tmp_path), {}, False)
+    assert array_items.is_single_array(location_of(tmp_path), key, False)
+    assert not array_items.is_single_array(location_of(tmp_path), key, True)
+    assert not array_items.is_single_array(location_of(tmp_path), {}, False)

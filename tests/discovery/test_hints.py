@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.local.storage import LocalStorage
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import hints
 from tests.support.saves import tree
 
@@ -64,7 +65,7 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert warning_of(tmp_path, caplog).endswith("holds no checkpoint with the prefix 'checkpoint_'")
     for number in range(hints._MAX_FOLDERS):
         (tmp_path / "many" / f"a{number}").mkdir()
-    assert hints.checkpoints_below(str(tmp_path / "many")) == []  # names in natural order: those are first
+    assert hints.checkpoints_below(location_of(tmp_path / "many")) == []  # names in natural order: those are first
 
 
 def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,7 +180,7 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "listdir", refuse)
     for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
-        assert not look(str(tmp_path / "absent"))
-    monkeypatch.setattr(paths, "listdir", refuse)
+        assert not look(location_of(tmp_path / "absent"))
+    monkeypatch.setattr(LocalStorage, "listdir", refuse)
     for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
-        assert not look("s3://bucket/run")
+        assert not look(location_of("s3://bucket/run"))

@@ -233,7 +233,7 @@ def test_a_reader_that_is_overtaken_more_than_ten_times(tmp_path: Path, monkeypa
         raise FileNotFoundError(path)
 
     def read(times: int) -> str:
-        return locating.read_found(str(tmp_path), None, "checkpoint_", lambda path: overtaken(path, times))
+        return locating.read_found(str(tmp_path), None, "checkpoint_", lambda found: overtaken(found.path, times))
 
     monkeypatch.setattr(locating, "_SECONDS", 600.0)
     assert read(14) == str(tmp_path / "checkpoint_15")

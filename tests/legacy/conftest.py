@@ -11,13 +11,14 @@ import pytest
 from flax_ckpt_compat.legacy import BACKEND
 
 from flax_ckpt_compat._core.backend import WriteOptions
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
 from tests.support.trees import to_branches, to_values
 
 
 def restore(path: Path) -> Any:
     """Everything in the file, as plain dicts and lists."""
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     try:
         handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
         values = dict(zip(map(id, handles), reader.read(handles), strict=True))

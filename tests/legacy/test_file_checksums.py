@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice, WriteOptions
 from flax_ckpt_compat._core.errors import ChecksumError, StorageError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
 from tests.support.profiles import examples
 from tests.support.saves import use_flag
@@ -71,7 +72,7 @@ def write(path: Path, tree: Any, **options: Any) -> Path:
 
 def load(path: Path) -> Any:
     """Everything in the file, verified."""
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     try:
         handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
         return to_values(reader.tree, dict(zip(map(id, handles), reader.read(handles), strict=True)))
@@ -242,7 +243,7 @@ def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
     """One large leaf is verified without the rest; a small one is read alone; leaves and slices may overlap."""
     write(path, LARGE)
     rot(path, path.stat().st_size - 40)  # of the last leaf
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     leaves = {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree)}
     both = [leaves["a"], ArraySlice(leaves["a"], (slice(1, 2), slice(0, MIB // 4))), leaves["s007"], leaves["a"]]
     for found, expected in zip(
@@ -256,7 +257,7 @@ def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
             reader.verify_checksums(handle)
     reader.close()
     rot(path, 2 * MIB)  # of the first one
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     handle = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("a",))
     with pytest.raises(ChecksumError, match="'a'"):
         reader.read([handle])
@@ -280,7 +281,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
         for name, value in sizes.items():
             patch.setattr(f"flax_ckpt_compat.{name}", value)
         path = save({str(index): array for index, array in enumerate(tree)})
-        with contextlib.closing(BACKEND.open(str(path), verify=True)) as reader:
+        with contextlib.closing(BACKEND.open(location_of(path), verify=True)) as reader:
             leaves = [leaf for _, leaf in iter_leaves(reader.tree)]
             for _ in range(3):
                 chosen, expected = [], []
@@ -303,7 +304,7 @@ def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write(path, LARGE)
     assert len(os.getxattr(path, ATTRIBUTE)) < 50
     assert fingerprint(load(path)) == fingerprint(LARGE)
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     leaves = {at[0]: leaf for at, leaf in iter_leaves(reader.tree) if len(at) == 1}
     rot(path, 100)
     np.testing.assert_array_equal(reader.read([leaves["z"]])[0], LARGE["z"])
@@ -319,7 +320,7 @@ def test_the_rest_of_a_block_that_cannot_be_read(path: Path, monkeypatch: pytest
         raise OSError(errno.EIO, "Input/output error")
 
     write(path, LARGE)
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     leaf = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("z",))
     reader.read([ArraySlice(leaf, (slice(0, 5),))])
     with monkeypatch.context() as patch, pytest.raises(StorageError, match=f"{path} could not be read: Input/output"):
@@ -332,7 +333,7 @@ def test_the_rest_of_a_block_that_cannot_be_read(path: Path, monkeypatch: pytest
 def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
     """Not damage: another program writes into it."""
     write(path, LARGE)
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     with open(path, "r+b") as file:
         file.seek(MIB)
         file.write(bytes(MIB))
@@ -348,7 +349,7 @@ def test_sharded_and_strided_arrays_have_the_checksums_of_their_bytes(path: Path
     assert fingerprint(load(write(path, tree))) == fingerprint(
         {"f": np.ascontiguousarray(tree["f"]), "j": np.asarray(tree["j"])}
     )
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     assert reader.verify_checksums() is True
     reader.close()
 

@@ -15,6 +15,7 @@ from flax_ckpt_compat.legacy import BACKEND
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, OutOfMemoryError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
 
 _DATA = Path(__file__).parents[1] / "data" / "gda"
@@ -32,7 +33,7 @@ def test_values_of_real_files(case, tmp_path):
     """One process reads what two processes of real Flax wrote, without a target."""
     path = _copy(case, tmp_path)
     expected = json.loads((path.parent / "expected.json").read_text())
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     found = {"/".join(names): leaf for names, leaf in iter_leaves(reader.tree)}
     assert found.keys() == expected.keys()
     for name, value in zip(found, reader.read(list(found.values())), strict=True):
@@ -53,7 +54,7 @@ def test_missing_folder(case, tmp_path):
     path = _copy(case, tmp_path)
     shutil.rmtree(f"{path}_gda")
     with pytest.raises(CorruptCheckpointError, match=f"{path}_gda.*copy that folder"):
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
 
 
 def test_missing_array(tmp_path):
@@ -61,7 +62,7 @@ def test_missing_array(tmp_path):
     path = _copy(_TREE, tmp_path)
     shutil.rmtree(f"{path}_gda/params/xy")
     with pytest.raises(CorruptCheckpointError, match="params/xy") as caught:
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
     assert caught.value.leaf == "params/xy"
 
 
@@ -77,7 +78,7 @@ def test_damaged_chunk(damage, tmp_path):
     """A missing or cut chunk is an error, never zeros, and other arrays can still be read."""
     path = _copy(_TREE, tmp_path)
     damage(Path(f"{path}_gda/params/xy/1.0"))
-    params = BACKEND.open(str(path)).tree.children["params"].children
+    params = BACKEND.open(location_of(path)).tree.children["params"].children
     with pytest.raises(CorruptCheckpointError, match="params/xy") as caught:
         params["xy"].read()
     assert caught.value.__cause__ is not None
@@ -92,7 +93,7 @@ def test_damaged_metadata(text, tmp_path):
     path = _copy(_LEAF, tmp_path)
     Path(f"{path}_gda/.zarray").write_bytes(text)
     with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
 
 
 @pytest.mark.parametrize("subpath", ["../x", "a/../../x", "/etc", "a\0b", ".."])
@@ -103,28 +104,28 @@ def test_escaping_reference(subpath, tmp_path):
     shutil.copytree(_DATA / _LEAF[0] / f"{_LEAF[1]}_gda", tmp_path / "x")
     (tmp_path / "checkpoint_1_gda").mkdir()
     with pytest.raises(CorruptCheckpointError, match="leads out"):
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
 
 
 def test_relative_path(tmp_path, monkeypatch):
     """The folder of arrays is found from a relative path too."""
     path = _copy(_LEAF, tmp_path)
     monkeypatch.chdir(path.parent)
-    assert BACKEND.open(path.name).tree.read().shape == (8, 4)
+    assert BACKEND.open(location_of(path.name)).tree.read().shape == (8, 4)
 
 
 def test_bare_reference_is_a_leaf(tmp_path):
     """A checkpoint that is one array has no branch at its root."""
-    assert not isinstance(BACKEND.open(str(_copy(_LEAF, tmp_path))).tree, Branch)
+    assert not isinstance(BACKEND.open(location_of(_copy(_LEAF, tmp_path))).tree, Branch)
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape"])
 def test_an_array_that_is_replaced_after_the_file_was_opened(change, tmp_path):
     """What was announced is what comes back: another dtype or shape in the folder is an error, not a conversion."""
     path = _copy(_TREE, tmp_path)
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     handle = next(leaf for _, leaf in iter_leaves(reader.tree) if leaf.in_gda_folder and leaf.dtype == np.float32)
-    file = Path(handle.locator.folder, ".zarray")
+    file = Path(handle.locator.folder.path, ".zarray")
     fields = json.loads(file.read_text())
     fields[change] = "<f8" if change == "dtype" else [length + 1 for length in fields["shape"]]
     file.write_text(json.dumps(fields))
@@ -138,7 +139,7 @@ def test_an_array_for_which_there_is_no_memory(tmp_path, monkeypatch):
     def refuse(*_):
         raise OutOfMemoryError("there is no memory")
 
-    reader = BACKEND.open(str(_copy(_LEAF, tmp_path)))
+    reader = BACKEND.open(location_of(_copy(_LEAF, tmp_path)))
     handles = [leaf for _, leaf in iter_leaves(reader.tree) if getattr(leaf, "in_gda_folder", False)]
     assert handles
     monkeypatch.setattr(memory, "empty", refuse)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import open_checkpoint
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER
 from flax_ckpt_compat._core.tree import iter_leaves, map_leaves
 from tests.benchmarks import disk
@@ -40,7 +41,7 @@ def test_files_of_flax_read_alike(tree: Any, tmp_path: Path) -> None:
     """Whatever lies behind an array, large or small, is read as real Flax reads it."""
     path = tmp_path / "file"
     path.write_bytes(serialization.to_bytes(tree))
-    reader = MsgpackReader(str(path))
+    reader = MsgpackReader(location_of(path))
     handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "read")]
     values = dict(zip(map(id, handles), reader.read(handles), strict=True))
     read = map_leaves(lambda _, leaf: values.get(id(leaf), leaf), reader.tree)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
 from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, arrays, fingerprint, leaves, numbers, state_dicts
@@ -37,7 +38,7 @@ def test_slices_are_those_of_numpy(save, limit, monkeypatch):
     """Ranges on any axes, contiguous in the file or not, of arrays in one piece and in Flax's chunks."""
     monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
     array = np.arange(2 * 3 * 5 * 400.0).reshape(2, 3, 5, 400)
-    reader = BACKEND.open(str(save({"a": array})))
+    reader = BACKEND.open(location_of(save({"a": array})))
     ranges = [[slice(0, length), slice(0, 1), slice(1, length)] for length in array.shape]
     parts = [ArraySlice(reader.tree.children["a"], index) for index in itertools.product(*ranges)]
     for part, found in zip(parts, reader.read(parts), strict=True):
@@ -118,7 +119,7 @@ def test_large_arrays(save, load):
 def test_own_memory(save, tree):
     """Arrays are writable, aligned, in C order, independent of each other, and outlive the reader and the file."""
     path = save({str(index): array for index, array in enumerate(tree)})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     restored = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
     reader.close()
     path.unlink()
@@ -134,7 +135,7 @@ def test_own_memory(save, tree):
 def test_handles_tell_without_reading(save):
     """Handles know kind, shape, dtype, size and path before anything is read."""
     path = save({"p": {"w": np.zeros((3, 4), ">i2")}, "s": np.float64(1), "n": 3, "t": "x", "b": b"xy", "none": None})
-    leaves_of = {"/".join(names): leaf for names, leaf in iter_leaves(BACKEND.open(str(path)).tree)}
+    leaves_of = {"/".join(names): leaf for names, leaf in iter_leaves(BACKEND.open(location_of(path)).tree)}
     seen = {name: (leaf.kind, leaf.shape, leaf.nbytes) for name, leaf in leaves_of.items() if leaf is not None}
     assert seen == {
         "p/w": (LeafKind.ARRAY, (3, 4), 24),
@@ -151,7 +152,7 @@ def test_int_keys_are_remembered(scratch):
     """Names that were ints are listed by their branch."""
     path = scratch()
     path.write_bytes(msgpack.packb({1: 2, "b": [3]}))
-    tree = BACKEND.open(str(path)).tree
+    tree = BACKEND.open(location_of(path)).tree
     assert (list(tree.children), tree.int_keys) == (["1", "b"], {"1"})
     assert tree.children["b"].container is Container.LIST
 
@@ -179,7 +180,7 @@ def test_open_skips_array_data(save, monkeypatch):
     """Opening reads a small part of a file that is mostly arrays."""
     path = save({f"layer_{index}": np.zeros(2**18, np.float32) for index in range(20)})
     counts = _counting(monkeypatch)
-    BACKEND.open(str(path))
+    BACKEND.open(location_of(path))
     assert 0 < sum(counts) < path.stat().st_size / 50
 
 
@@ -187,7 +188,7 @@ def test_open_skips_array_data(save, monkeypatch):
 def test_reads_only_what_is_asked(save, monkeypatch, size):
     """Reading two of several leaves reads exactly their bytes."""
     path = save({f"layer_{index}": {"w": np.full(size, index, np.float32), "pad": "x" * 600} for index in range(12)})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     counts = _counting(monkeypatch)
     values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
     assert sum(counts) == 2 * size * 4
@@ -197,7 +198,7 @@ def test_reads_only_what_is_asked(save, monkeypatch, size):
 def test_neighbours_are_read_together(save, monkeypatch):
     """A thousand small arrays take a handful of system calls."""
     path = save({f"a{index}": np.full(33, index, np.float32) for index in range(1000)})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     counts = _counting(monkeypatch)
     values = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
     assert len(counts) < 5
@@ -208,7 +209,7 @@ def test_neighbours_are_read_together(save, monkeypatch):
 def test_file_cut_after_opening(save, size):
     """A file that shrinks between open and read is an error that names the leaf."""
     path = save({"a": {"w": np.zeros(size)}})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(CorruptCheckpointError, match="a/w") as caught:
         reader.read([reader.tree.children["a"].children["w"]])
@@ -218,14 +219,14 @@ def test_file_cut_after_opening(save, size):
 def test_file_replaced_after_opening(save):
     """A reader goes on reading the file that it opened."""
     path, other = save({"w": np.zeros(50000)}), save({"w": np.ones(50000)})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     os.replace(other, path)
     assert not reader.tree.children["w"].read().any()
 
 
 def test_closed_reader(save):
     """Reading from a closed reader is an error; closing twice is not."""
-    reader = BACKEND.open(str(save({"w": np.zeros(3)})))
+    reader = BACKEND.open(location_of(save({"w": np.zeros(3)})))
     reader.close()
     reader.close()
     with pytest.raises(StorageError, match="closed"):
@@ -235,9 +236,9 @@ def test_closed_reader(save):
 def test_missing_file_and_folder(tmp_path):
     """What is not there, and what is not a file, are told apart."""
     with pytest.raises(CheckpointNotFoundError, match="nothing"):
-        BACKEND.open(str(tmp_path / "nothing"))
+        BACKEND.open(location_of(tmp_path / "nothing"))
     with pytest.raises(CorruptCheckpointError, match="not a file"):
-        BACKEND.open(str(tmp_path))
+        BACKEND.open(location_of(tmp_path))
 
 
 def test_complex_of_old_flax(load_bytes):
@@ -317,7 +318,7 @@ def test_chunks_that_do_not_add_up(load_bytes, change):
 def test_large_file_cut_after_opening(save):
     """A cut that only one of several reading threads meets is still an error that names the leaf."""
     path = save({"a": np.zeros(3 * 2**20), "b": np.zeros(3 * 2**20)})
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(CorruptCheckpointError, match="b: expected") as caught:
         reader.read([reader.tree.children["a"], reader.tree.children["b"]])
@@ -326,7 +327,7 @@ def test_large_file_cut_after_opening(save):
 
 def test_system_error_while_reading(save, monkeypatch):
     """An error of the file system is a StorageError with the system's error as its cause."""
-    reader = BACKEND.open(str(save({"a": np.zeros(3)})))
+    reader = BACKEND.open(location_of(save({"a": np.zeros(3)})))
 
     def refuse(fd, buffers, offset):
         raise OSError(errno.EIO, "Input/output error")
@@ -343,7 +344,7 @@ def test_readers_close_themselves(save):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 

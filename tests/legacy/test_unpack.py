@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import KeyData, iter_branches, iter_leaves
 from tests.legacy.test_hostile import _DOCUMENTS, _HOSTILE, _damaged
 from tests.support.profiles import examples
@@ -39,11 +40,11 @@ def describe(opened: Any) -> Any:
 
 def agree(path: Path) -> bool:
     """Return whether the unpacker took the file; assert that the parser then reads the same."""
-    opened = BACKEND.open(str(path))
+    opened = BACKEND.open(location_of(path))
     taken = [leaf for _, leaf in iter_leaves(opened.tree) if type(getattr(leaf, "locator", None)) is bytes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "unpack", lambda *_: None)
-        assert describe(opened) == describe(BACKEND.open(str(path)))
+        assert describe(opened) == describe(BACKEND.open(location_of(path)))
     return bool(taken)
 
 
@@ -71,7 +72,7 @@ def test_damaged_files(scratch: Any, document: bytes) -> None:
     except CorruptCheckpointError:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CorruptCheckpointError):
             patch.setattr(reader, "unpack", lambda *_: None)
-            BACKEND.open(str(path))
+            BACKEND.open(location_of(path))
     path.unlink()
 
 
@@ -107,7 +108,7 @@ def test_one_level_too_many(scratch: Any) -> None:
     path = scratch()
     path.write_bytes(b"\x81\xa1a" * (format.MAX_DEPTH + 1) + b"\x07")
     with pytest.raises(CorruptCheckpointError, match=f"more than {format.MAX_DEPTH} nested containers"):
-        BACKEND.open(str(path))
+        BACKEND.open(location_of(path))
 
 
 def test_same_length_of_another_header(scratch: Any) -> None:
@@ -135,10 +136,10 @@ def test_only_many_small_arrays_are_read_whole(
     """A file of larger arrays, or a large file, is read in windows."""
     monkeypatch.undo()
     path = save({f"a{n:03}": np.zeros(size) for n in range(300)})
-    opened = BACKEND.open(str(path))
+    opened = BACKEND.open(location_of(path))
     assert (type(next(iter(opened.tree.children.values())).locator) is bytes) == whole
     monkeypatch.setattr(unpack_small_files, "_MAX_SIZE", 1000)
-    opened = BACKEND.open(str(path))
+    opened = BACKEND.open(location_of(path))
     assert type(next(iter(opened.tree.children.values())).locator) is int
 
 
@@ -158,7 +159,7 @@ def test_a_large_array_after_small_ones_is_not_read_on_opening(
         return data
 
     monkeypatch.setattr(os, "pread", counted)
-    BACKEND.open(str(path))
+    BACKEND.open(location_of(path))
     assert read < (1 << 23) / 8
 
 
@@ -166,7 +167,7 @@ def test_a_large_array_among_small_ones_is_mapped(save: Any, monkeypatch: pytest
     """Then the file is parsed, and the array read into place, or mapped if that is asked for."""
     monkeypatch.undo()
     tree = {f"a{n:03}": np.full(3, n) for n in range(300)} | {"w": np.arange(9000)}
-    opened = BACKEND.open(str(save(tree)))
+    opened = BACKEND.open(location_of(save(tree)))
     leaf = opened.tree.children["w"]
     (mapped,) = opened.read([leaf], mapped=True)
     np.testing.assert_array_equal(mapped, tree["w"])
@@ -177,7 +178,7 @@ def test_a_large_array_among_small_ones_is_mapped(save: Any, monkeypatch: pytest
 def test_slices(save: Any, index: tuple[slice, ...]) -> None:
     """Slices of unpacked arrays have the values that numpy's have."""
     array = np.arange(16).reshape(4, 4)
-    opened = BACKEND.open(str(save({"a": array, "b": array})))
+    opened = BACKEND.open(location_of(save({"a": array, "b": array})))
     leaf = opened.tree.children["a"]
     part, whole = opened.read([ArraySlice(leaf, index), leaf])
     np.testing.assert_array_equal(part, array[index])
@@ -187,7 +188,7 @@ def test_slices(save: Any, index: tuple[slice, ...]) -> None:
 def test_values_stay_as_they_were_on_opening(save: Any) -> None:
     """A file that is cut after it was opened is read whole, and a closed reader is an error."""
     path = save({"a": {"w": np.ones(100)}})
-    opened = BACKEND.open(str(path))
+    opened = BACKEND.open(location_of(path))
     os.truncate(path, 10)
     leaf = opened.tree.children["a"].children["w"]
     assert leaf.read().tolist() == [1] * 100

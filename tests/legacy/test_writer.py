@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, iter_leaves
 from tests.support.profiles import examples
 from tests.support.trees import fill, fingerprint, state_dicts
@@ -119,7 +120,7 @@ def test_deep_tree(scratch):
         plain, branches = {"a": plain}, Branch({"a": branches})
     BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
     assert path.read_bytes() == msgpack.packb(plain)
-    ((names, leaf),) = iter_leaves(BACKEND.open(str(path)).tree)
+    ((names, leaf),) = iter_leaves(BACKEND.open(location_of(path)).tree)
     assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
 
 

@@ -17,6 +17,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves
 from tests.multiprocess.jobs import barrier, check_shards, names, small, use
@@ -148,7 +149,7 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
         raise StorageError("trouble of process 1 alone")
 
     if jax.process_index() == 1:
-        async_saves.start(manager, folder, refuse)
+        async_saves.start(manager, location_of(folder), refuse)
     try:
         with config.override(coordination_timeout=20.0):
             checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)

@@ -10,6 +10,7 @@ from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_writer
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import Location
 from tests.benchmarks import scale_play
 
 LEAVES, HOSTS = 40, 12
@@ -19,10 +20,10 @@ def save(folder: str, compression: str | None = None, lost: str | None = None) -
     """What a save raised, after a file of host 5 had been removed before the merge."""
     check = multiprocess._check_done
 
-    def lose(path: str, process: int, folder: str, digest: str) -> None:
+    def lose(path: Location, process: int, folder: Location, digest: str) -> None:
         check(path, process, folder, digest)
         if process == 5 and lost is not None:
-            os.remove(os.path.join(folder, lost))
+            os.remove((folder / lost).path)
 
     patches = [
         mock.patch.object(ocdbt_writer, "_MERGED_NODE_BYTES", 3000),

@@ -8,6 +8,7 @@ from flax_ckpt_compat.orbax_backend.build_tree import build_tree
 from flax_ckpt_compat.orbax_backend.type_annotations import ContainerType
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Container
 
@@ -16,7 +17,7 @@ def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
     """The tree of entries, paths with a letter for each kind of key: ``s`` of sequences, ``d`` of dicts."""
     structure: Any = types.SimpleNamespace(
         is_single_array=False,
-        path="/p",
+        location=location_of("/p"),
         annotations=None if containers is None else types.SimpleNamespace(containers=containers),
         entries=[
             types.SimpleNamespace(

@@ -26,6 +26,7 @@ from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.checksums import ALGORITHM
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from tests.orbax_backend import shared_jobs as jobs
 from tests.support.orbax_trees import BACKEND
@@ -215,7 +216,7 @@ def test_slices_that_cover_a_chunk_are_verified(tmp_path: Path, axis: int) -> No
     path = saved(tmp_path / "c", {"a": array})
     file, at = find(path, array)
     halves = [slice(0, array.shape[axis] // 2), slice(array.shape[axis] // 2, array.shape[axis])]
-    reader = BACKEND.open(str(path), verify=True)
+    reader = BACKEND.open(location_of(path), verify=True)
     handle = reader.tree.children["a"]
     slices = [
         ArraySlice(handle, tuple(half if n == axis else slice(0, array.shape[n]) for n in (0, 1))) for half in halves
@@ -415,7 +416,7 @@ def test_checksums_that_cannot_be_computed(tmp_path: Path, monkeypatch: pytest.M
 def test_slices_with_a_gap_are_no_damage(tmp_path: Path) -> None:
     """The first and the last rows of a block, without those between them, cannot be verified."""
     array = RNG.standard_normal((100, 700)).astype(np.float32)
-    reader = BACKEND.open(str(saved(tmp_path / "c", {"a": array})), verify=True)
+    reader = BACKEND.open(location_of(saved(tmp_path / "c", {"a": array})), verify=True)
     slices = [ArraySlice(reader.tree.children["a"], (slice(start, start + 9), slice(0, 700))) for start in (0, 91)]
     assert np.array_equal(np.concatenate(reader.read(slices)), np.concatenate([array[:9], array[91:]]))
 
@@ -424,7 +425,7 @@ def test_slices_with_a_gap_are_no_damage(tmp_path: Path) -> None:
 def test_files_that_cannot_be_checked(tmp_path: Path, change: str) -> None:
     """One of many is enough for the rest of a checkpoint to count as unverified."""
     path = saved(tmp_path / "c")
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     assert reader.verify_checksums()
     sharding = path / "_sharding"
     sharding.unlink() if change == "removed" else sharding.write_text(sharding.read_text() + "\n")

@@ -16,6 +16,7 @@ import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend.shardings import read_shardings
 
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles, load
@@ -131,7 +132,7 @@ def test_names_that_are_base64_of_others(tmp_path: Path) -> None:
     """Whether the keys of ``_sharding`` are names or base64 of them is told by all of them together."""
     for keys in (["YQ==", "a"], ["WVE9PQ==", "YQ=="]):  # the latter is the base64 of the former
         (tmp_path / "_sharding").write_text(json.dumps(dict(zip(keys, ["of YQ==", "of a"], strict=True))))
-        assert read_shardings(str(tmp_path), ["YQ==", "a"]) == {"YQ==": "of YQ==", "a": "of a"}
+        assert read_shardings(location_of(tmp_path), ["YQ==", "a"]) == {"YQ==": "of YQ==", "a": "of a"}
 
 
 def test_databases_below_the_database(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import ocdbt
 from flax_ckpt_compat.orbax_backend.ocdbt_nodes import ends_of
 
+from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made
 
 
@@ -39,7 +40,7 @@ def test_all_of_some_keys(prefix: bytes, names: list[bytes], tmp_path: Path, mon
     """They are there if each of them is: none behind the last key, none longer or shorter than the stored one."""
     first, second = {b"w/0": b"", b"w/1": b"", b"w/2": b""}, {b"w/33": b"", b"x/0": b""}
     monkeypatch.setattr(ocdbt, "_ROWS_FROM", 1)
-    rows: Any = ocdbt.read_entries(tall(tmp_path, {b"w/0": made.leaf(first), b"w/33": made.leaf(second)}))
+    rows: Any = ocdbt.read_entries(location_of(tall(tmp_path, {b"w/0": made.leaf(first), b"w/33": made.leaf(second)})))
     expected = all(prefix + name in {**first, **second} for name in names)
     assert rows.holds(prefix, np.array(names)) == expected
 
@@ -57,7 +58,7 @@ def test_ends_of_files(rows_from: int, tmp_path: Path, monkeypatch: pytest.Monke
 
     path = tall(tmp_path, {b"1": leaf((100, 5), (20, 7)), b"3": leaf((3, 3))})
     monkeypatch.setattr(ocdbt, "_ROWS_FROM", rows_from)
-    assert ends_of(ocdbt.read_entries(path)) == {"d/x": 105}
+    assert ends_of(ocdbt.read_entries(location_of(path))) == {"d/x": 105}
 
 
 def test_keys_with_another_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,6 @@ def test_keys_with_another_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyP
         store.with_transaction(transaction)[f"layer/{number:04}/w"] = b"%d" % number
     transaction.commit_sync()
     monkeypatch.setattr(ocdbt, "_ROWS_FROM", 1)
-    rows: Any = ocdbt.read_entries(str(tmp_path))
+    rows: Any = ocdbt.read_entries(location_of(tmp_path))
     assert rows.get(b"layer/0099/w") == b"99"
     assert [rows.get(b"~" * at + b"layer/0099/w"[at:]) for at in range(1, 12)] == [None] * 11

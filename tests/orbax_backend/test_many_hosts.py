@@ -13,6 +13,7 @@ from flax_ckpt_compat.orbax_backend import ocdbt
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
 from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.location import location_of
 from tests.benchmarks.scale_play import ELEMENTS
 from tests.orbax_backend import many_hosts
 from tests.orbax_backend.many_hosts import HOSTS, LEAVES
@@ -49,7 +50,7 @@ def test_every_reader_finds_all_of_it(saved: Path, monkeypatch: pytest.MonkeyPat
     assert _same(ocp.PyTreeCheckpointer().restore(saved, restore_args=names))
     assert _same(load(saved))
     monkeypatch.setattr(ocdbt, "_ROWS_FROM", 1)
-    found = read_entries(str(saved))
+    found = read_entries(location_of(saved))
     assert type(found) is not dict
     assert list(found) == keys
     assert _same(load(saved))
@@ -64,9 +65,9 @@ def test_flipped_bytes_of_the_index_are_found(saved: Path, step: int, monkeypatc
         for at in range(0, len(data), step):
             file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
             with pytest.raises(CheckpointError):
-                read_entries(str(saved))
+                read_entries(location_of(saved))
         file.write_bytes(data)
-    assert len(read_entries(str(saved))) == LEAVES * (HOSTS + 1)
+    assert len(read_entries(location_of(saved))) == LEAVES * (HOSTS + 1)
 
 
 @pytest.mark.parametrize("compression", [None, "crc32c"])

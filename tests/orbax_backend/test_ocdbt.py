@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import Location, location_of
 from tests.support import ocdbt_files as made
 from tests.support.orbax_trees import load, save
 from tests.support.trees import fingerprint
@@ -36,7 +36,7 @@ def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
 
 def _values(path: Path) -> dict[bytes, bytes]:
     """Every value, also those outside the nodes; in a dict and in arrays."""
-    found, rows = read_entries(str(path)), _rows(path)
+    found, rows = read_entries(location_of(path)), _rows(path)
     assert len(rows) == len(found)
     assert list(rows.items()) == sorted(found.items())
     assert all(rows.get(key + b"x", found.get(key + b"x")) == found.get(key + b"x") for key in found)
@@ -51,7 +51,7 @@ def _values(path: Path) -> dict[bytes, bytes]:
 def _rows(path: Path) -> Any:
     """What a database of many keys is read into."""
     with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
-        return read_entries(str(path))
+        return read_entries(location_of(path))
 
 
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 1}, {"id": "zstd", "level": 9}])
@@ -71,7 +71,7 @@ def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_byt
         values.pop(next(iter(values)))
         values[f"late {number}".encode()] = b"x" * number
     assert _values(tmp_path) == values
-    found = read_entries(str(tmp_path))
+    found = read_entries(location_of(tmp_path))
     assert any(isinstance(value, ByteRange) for value in found.values())
 
 
@@ -119,7 +119,7 @@ def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
     """A version without a root has no keys."""
     store = _database(tmp_path, {b"a": b"1"})
     del store[b"a"]
-    assert read_entries(str(tmp_path)) == {}
+    assert read_entries(location_of(tmp_path)) == {}
 
 
 def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_hosts_that_all_write_alike_are_no_bomb(tmp_path: Path) -> None:
     )
     body = body.replace(b"\0" + bytes(7 + count for count in shared), bytes(7 + count for count in shared), 1)
     path = made.write(tmp_path, [made.envelope(made.NODE, _compressed(body), compression=1)])
-    found = read_entries(str(path))
+    found = read_entries(location_of(path))
     assert len(found) == 1000 * leaves
     assert found.get(b"000777/999") == ByteRange("d/999", 1040 * 777, 1040)
 
@@ -211,9 +211,9 @@ def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
     """The checksum is right and the content is not: file, expected and found are told."""
     body, told = BODIES[case]
     path = made.write(tmp_path, [made.envelope(made.NODE, body)])
-    for read in (read_entries, _rows):
+    for read in (lambda folder: read_entries(location_of(folder)), _rows):
         with pytest.raises(CorruptCheckpointError, match=told) as caught:
-            read(str(path))
+            read(path)
         assert str(path / "d" / "x") in str(caught.value)
         assert caught.value.path == str(path / "d" / "x")
 
@@ -244,7 +244,7 @@ def test_what_is_no_node_or_manifest_is_refused(tmp_path: Path, case: str, where
         told = "0x0cdb3a2a was expected, found 0x0cdb20de" if case == "a manifest" else told
         path, file = made.write(tmp_path, [made.envelope(made.NODE, ROOT)], first=data), "manifest.ocdbt"
     with pytest.raises(CorruptCheckpointError, match=told) as caught:
-        read_entries(str(path))
+        read_entries(location_of(path))
     assert str(path / file) in str(caught.value)
 
 
@@ -254,7 +254,7 @@ def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     bomb = bytes.fromhex("28b52ffd0038") + run * 10_000 + b"\1\0\0"
     path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
     with pytest.raises(CorruptCheckpointError, match=f"at most {1 << 28} decompressed bytes"):
-        read_entries(str(path))
+        read_entries(location_of(path))
 
 
 @pytest.mark.parametrize("place", [(0, 2**62), (2**62, 40), (0, 41)], ids=str)
@@ -266,7 +266,7 @@ def test_nodes_beyond_the_end_of_the_file_are_refused(tmp_path: Path, place: tup
     if place[1] > 2**28:  # what a node may have
         told = f"at most {2**28} bytes were expected, found {place[1]}"
     with pytest.raises(CorruptCheckpointError, match=told):
-        read_entries(str(path))
+        read_entries(location_of(path))
 
 
 def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
     both = made.inner({b"a": (0, len(node)), b"b": (0, len(node))}, 1)
     path = made.write(tmp_path, [node, made.envelope(made.NODE, both)], height=1)
     with pytest.raises(CorruptCheckpointError, match="two"):
-        read_entries(str(path))
+        read_entries(location_of(path))
 
 
 @pytest.mark.parametrize("name", [b"../secret", b"d/../../secret", b"/etc/passwd", b"d/\0x"])
@@ -291,21 +291,21 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
         body = made.inner({b"a": (0, 40)}, 1, [name])
         path = made.write(tmp_path, [made.envelope(made.NODE, body)], height=1)
     with pytest.raises(CorruptCheckpointError, match="outside"):
-        read_entries(str(path))
+        read_entries(location_of(path))
 
 
 def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
     """Its driver reads what only it can: the values are found, not where they lie; links do not lead it out."""
     path = tmp_path / "c"
     _database(path, VALUES, manifest_kind="numbered")
-    found = open_index.open_database(str(path))
+    found = open_index.open_database(location_of(path))
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
     for file in [file for file in path.rglob("*") if file.is_file()]:
         file.rename(tmp_path / "outside")
         file.symlink_to(tmp_path / "outside")
         with pytest.raises(CorruptCheckpointError, match="outside"):
-            open_index.open_database(str(path))
+            open_index.open_database(location_of(path))
         (tmp_path / "outside").replace(file)
 
 
@@ -350,11 +350,11 @@ def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path)
     path = made.write(tmp_path / "real", [made.envelope(made.NODE, ROOT)])
     asked: list[str] = []
 
-    def locate(file: str) -> str:
+    def locate(file: str) -> Location:
         asked.append(file)
-        return os.path.join(path, file)
+        return location_of(path) / file
 
-    assert read_entries("s3://bucket/absent", locate=locate) == VALUES
+    assert read_entries(location_of("s3://bucket/absent"), locate=locate) == VALUES
     assert set(asked) == {"manifest.ocdbt", "d/x"}
 
 

@@ -17,6 +17,7 @@ from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.interpreters import devices, run_python
 from tests.support.logs import warnings_logged
@@ -209,7 +210,7 @@ def test_a_damaged_database_that_only_tensorstore_can_index(tmp_path: Path, monk
         raise UndecodableError
 
     monkeypatch.setattr(open_index, "read_entries", refuse)
-    index = open_index.open_database(str(path))
+    index = open_index.open_database(location_of(path))
     for file in path.glob("**/d/*"):
         file.write_bytes(file.read_bytes()[:5])
     for key in ("a/.zarray", "a/0"):
@@ -222,7 +223,7 @@ def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) 
     """Their bytes lie in the database like those of small arrays, and are not the arrays' own: Orbax compresses."""
     tree = {f"a{length}": np.ones(length, np.uint8) for length in range(10, 40)}
     path = WRITERS[writer](tmp_path / "c", tree)
-    index = open_index.open_database(str(path))
+    index = open_index.open_database(location_of(path))
     chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
     assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
     assert fingerprint(load(path)) == fingerprint(tree)
@@ -249,6 +250,6 @@ def test_leaves_of_two_names_in_one_place_are_told(tmp_path: Path) -> None:
     """Real Orbax keeps one of two colliding values; the reader says so."""
     path = _pytree()(tmp_path / "c", {"a": {"b": np.ones(2)}, "a.b": np.ones(2)})
     with warnings_logged() as logged:
-        reader = BACKEND.open(str(path))
+        reader = BACKEND.open(location_of(path))
     assert len(logged) == 1 and "a.b" in logged[0]
     assert isinstance(reader.tree.children["a.b"], LeafHandle)

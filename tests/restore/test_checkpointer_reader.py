@@ -14,6 +14,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import checkpointer_reader
 from flax_ckpt_compat.errors import CheckpointerError, CheckpointError
@@ -170,7 +171,7 @@ def test_slices_are_cut_out_of_writable_arrays() -> None:
     for found in (jnp.arange(6).reshape(2, 3), np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3))):
         checkpointer = types.SimpleNamespace(restore=lambda path, found=found: {"a": found})
         tree = Branch({})
-        reader = checkpointer_reader.CheckpointerReader(checkpointer, "/p", tree)
+        reader = checkpointer_reader.CheckpointerReader(checkpointer, location_of("/p"), tree)
         tree.children["a"] = handle = LeafHandle(
             ("a",), LeafKind.ARRAY, (2, 3), np.dtype(np.int32), 24, "a", reader, None
         )

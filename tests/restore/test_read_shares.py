@@ -15,6 +15,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, save
 from flax_ckpt_compat._core.array_boxes import shape_of
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import casting, execute, read_assignment
 from flax_ckpt_compat._restore.match import plan_tree
@@ -32,14 +33,14 @@ def test_two_saves_of_one_tree(tmp_path: Path, use_ocdbt: bool) -> None:
             checkpointer.save(tmp_path / str(number), {"w": np.full(5, number)})
             # The directory of an item, and releases before 0.6, have none.
             (tmp_path / str(number) / "_CHECKPOINT_METADATA").unlink()
-    one, other = (read_assignment._identity(str(tmp_path / str(number))) for number in (1, 2))
+    one, other = (read_assignment._identity(location_of(tmp_path / str(number))) for number in (1, 2))
     assert one != other
-    assert read_assignment._identity(str(tmp_path / "1")) == one
+    assert read_assignment._identity(location_of(tmp_path / "1")) == one
 
 
 def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
     """No process takes it for another's."""
-    assert read_assignment._identity(str(tmp_path)) != read_assignment._identity(str(tmp_path))
+    assert read_assignment._identity(location_of(tmp_path)) != read_assignment._identity(location_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_arrays_are_cut_where_blocks_end(
 ) -> None:
     """Rows are cut only where no block of checksums is; each row is in one part."""
     path = checkpoints.save_checkpoint(tmp_path, {"w": np.zeros(shape, dtype)}, 1)
-    opened = Opened(path, verify=False)
+    opened = Opened(location_of(path), verify=False)
     boxes = list(read_assignment._rows(opened.reader("").tree.children["w"], MIB))
     opened.discard()
     if rows is None:
@@ -78,7 +79,7 @@ def test_compressed_chunks_stay_whole(tmp_path: Path, compression: str) -> None:
 
     with config.override(compression=compression):
         api.save(tmp_path / "c", {"w": np.zeros((2048, 1024), np.float32)}, format="orbax")
-    opened = Opened(str(tmp_path / "c"), verify=False)
+    opened = Opened(location_of(tmp_path / "c"), verify=False)
     assert len(list(read_assignment._rows(opened.reader("").tree.children["w"], MIB))) == 1
     opened.discard()
 
@@ -114,7 +115,7 @@ class Whole:
         monkeypatch.setattr(read_assignment.jax, "process_index", lambda: here)
         with config.override(**settings) as found:
             options = RestoreOptions(found)
-        self.reader = Opened(path, verify=True).reader("")
+        self.reader = Opened(location_of(path), verify=True).reader("")
         tree = None if target is None else state_dict.TargetTree(target)
         self.plan = plan_tree(self.reader, self.reader.tree, tree, options, path)
         run = execute._Run(self.plan)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._trees import state_dict
@@ -150,7 +151,7 @@ def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bo
     checkpoints.save_checkpoint(tmp_path / "c", {"optimizer": old}, 3)
     path = checkpoints.latest_checkpoint(str(tmp_path / "c"))
     assert path is not None, flag
-    opened = opening.Opened(path, verify=True)
+    opened = opening.Opened(location_of(path), verify=True)
     restored = converted(opened.reader(opened.parts[0]).tree, train_state(optimizer))
     assert int(restored.step) == 3
     counts = [leaf for name, leaf in flat(serialization.to_state_dict(restored.opt_state)).items() if "count" in name]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import KeyData, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._trees import leaf_sources
@@ -284,7 +285,7 @@ def test_from_real_checkpoints(flag: bool, tmp_path: Path) -> None:
     checkpoints.save_checkpoint(tmp_path / "c", tree, 1)
     path = checkpoints.latest_checkpoint(str(tmp_path / "c"))
     assert path is not None, flag
-    with closing(opening.Opened(path, verify=True)) as opened:
+    with closing(opening.Opened(location_of(path), verify=True)) as opened:
         after = opened.reader(opened.parts[0]).tree
         for rule in (
             rules.stack(r"layer_(\d+)", "att", axis=-1),

@@ -17,6 +17,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._trees import state_dict
@@ -49,7 +50,7 @@ def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
         flax_checkpoints.save_checkpoint(tmp_path.absolute(), {"opt_state": opt_state, "step": 3}, 3)
     path = checkpoints.latest_checkpoint(str(tmp_path))
     assert path is not None, flag
-    opened = opening.Opened(path, verify=True)
+    opened = opening.Opened(location_of(path), verify=True)
     return opened.reader(opened.parts[0]).tree
 
 

@@ -23,6 +23,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves, save_registry, snapshot
 from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.saves import names, run_python, tree, use_flag
@@ -297,7 +298,7 @@ def test_a_restore_from_two_waits_for_multiprocess_saves(tmp_path: Path, nested:
         assert may_publish.wait(30)
         Path(second).rename(other / "checkpoint_2")
 
-    async_saves.start(ours.AsyncManager(), str(other), late, lookup_timeout=30)
+    async_saves.start(ours.AsyncManager(), location_of(other), late, lookup_timeout=30)
     taken = rules.from_checkpoint(other, "n")
     if nested:
         taken = rules.from_checkpoint(first, "n", transforms=[taken])
@@ -316,7 +317,7 @@ def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager:
     ours.save_checkpoint(tmp_path / "b", tree(2), 2)
     assert ours.restore_checkpoint(tmp_path / "b", None)["n"] == 2
     with pytest.raises(errors.StorageError):
-        async_saves.wait_for_async_saves(str(tmp_path / "a"))
+        async_saves.wait_for_async_saves(location_of(tmp_path / "a"))
 
 
 def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +333,7 @@ def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeyp
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
     for step in range(12):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
-    async_saves.wait_for_async_saves(str(tmp_path))
+    async_saves.wait_for_async_saves(location_of(tmp_path))
     assert order == [f"checkpoint_{step}" for step in range(12)]
     assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
 
@@ -353,14 +354,14 @@ def test_a_cancelled_save_raises_once(flag: bool, tmp_path: Path, gate: Gate) ->
 def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> None:
     """A multi-process save that a manager without a future never runs hangs nobody; one that it runs is forgotten."""
     manager, calls = Later(), list[int]()
-    async_saves.start(manager, str(tmp_path), lambda: calls.append(1), lookup_timeout=0.2)
+    async_saves.start(manager, location_of(tmp_path), lambda: calls.append(1), lookup_timeout=0.2)
     start = time.monotonic()
-    async_saves.wait_for_multiprocess_saves(str(tmp_path))
+    async_saves.wait_for_multiprocess_saves(location_of(tmp_path))
     waited = time.monotonic() - start
-    async_saves.wait_for_async_saves(str(tmp_path))
+    async_saves.wait_for_async_saves(location_of(tmp_path))
     assert waited >= 0.2 > time.monotonic() - start - waited
     manager.wait_previous_save()
-    assert calls == [1] and not save_registry.saves_into(str(tmp_path))
+    assert calls == [1] and not save_registry.saves_into(location_of(tmp_path))
 
 
 class Pool:
@@ -629,14 +630,16 @@ def test_a_managers_own_error_is_raised(flag: bool, tmp_path: Path) -> None:
 FORK = """
 import os, signal, sys, threading
 import flax_ckpt_compat.checkpoints as checkpoints
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves as background
 hold = threading.Event()
 manager = checkpoints.AsyncManager()
-background.start(manager, sys.argv[1], hold.wait)
+background.start(manager, location_of(sys.argv[1]), hold.wait)
 child = os.fork()
 if not child:
     signal.alarm(20)
-    background.wait_for_async_saves(sys.argv[1])  # the parent's threads, which would end the save, are not here
+    # The parent's threads, which would end the save, are not here.
+    background.wait_for_async_saves(location_of(sys.argv[1]))
     os._exit(7)
 hold.set()
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from flax_ckpt_compat import checkpoints, verify
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import interrupted_saves
 from flax_ckpt_compat.cli import main
 from tests.support.corpus import ARCHIVES
@@ -71,7 +72,7 @@ def test_a_killed_writer(writer: subprocess.Popen[str], tmp_path: Path) -> None:
     assert names(tmp_path) == before
     writer.kill()
     writer.wait()
-    (found,) = interrupted_saves.find_leftovers(str(tmp_path))
+    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
     assert (found.nbytes, found.kept, found.what) == (1000, "", "unfinished save of checkpoint_9")
     assert clean(tmp_path, "--dry-run").exit_code == 1
     assert names(tmp_path) == before
@@ -81,10 +82,10 @@ def test_a_killed_writer(writer: subprocess.Popen[str], tmp_path: Path) -> None:
 
 def test_a_writer_that_begins_after_the_list_was_made(writer: subprocess.Popen[str], tmp_path: Path) -> None:
     """Each leftover is checked again before it goes."""
-    (found,) = interrupted_saves.find_leftovers(str(tmp_path))
+    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
     assert found.kept
-    assert not interrupted_saves.remove(interrupted_saves.Leftover(found.path, found.what, found.nbytes))
-    assert os.path.exists(found.path)
+    assert not interrupted_saves.remove(interrupted_saves.Leftover(found.location, found.what, found.nbytes))
+    assert os.path.exists(found.location.path)
 
 
 def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +116,9 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / "a")
     (tmp_path / "a" / "checkpoint_3").unlink()
     later(monkeypatch)
-    (found,) = interrupted_saves.find_leftovers(str(tmp_path))
+    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
     monkeypatch.setattr(interrupted_saves, "_remove", refuse)
-    with pytest.raises(StorageError, match=f"{found.path}: Permission denied"):
+    with pytest.raises(StorageError, match=f"{found.location}: Permission denied"):
         interrupted_saves.remove(found)
 
 
@@ -132,8 +133,8 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert clean(tmp_path, "--yes").exit_code == 0
     assert names(tmp_path) == before
     later(monkeypatch)
-    (found,) = interrupted_saves.find_leftovers(str(tmp_path))
-    assert (found.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
+    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
+    assert (found.location.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
     assert clean(tmp_path, "--yes").exit_code == 0
     assert names(tmp_path / "a") == ["checkpoint_3_gda", "checkpoint_3_gda/notes.txt", "expected.json", "my_gda"]
     assert verify(tmp_path / "b").ok
@@ -153,7 +154,7 @@ def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, m
         (tmp_path / name / "checkpoint").write_bytes(b"\x82\xa1x\xabPLACEHOLDER\xa5y_gda\xabPLACEHOLDER")
     before = names(tmp_path)
     later(monkeypatch)
-    assert interrupted_saves.find_leftovers(str(tmp_path)) == []
+    assert interrupted_saves.find_leftovers(location_of(tmp_path)) == []
     checkpoints.save_checkpoint(tmp_path, {"n": 1}, 4)
     assert set(before) < set(names(tmp_path))
 
@@ -165,7 +166,7 @@ def test_orphans_of_a_step_that_is_saved_again(
     later(monkeypatch)
     folder = tmp_path / "run" / "checkpoint_9_gda"
     shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
-    kept = {Path(one.path).name: one.kept for one in interrupted_saves.find_leftovers(str(tmp_path))}
+    kept = {one.location.name: one.kept for one in interrupted_saves.find_leftovers(location_of(tmp_path))}
     assert kept["checkpoint_9_gda"] == "a save of it may be running"
     assert clean(tmp_path, "--yes").exit_code == 0
     assert (folder / "params" / "xy" / ".zarray").exists()
@@ -204,7 +205,7 @@ def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
         path = checkpoints.save_checkpoint(tmp_path, {"x": 1}, 1)
     aside = atomic.temporary_path(path, "old").replace(f"-{os.getpid()}-", "-1-")
     os.rename(path, aside)
-    (found,) = interrupted_saves.find_leftovers(str(tmp_path))
+    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
     assert found.what == "checkpoint_1, set aside: it is put back"
     assert clean(tmp_path, "--yes").exit_code == 0
     assert checkpoints.restore_checkpoint(path, None) == {"x": 1}

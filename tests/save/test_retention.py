@@ -395,11 +395,11 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
         retention._remove_others,
     )
 
-    def remove_later(request: Any) -> None:
+    def remove_later(request: Any, *listing: Any) -> None:
         if request.name == "checkpoint_7":
             published.set()
             assert removes.wait(60)
-        remove_others(request)
+        remove_others(request, *listing)
 
     def hide_later(path: str) -> Any:
         if path.endswith("checkpoint_7"):

@@ -93,10 +93,10 @@ def test_difference(folder: str, shadowed, monkeypatch: pytest.MonkeyPatch, capl
     whole = shadow._compared
 
     def damaged(request, copy):
-        data = bytearray(Path(copy).read_bytes())
+        data = bytearray(Path(copy.path).read_bytes())
         at = data.index(TREE["w"].tobytes()) + 4
         data[at] ^= 1
-        Path(copy).write_bytes(data)
+        Path(copy.path).write_bytes(data)
         return whole(request, copy)
 
     monkeypatch.setattr(shadow, "_compared", damaged)

@@ -18,8 +18,8 @@ def test_something_is_left(any_bucket: AnyBucket, format: Any, monkeypatch: pyte
     """A save that overwrites an older step removes the newest, whose writer removes that older step meanwhile."""
     root, discard, evicted = f"{any_bucket.url}/run", removal.discard, []
 
-    def with_the_other_writer(url: str) -> None:
-        discard(url)
+    def with_the_other_writer(url: str, *listing: Any) -> None:
+        discard(url, *listing)
         if url.endswith("checkpoint_9") and not evicted:
             evicted.append(url)
             discard(f"{root}/checkpoint_5")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend import files
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.object_store import retrying as store_retrying
+from flax_ckpt_compat._core.object_store import storage as store
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load
@@ -129,7 +129,7 @@ def test_a_store_that_does_not_answer(
     """Waiting ends, with an error that says so."""
     monkeypatch.setattr(store_retrying, "_TIMEOUT", 0.2)
     monkeypatch.setattr(store_retrying, "_MIN_RATE", 2**40)  # no time for the bytes that a whole object may have
-    monkeypatch.setattr(files, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(store, "_TIMEOUT", 0.2)
     save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
     requests = sweep_stalls(bucket, url)

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import orbax_layout, paths, storage_errors
-from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, thread_cache, uploads
+from flax_ckpt_compat._core import orbax_layout, storage_errors
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, uploads
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from tests.support import s3
 from tests.support.profiles import examples
@@ -42,42 +43,35 @@ def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
     for folder in ("a", "a/b", "b", "c", "a0"):
         expected = [key.removeprefix(f"{folder}/") for key in KEYS if key.startswith(f"{folder}/")]
         assert client.keys(f"{bucket.url}/{folder}") == sorted(expected)
-    assert paths.listdir(f"{bucket.url}/a") == ["b", "ü"]
-    assert [paths.isdir(f"{bucket.url}/{key}") for key in ("a", "a0", "b", "")] == [True, False, True, True]
-    assert [paths.isfile(f"{bucket.url}/{key}") for key in ("a0", "c", "b", "none")] == [True, True, False, False]
+    assert location_of(f"{bucket.url}/a").listdir() == ["b", "ü"]
+    assert [location_of(f"{bucket.url}/{key}").isdir() for key in ("a", "a0", "b", "")] == [True, False, True, True]
+    assert [location_of(f"{bucket.url}/{key}").isfile() for key in ("a0", "c", "b", "none")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(FileNotFoundError):
-        paths.listdir(f"{bucket.url}/none")
-
-
-def test_an_offered_list_is_of_no_use_later(bucket: Bucket) -> None:
-    """Where nothing took it: what was written since is listed."""
-    bucket.put("run/a", b"x")
-    with client.listing_cache(f"{bucket.url}/run"):
-        listing = thread_cache.current_listing()
-    with thread_cache.offering(listing):
-        pass
-    bucket.put("run/b", b"x")
-    with client.listing_cache(f"{bucket.url}/run"):
-        assert client.keys(f"{bucket.url}/run") == ["a", "b"]
+        location_of(f"{bucket.url}/none").listdir()
 
 
 def test_an_object_and_a_folder_of_one_name(bucket: Bucket) -> None:
     """The folder counts, unless its upload has not ended."""
     url = f"{bucket.url}/c"
     bucket.put("c", b"x")
-    assert (paths.isfile(url), paths.isdir(url)) == (True, False)
+    assert (location_of(url).isfile(), location_of(url).isdir()) == (True, False)
     bucket.put(f"c/{orbax_layout.BEGUN}.1.{'0' * 32}", b"")
     bucket.put("c/_METADATA", b"x")
-    assert (paths.isfile(url), paths.isdir(url)) == (True, False)
+    assert (location_of(url).isfile(), location_of(url).isdir()) == (True, False)
     bucket.put("c/commit_success.txt", b"x")
-    assert (paths.isfile(url), paths.isdir(url)) == (False, True)
+    assert (location_of(url).isfile(), location_of(url).isdir()) == (False, True)
 
 
 def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:
     """An empty object whose name ends in a slash is neither a name in the folder nor a checkpoint."""
     bucket.put("run/", b"")
     flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format="msgpack")
-    assert paths.listdir(f"{bucket.url}/run") == ["checkpoint_1"]
+    assert location_of(f"{bucket.url}/run").listdir() == ["checkpoint_1"]
     assert ours.available_steps(f"{bucket.url}/run/") == [1]
 
 
@@ -133,11 +127,11 @@ def test_names_that_look_like_paths(bucket: Bucket) -> None:
     stray = ["run/checkpoint_1//d", "run/checkpoint_1/../../other", "run/checkpoint_1/./x"]
     for key in ["other", "run/checkpoint_10", "run/checkpoint_1.txt", *stray]:
         bucket.put(key, b"mine")
-    assert paths.storage_of(bucket.url).discard([f"{bucket.url}/run/checkpoint_1"]) == {}
+    assert location_of(f"{bucket.url}/run").discard(["checkpoint_1"]) == {}
     left = set(bucket.keys())
     assert left >= {"other", "run/checkpoint_1.txt", "run/checkpoint_10"}
     assert all(".." in key or "/./" in key for key in left if key.startswith("run/checkpoint_1/"))
-    assert not paths.lexists(f"{bucket.url}/run/checkpoint_1")
+    assert not location_of(f"{bucket.url}/run/checkpoint_1").exists()
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
@@ -351,7 +345,7 @@ def test_requests_without_an_answer_do_not_block_others(bucket: Bucket, monkeypa
 
     def read(number: int) -> None:
         with pytest.raises(errors.StorageError, match="did not answer in time"):
-            paths.read(f"{bucket.url}/{number}")
+            location_of(f"{bucket.url}/{number}").read()
 
     with monkeypatch.context() as patched, bucket.proxy.failing(lambda method, path: "stall"):
         patched.setattr(retrying, "_TIMEOUT", 0.2)
@@ -362,7 +356,7 @@ def test_requests_without_an_answer_do_not_block_others(bucket: Bucket, monkeypa
     monkeypatch.setattr(retrying, "_TIMEOUT", 3.0)
     monkeypatch.setattr(retrying, "_ATTEMPTS", 1)
     monkeypatch.setattr(retrying, "_MIN_RATE", 2**40)
-    assert paths.read(f"{bucket.url}/there") == b"x"
+    assert location_of(f"{bucket.url}/there").read() == b"x"
 
 
 @pytest.mark.parametrize("raised", [TimeoutError, KeyboardInterrupt])
@@ -395,11 +389,11 @@ def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bucket, key, and the endpoint and region of the AWS tools' variables; gs:// is TensorStore's gcs driver."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    assert client.spec(paths.absolute("gs://bucket/a//b/")) == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert location_of("gs://bucket/a//b/").kvstore() == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
     assert client.spec("gs://bucket/a/") == client.spec("gs://bucket/a")
     assert client.spec("s3://bucket") == {"driver": "s3", "bucket": "bucket"}
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
-    assert client.spec(paths.absolute("S3://bucket/./a")) == {
+    assert location_of("S3://bucket/./a").kvstore() == {
         "driver": "s3", "bucket": "bucket", "path": "a/", "aws_region": "eu-west-3"
     }  # fmt: skip
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:9000/")
@@ -471,20 +465,20 @@ def test_how_long_a_read_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [64 << 20, 7]
 
 
-def test_what_was_learned_of_a_folder_is_forgotten(bucket: Bucket) -> None:
-    """Behind it, sizes and contents are those of now; objects that vanish meanwhile, and others, are not part of it."""
+def test_what_was_learned_of_a_folder_is_its_listings_alone(bucket: Bucket) -> None:
+    """In the next one, sizes and contents are those of now; objects that vanish, and others, are not part of it."""
     url, other = f"{bucket.url}/run", f"{bucket.url}/run2/x"
     for key in ("run/a", "run2/x"):
         bucket.put(key, b"12")
     for content in (b"12", b"345", b""):
         bucket.put("run/a", content)
-        with client.listing_cache(url):
-            for prefetch in (prefetching.prefetch_sizes, prefetching.prefetch_contents, prefetching.prefetch_heads):
-                prefetch([f"{url}/a", f"{url}/gone"])
-            assert client.is_object(other) and client.head(other) == b"12"
-            assert client.size(f"{url}/a") == len(content)
-            assert client.read(f"{url}/a") == content
-            assert client.head(f"{url}/a") == content
+        known = client.listing(url)
+        for prefetch in (prefetching.prefetch_sizes, prefetching.prefetch_contents, prefetching.prefetch_heads):
+            prefetch([f"{url}/a", f"{url}/gone"], known)
+        assert client.is_object(other, known) and client.head(other, known) == b"12"
+        assert client.size(f"{url}/a", known) == len(content)
+        assert client.read(f"{url}/a", known) == content
+        assert client.head(f"{url}/a", known) == content
 
 
 def test_the_largest_object(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 
@@ -41,13 +42,13 @@ def save(path: Any, tree: Any, compression: str | None = None) -> str:
 
 def handles(path: Any) -> dict[str, LeafHandle]:
     """The handles of a checkpoint by key path joined with ``/``."""
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     return {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)}
 
 
 def load(path: Any) -> Any:
     """A checkpoint read with our reader, all leaves at once, in dicts, lists and tuples."""
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     found = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
     values = dict(zip(map(id, found), reader.read(found), strict=True))
     reader.close()

@@ -26,6 +26,7 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
 from flax_ckpt_compat._core.jax_shards import normalize_index
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.transforms import Transform
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
@@ -368,7 +369,7 @@ def parts_of_msgpack(folder: Path) -> None:
 
     flax.config.update("flax_use_orbax_checkpointing", False)
     array = values(np.float32, (64, 48, 5))
-    reader = BACKEND.open(save(folder, {"a": array, "b": np.int8(3)}))
+    reader = BACKEND.open(location_of(save(folder, {"a": array, "b": np.int8(3)})))
     handle = reader.tree.children["a"]
     boxes = [(slice(8, 16), slice(0, 48), slice(0, 5)), (slice(1, 60), slice(3, 9), slice(0, 5)), (slice(4, 4),) * 3]
     whole, scalar, *found = reader.read(

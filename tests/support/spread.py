@@ -10,6 +10,7 @@ from flax_ckpt_compat.legacy import BACKEND
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import HostCopy, Shard, iter_leaves
 from tests.support.trees import to_branches
 
@@ -66,7 +67,7 @@ def save(path: Any, tree: Any) -> None:
 
 def load(path: Any) -> dict[tuple[str, ...], Any]:
     """Every leaf by its key path."""
-    reader = BACKEND.open(str(path))
+    reader = BACKEND.open(location_of(path))
     try:
         return {names: leaf.read() for names, leaf in iter_leaves(reader.tree) if leaf is not None}
     finally:

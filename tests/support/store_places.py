@@ -32,7 +32,7 @@ class Place:
 
     root: str
     folder: Path | None = None
-    bucket: Bucket | None = None
+    bucket: AnyBucket | None = None
 
     def __truediv__(self, name: str) -> str:
         return f"{self.root}/{name}"

@@ -19,6 +19,7 @@ from flax_ckpt_compat.orbax_backend import inspection, zarr
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, config, errors, verify
 from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import contents, opening
 from tests.support import corpus
 from tests.support.saves import use_flag
@@ -349,7 +350,7 @@ def test_values_that_are_not_what_the_structure_says(
     tree = {"shape": np.ones((2, 3)), "dtype": np.ones(3), **({"right": np.ones(4)} if batched else {})}
     with config.override(checksums="off"):
         path = checkpoints.save_checkpoint(tmp_path, tree, 1)
-    reader = type(opening.open_item(next(iter(contents.checkpoint_at(path).items.values()))))
+    reader = type(opening.open_item(next(iter(contents.checkpoint_at(location_of(path)).items.values()))))
     read = reader.read
 
     def other(self: Any, handles: Any, **options: Any) -> list[Any]:

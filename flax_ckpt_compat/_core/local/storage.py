@@ -6,15 +6,18 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic, directories, network_file_system, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage import OpenedFile, Storage
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.upload import Upload
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
@@ -23,25 +26,46 @@ _SMALL_READ = 64 * 2**10  # bytes
 _HEAD_BYTES = 32
 
 
-class LocalStorage:
-    """The local file system; see `flax_ckpt_compat._core.paths` for the methods."""
+class LocalStorage(Storage):
+    """The local file system, network file systems among it."""
 
     is_remote = False
-    files_below = staticmethod(directories.files_below)
-    lexists = staticmethod(presence.lexists)
-    getsize = staticmethod(os.path.getsize)
-    delete = staticmethod(os.unlink)
-    restore_set_aside = staticmethod(atomic.restore_set_aside)
-    is_shared = staticmethod(network_file_system.is_shared)
-    refresh = staticmethod(network_file_system.refresh)
+    names_processes = sets_aside = True
 
-    def content_root(self, path: str) -> str:
+    def listing(self, path: str) -> None:
+        """Return None: see `Storage.listing`."""
+
+    def content_root(self, path: str, listing: Listing | None = None) -> str:  # noqa: ARG002
         return path
+
+    def files_below(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
+        return directories.files_below(path)
+
+    def exists(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
+        return presence.lexists(path)
+
+    def size(self, path: str, listing: Listing | None = None) -> int:  # noqa: ARG002
+        return os.path.getsize(path)
+
+    def delete(self, path: str) -> None:
+        os.unlink(path)
+
+    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
+        return atomic.restore_set_aside(directory, names)
+
+    def is_shared(self, directory: str) -> bool:
+        return network_file_system.is_shared(directory)
+
+    def refresh(self, directory: str) -> bool:
+        return network_file_system.refresh(directory)
+
+    def can_hold(self, path: str) -> bool:  # noqa: ARG002
+        return True
 
     def resolve(self, path: str) -> str:
         return os.path.realpath(path)
 
-    def listdir(self, path: str) -> list[str]:
+    def listdir(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
         try:
             return _listdir(path)
         except ValueError as error:
@@ -50,15 +74,15 @@ class LocalStorage:
             raise
         except OSError as error:
             # `lexists` raises if it is the mount that is stale.
-            if error.errno not in ABSENT or (error.errno == errno.ESTALE and self.lexists(path)):
+            if error.errno not in ABSENT or (error.errno == errno.ESTALE and presence.lexists(path)):
                 raise
             why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
             raise FileNotFoundError(errno.ENOENT, why, path) from error
 
-    def isdir(self, path: str) -> bool:
+    def isdir(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
         return stat.S_ISDIR(_mode(path))
 
-    def isfile(self, path: str) -> bool:
+    def isfile(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
         return stat.S_ISREG(_mode(path))
 
     def why_too_long(self, path: str) -> str | None:
@@ -75,10 +99,10 @@ class LocalStorage:
                     return f"{size} bytes, with a name of {longest}, are more than the file system allows"
         return None
 
-    def head(self, path: str) -> bytes:
+    def head(self, path: str, listing: Listing | None = None) -> bytes:  # noqa: ARG002
         return self.read(path, 0, _HEAD_BYTES)
 
-    def holds_nothing(self, path: str) -> bool:
+    def holds_nothing(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
         with translated(path):
             return atomic.is_empty(path)
 
@@ -90,21 +114,26 @@ class LocalStorage:
         # A new directory often takes the number of one that was removed just before.
         return status.st_dev, status.st_ino, status.st_ctime_ns
 
-    @contextmanager
-    def watching(self, path: str) -> Iterator[Callable[[], bool]]:
+    def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:  # noqa: ARG002
         before = self.identity(path)
 
         def is_replaced() -> bool:
             now = self.identity(path)
             return now != before and None not in (now, before) and presence.isdir(path)
 
-        yield is_replaced
+        return is_replaced
 
     def version(self, path: str) -> bytes:
         status = os.stat(path)
         return b"%d %d" % (status.st_size, status.st_mtime_ns)
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        start: int = 0,
+        stop: int | None = None,
+        listing: Listing | None = None,  # noqa: ARG002
+    ) -> bytes:
         with open(open_regular(path), "rb") as file:
             file.seek(start)
             size = os.fstat(file.fileno()).st_size
@@ -115,7 +144,7 @@ class LocalStorage:
                 check_end(file.fileno(), start + len(data))
             return data
 
-    def total_size(self, path: str) -> int:
+    def total_size(self, path: str, listing: Listing | None = None) -> int:  # noqa: ARG002
         files = [path] if not presence.isdir(path) else []
         for folder, _, names in os.walk(path, onerror=_raise_failure):
             files += [os.path.join(folder, name) for name in names]
@@ -134,29 +163,48 @@ class LocalStorage:
     def temporary_path(self, path: str) -> str:
         return atomic.temporary_path(path)
 
-    def publish(self, temporary: str, path: str, *, new: bool) -> None:
+    def publish(
+        self,
+        temporary: str,
+        path: str,
+        *,
+        new: bool = False,
+        listing: Listing | None = None,  # noqa: ARG002
+        after: AfterCommit | None = None,  # noqa: ARG002
+    ) -> None:
         atomic.publish(temporary, path, new=new)
 
-    def discard(self, doomed: Iterable[str]) -> dict[str, StorageError]:
+    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:  # noqa: ARG002
         return atomic.discard(doomed)
 
-    def prepare_directory(self, path: str) -> None:
+    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:  # noqa: ARG002
         directories.make_directory(path)
         atomic.remove_stale(path)
 
-    def current_listing(self) -> None:
-        """Return None: local look-ups are quick."""
+    def leftovers(self, path: str) -> dict[str, bool]:
+        return dict.fromkeys(atomic.stale_names(path, os.listdir(path)), True)
 
-    def offering(self, listing: object) -> nullcontext[None]:  # noqa: ARG002
-        """Return a context that does nothing, like `listing_cache` and `offering_after_commit`."""
-        return nullcontext()
+    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
+        atomic.remove_stale(path, names)
 
-    listing_cache = offering_after_commit = offering
+    def open_file(self, path: str) -> OpenedFile:
+        return _OpenedLocalFile(path)
 
-    def prefetch_sizes(self, found: Collection[str]) -> None:
-        """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""
+    def stored_crc32c(self, path: str) -> None:
+        """Return None: a disk reports none."""
 
-    prefetch_heads = prefetch_contents = prefetch_sizes
+    def begin_upload(self, path: str, *, in_gda_folder: bool) -> None:
+        """Return None: all processes write to one directory."""
+
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        raise AssertionError(fields)
+
+    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002
+        return future.result()
+
+    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:  # noqa: ARG002
+        with translated(path, operation, TENSORSTORE_ERRORS):
+            return request().result()
 
     def kvstore(self, path: str) -> dict[str, Any]:
         where = os.path.join(os.path.abspath(path), "")
@@ -169,6 +217,20 @@ class LocalStorage:
 
     def context(self) -> None:
         """Return None, for TensorStore's default context."""
+
+
+class _OpenedLocalFile(OpenedFile):
+    """A local file, open as a descriptor: a rename replaces its name, not its bytes."""
+
+    def __init__(self, path: str):
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+        self.head = self.read(0, _SMALL_READ)
+
+    def read(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self.size)
+        return b"" if stop <= start else os.pread(self._descriptor, stop - start, start)
 
 
 def _raise_failure(error: OSError) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import posixpath
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import size_probing, thread_cache, visible_objects
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.object_store import size_probing, visible_objects
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
-from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache, is_offered
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -60,63 +59,44 @@ def spec(url: str) -> dict[str, Any]:
     return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 
-@contextmanager
-def listing_cache(url: str) -> Iterator[None]:
-    """List ``url`` once, and answer this thread's look-ups below it from that list within the context."""
-    if cache.keys(url) is not None:
-        yield
-        return
-    listing = cache.offered if is_offered(url) else None
-    cache.offered = None
-    if listing is None:
-        found = fresh_keys(url)
-        listing = Listing(url, found, visible_objects.visible(found), {})
-    cache.heads.update(listing.heads)
-    cache.listings.append(listing)
-    try:
-        yield
-    finally:
-        cache.listings.pop()
-        if not cache.listings:
-            cache.clear_objects()
+def listing(url: str) -> Listing:
+    """List all keys below a folder."""
+    found = fresh_keys(url)
+    return Listing(url, found, visible_objects.visible(found))
 
 
-@contextmanager
-def watching(url: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that lists a folder, and returns whether its checkpoint was replaced since it was listed.
-
-    The list before is that of the enclosing `listing_cache`, or of the next one."""
-    before, listing = known_keys(url), cache.offered
-    if before is None and listing is not None:
-        before = listing.below(url, every=True)
-    if before is None:
-        before = fresh_keys(url)
-        listing = Listing(url, before, visible_objects.visible(before), {})
-    with thread_cache.offering(listing):
-        # An object is read in one version; of an empty folder, nothing is.
-        yield lambda: bool(before) and visible_objects.is_replaced(before, fresh_keys(url))
+def watch(url: str, known: Listing | None = None) -> Callable[[], bool]:
+    """Return a function that lists a folder, and returns whether its checkpoint was replaced since it was listed."""
+    before = known_or_fresh_keys(url, known)
+    return lambda: is_replaced(url, before)
 
 
-def keys(url: str) -> list[str]:
+def is_replaced(url: str, before: list[str]) -> bool:
+    """Return whether a folder's checkpoint was replaced since it had these keys."""
+    # An object is read in one version; of an empty folder, nothing is.
+    return bool(before) and visible_objects.is_replaced(before, fresh_keys(url))
+
+
+def keys(url: str, known: Listing | None = None) -> list[str]:
     """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
-    cached_keys = cache.keys(url)
-    return visible_objects.visible(fresh_keys(url)) if cached_keys is None else cached_keys
+    listed = None if known is None else known.below(url, every=visible_objects.is_in_next_folder(url))
+    return visible_objects.visible(fresh_keys(url)) if listed is None else listed
 
 
-def known_keys(url: str) -> list[str] | None:
-    """Return what `fresh_keys` returned within the enclosing `listing_cache`; None if it does not cover the folder."""
-    return cache.keys(url, every=True)
+def known_keys(url: str, known: Listing | None = None) -> list[str] | None:
+    """Return what `fresh_keys` returned for the listing; None if it does not cover the folder."""
+    return None if known is None else known.below(url, every=True)
 
 
-def known_or_fresh_keys(url: str) -> list[str]:
+def known_or_fresh_keys(url: str, known: Listing | None = None) -> list[str]:
     """Return `known_keys`, or `fresh_keys` where there are none."""
-    known = known_keys(url)
-    return fresh_keys(url) if known is None else known
+    found = known_keys(url, known)
+    return fresh_keys(url) if found is None else found
 
 
-def content_root(url: str) -> str:
+def content_root(url: str, known: Listing | None = None) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    inside = visible_objects.current_folder(known_or_fresh_keys(url))
+    inside = visible_objects.current_folder(known_or_fresh_keys(url, known))
     return url if inside is None else f"{url}/{inside}"
 
 
@@ -131,45 +111,47 @@ def fresh_keys(url: str) -> list[str]:
     return sorted(key for key in found if key and key[-1] != "/" and not _DOTS.intersection(key.split("/")))
 
 
-def keys_after_commit(url: str) -> list[str]:
-    """List a folder afresh, within `thread_cache.offering_after_commit` as part of the listing that is wanted next."""
-    root, inner = cache.wanted, f"{url}/"
-    if root is None or not inner.startswith(f"{root}/"):
+def keys_after_commit(url: str, after: AfterCommit | None) -> list[str]:
+    """List a folder afresh; as part of the listing that `AfterCommit` asks for."""
+    if after is None:
         return fresh_keys(url)
-    found, inner = fresh_keys(root), inner[len(root) + 1 :]
-    cache.offered = Listing(root, found, visible_objects.visible(found), {})
-    return [key[len(inner) :] for key in found if key.startswith(inner)]
+    after.listing = listing(after.folder)
+    return after.listing.below(url, every=True) or []
 
 
-def names(url: str) -> list[str]:
+def names(url: str, known: Listing | None = None) -> list[str]:
     """Return the names of the objects and folders directly in the folder ``url``."""
-    return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url)))
+    return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url, known)))
 
 
-def is_object(url: str) -> bool:
+def is_object(url: str, known: Listing | None = None) -> bool:
     """Return whether ``url`` is an object itself."""
-    folder, name = posixpath.split(url)
-    cached_keys = cache.keys(folder)
-    if cached_keys is not None:
-        return name in cached_keys
-    if not cache.listings:
+    listed = _is_listed(url, known)
+    if listed is not None:
+        return listed
+    if known is None:
         return _read(url, slice(0, 0)) is not None
     try:
-        head(url)  # the next question is what it begins with
+        head(url, known)  # the next question is what it begins with
     except FileNotFoundError:
         return False
     return True
 
 
-def is_listed_object(url: str) -> bool:
-    """Return whether a listing of the enclosing `listing_cache` has ``url`` as an object; False if none covers it."""
-    folder, name = posixpath.split(url)
-    return name in (cache.keys(folder) or ())
+def is_listed_object(url: str, known: Listing | None = None) -> bool:
+    """Return whether the listing has ``url`` as an object; False if it does not cover it."""
+    return bool(_is_listed(url, known))
 
 
-def read(url: str) -> bytes:
+def _is_listed(url: str, known: Listing | None) -> bool | None:
+    if known is None:
+        return None
+    return known.holds_file(url, every=visible_objects.is_in_next_folder(posixpath.dirname(url)))
+
+
+def read(url: str, known: Listing | None = None) -> bytes:
     """Read a whole object; raise FileNotFoundError if there is none."""
-    cached = cache.contents.get(url)
+    cached = None if known is None else known.contents.get(url)
     return _whole(url, _read_there(url, None)) if cached is None else cached
 
 
@@ -184,10 +166,10 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     return _whole(url, found)
 
 
-def size(url: str) -> int:
+def size(url: str, known: Listing | None = None) -> int:
     """Return the size of an object in bytes, reading at most the end of it."""
-    if url in cache.sizes:
-        return cache.sizes[url]
+    if known is not None and url in known.sizes:
+        return known.sizes[url]
     scheme = scheme_of(url)
     if not scheme.tells_sizes:
         stored = scheme.stored_size(_resolve(url))
@@ -197,16 +179,15 @@ def size(url: str) -> int:
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
-def head(url: str) -> bytes:
-    """Return the first bytes of an object, all of a tiny one; one request if it has more, or none if it is cached."""
-    if url in cache.heads:
-        return cache.heads[url]
-    folder, name = posixpath.split(url)
-    if (listed := cache.keys(folder)) is not None and name not in listed:
+def head(url: str, known: Listing | None = None) -> bytes:
+    """Return the first bytes of an object, all of a tiny one; one request if it has more, or none if it is known."""
+    if known is not None and url in known.heads:
+        return known.heads[url]
+    if _is_listed(url, known) is False:
         raise not_found(url)
     found = read_range(url, 0, HEAD_BYTES)
-    if cache.listings:
-        cache.heads[url] = found
+    if known is not None:
+        known.heads[url] = found
     return found
 
 

@@ -12,16 +12,16 @@ import os
 import posixpath
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.directories import files_below
-from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
+from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
-from flax_ckpt_compat._core.object_store.writer_markers import is_marker as is_marker
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import at_once
@@ -30,21 +30,21 @@ from flax_ckpt_compat._core.thread_pools import at_once
 def is_unfinished(names: Iterable[str]) -> bool:
     """Return whether a folder with these names has a marker of ours and no commit file."""
     there = set(names)
-    return COMMIT_FILE not in there and any(map(is_marker, there))
+    return COMMIT_FILE not in there and any(map(is_upload_marker, there))
 
 
-def counts_as_folder(url: str) -> bool:
+def counts_as_folder(url: str, known: Listing | None = None) -> bool:
     """Return whether ``url`` is a folder, and not an object that an unfinished folder is about to replace."""
-    inside = client.keys(url)
+    inside = client.keys(url, known)
     if COMMIT_FILE in inside or not inside:
         return bool(inside)
     # Without a listing, only where a marker makes it likely: it is a request.
-    return not (client.is_listed_object(url) or (is_unfinished(inside) and client.is_object(url)))
+    return not (client.is_listed_object(url, known) or (is_unfinished(inside) and client.is_object(url, known)))
 
 
-def counts_as_object(url: str) -> bool:
+def counts_as_object(url: str, known: Listing | None = None) -> bool:
     """Return whether ``url`` is an object, and no folder that has replaced it."""
-    return client.is_object(url) and not counts_as_folder(url)
+    return client.is_object(url, known) and not counts_as_folder(url, known)
 
 
 def why_unfinished(url: str, names: Iterable[str]) -> str | None:
@@ -72,19 +72,25 @@ def staging_path(url: str) -> str:
     return atomic.temporary_path(os.path.join(folder, posixpath.basename(url)))
 
 
-def publish(staged: str, url: str, *, new: bool = False) -> None:
+def publish(
+    staged: str, url: str, *, new: bool = False, known: Listing | None = None, after: AfterCommit | None = None
+) -> None:
     """Upload a local checkpoint, replace what has its name, and remove the local copy.
 
-    With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
-    ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
+    With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. ``known`` is a listing
+    that was just made for a check. Raise ConcurrentWriteError if another process writes, or has just written, the same
+    checkpoint."""
+    if known is not None and not known.covers(posixpath.dirname(url)):
+        known = None
     if presence.isdir(staged):
         lease, replaced, arrays = _begin_alone(url) if new else None, client.NO_OBJECT, list[str]()
         if lease is None:
-            replaced, initial, arrays = _what_is_there(url, new=new)
+            replaced, initial, arrays = _what_is_there(url, known, new=new)
             lease = WriteLease(url, replaces=not new, initial=initial)
+        lease.after = after
         publish_folder(staged, lease, replaced, new=new)
     else:
-        arrays = publish_object(staged, url, new=new)
+        arrays = publish_object(staged, url, new=new, known=known, after=after)
     if arrays:
         with after_commit(url):
             remove_arrays_beside(url)
@@ -102,36 +108,28 @@ def _begin_alone(url: str) -> WriteLease | None:
     return None
 
 
-def _what_is_there(url: str, *, new: bool) -> tuple[bytes, list[str], list[str]]:
+def _what_is_there(url: str, known: Listing | None, *, new: bool) -> tuple[bytes, list[str], list[str]]:
     """Return the version of an object, the names in the folder, and the names of the arrays that are replaced."""
-    with _just_listed(url) as is_listed:
-        # Of another folder the commit is decided by the list, which must not be older than need be.
-        if is_listed and COMMIT_FILE in (inside := client.known_keys(url) or []) and not client.is_listed_object(url):
-            return client.NO_OBJECT, inside, _arrays_beside(url)
+    # Of another folder the commit is decided by the list, which must not be older than need be.
+    inside = [] if known is None else client.known_keys(url, known) or []
+    if COMMIT_FILE in inside and not client.is_listed_object(url, known):
+        return client.NO_OBJECT, inside, _arrays_beside(url, known)
     version, inside, arrays = at_once(
-        lambda: client.version(url), lambda: client.fresh_keys(url), lambda: [] if new else _arrays_beside(url)
+        lambda: client.version(url), lambda: client.fresh_keys(url), lambda: [] if new else _arrays_beside(url, known)
     )
     return version, inside, arrays
 
 
-@contextmanager
-def _just_listed(url: str) -> Iterator[bool]:
-    """Within it `client.known_keys` knows what is below and beside ``url``, if that was just listed for a check."""
-    folder = posixpath.dirname(url)
-    is_listed = thread_cache.is_offered(folder)
-    with client.listing_cache(folder) if is_listed else nullcontext():
-        yield is_listed
-
-
-def publish_object(staged: str, url: str, *, new: bool) -> list[str]:
+def publish_object(
+    staged: str, url: str, *, new: bool, known: Listing | None = None, after: AfterCommit | None = None
+) -> list[str]:
     """Upload a msgpack file, and remove a folder of its name; see `publish`. Return the names of its old arrays."""
     # A committed folder of that name takes precedence.
     hidden, arrays = list[str](), list[str]()
-    with _just_listed(url) as is_listed:
-        if is_listed:
-            hidden, arrays = client.known_keys(url) or [], _arrays_beside(url)
-        elif not new:
-            hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
+    if known is not None:
+        hidden, arrays = client.known_keys(url, known) or [], _arrays_beside(url, known)
+    elif not new:
+        hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
     if not uploads.publish_file(staged, url, new=new):
         raise ConcurrentWriteError(
             f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
@@ -139,7 +137,7 @@ def publish_object(staged: str, url: str, *, new: bool) -> list[str]:
             path=url,
         )
     with nullcontext() if hidden else after_commit(url):
-        there = client.keys_after_commit(url)
+        there = client.keys_after_commit(url, after)
     if there:
         with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
             lease = WriteLease(url)
@@ -195,8 +193,8 @@ def _write_new(
         raise
 
 
-def _arrays_beside(url: str) -> list[str]:
-    return arrays_among(client.known_or_fresh_keys(url + ARRAYS_POSTFIX))
+def _arrays_beside(url: str, known: Listing | None = None) -> list[str]:
+    return arrays_among(client.known_or_fresh_keys(url + ARRAYS_POSTFIX, known))
 
 
 def remove_arrays_beside(url: str) -> None:
@@ -204,9 +202,9 @@ def remove_arrays_beside(url: str) -> None:
     folder = url + ARRAYS_POSTFIX
     there = client.fresh_keys(folder)
     arrays = arrays_among(there)
-    if arrays and not any(is_marker(name) and not is_expired(name) for name in there):
+    if arrays and not any(is_upload_marker(name) and not is_expired(name) for name in there):
         client.delete_all(f"{folder}/{name}" for name in arrays)
-        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_marker(name))
+        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_upload_marker(name))
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:

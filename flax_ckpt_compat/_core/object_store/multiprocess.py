@@ -13,41 +13,112 @@ import posixpath
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import AfterCommit
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import (
     WriteLease,
     after_commit,
-    is_marker,
     tag_of,
     warn_of_leftovers,
 )
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
+from flax_ckpt_compat._core.upload import Upload
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MultiprocessUpload:
-    """A multi-process save to a store."""
+@dataclasses.dataclass(frozen=True)
+class MultiprocessUpload(Upload):
+    """A multi-process save to a store; see `Upload`."""
 
     url: str
-    folder: str  # URL that all processes write below: the checkpoint's, or its GDA folder's
+    folder: str
     marker: str  # name of the marker object in ``folder``
     replaced: str  # version of the object at ``url`` before the save, in hexadecimal
+
+    @property
+    def needs_commit_file(self) -> bool:  # type: ignore[override]
+        """Return whether real Flax, and jax, look for ``commit_success.txt`` before they read arrays."""
+        return client.scheme_of(self.folder).needs_commit_file
 
     @property
     def tag(self) -> str:
         """Return the suffix of this save's directory names."""
         return tag_of(self.marker)
 
+    def fields(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
     def is_part(self, key: str) -> bool:
         """Return whether a process of this save wrote an object of the folder."""
         return key.partition("/")[0].endswith(self.tag) and "/" in key
 
     def written(self) -> list[str]:
-        """List what the processes have written so far, relative to the folder."""
         return [key for key in client.fresh_keys(self.folder) if self.is_part(key)]
+
+    def write(self, name: str, data: bytes) -> None:
+        client.write(f"{self.folder}/{name}", data)
+
+    def upload_files(self, directory: str, names: Collection[str], last: str) -> None:
+        uploads.upload(directory, self.folder, [name for name in names if name != last], {})
+        uploads.upload_file(posixpath.join(directory, last), f"{self.folder}/{last}")
+        self.check_active(names)
+
+    def check_active(self, written: Collection[str]) -> None:
+        if client.is_object(f"{self.folder}/{self.marker}"):
+            return
+        client.delete_all(f"{self.folder}/{name}" for name in written)
+        message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
+        raise ConcurrentWriteError(message, path=self.url)
+
+    def delete_harmless(self, name: str) -> None:
+        try:
+            client.delete(f"{self.folder}/{name}")
+        except StorageError as error:
+            warn_of_leftovers(self.url, "what told how far a save was", error)
+
+    def publish(self, staged: str, *, new: bool, after: AfterCommit | None = None) -> None:
+        lease = WriteLease(self.folder, self.marker)
+        lease.after = after
+        try:
+            if self.folder == self.url:
+                replaced = bytes.fromhex(self.replaced)
+                commit.publish_folder(staged, lease, replaced, new=new, uploaded=self.written())
+                if not new:
+                    with after_commit(self.url):
+                        commit.remove_arrays_beside(self.url)
+            else:
+                self._publish_gda(lease, staged, new, after)
+        except ConcurrentWriteError:
+            self.abort()
+            raise
+        atomic.delete(staged)
+
+    def _publish_gda(self, lease: WriteLease, staged: str, new: bool, after: AfterCommit | None) -> None:
+        replaced = [key for key in lease.list_others() if not self.is_part(key)]
+        commit.publish_object(staged, self.url, new=new, after=after)
+        with after_commit(self.url):
+            self._remove_replaced(lease, replaced)
+
+    def _remove_replaced(self, lease: WriteLease, replaced: Collection[str]) -> None:
+        there = set(client.fresh_keys(self.folder))
+        if self.marker not in there:  # another save ended meanwhile, and has removed the arrays
+            lease.abort()
+        if not lease.is_superseded(there):  # else the newer writer removes them
+            client.delete_all(f"{self.folder}/{key}" for key in commit.arrays_among(replaced))
+            client.delete_all(f"{self.folder}/{key}" for key in replaced if is_upload_marker(key))
+        lease.release_committed()
+
+    def abort(self) -> None:
+        with contextlib.suppress(StorageError):
+            there = set(client.fresh_keys(self.folder))
+            if COMMIT_FILE in there and self.marker.encode() in client.read(f"{self.folder}/{COMMIT_FILE}"):
+                return
+            if visible_objects.current_folder(there) == visible_objects.next_name(self.marker):
+                return
+            client.delete_all(f"{self.folder}/{key}" for key in there if self.is_part(key))
+            client.delete(f"{self.folder}/{self.marker}")
 
 
 def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
@@ -56,76 +127,3 @@ def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
     replaced, initial = at_once(lambda: client.version(url), lambda: client.fresh_keys(folder))
     lease = WriteLease(folder, replaces=not in_gda_folder, initial=initial)
     return MultiprocessUpload(url, folder, lease.marker, replaced.hex())
-
-
-def upload_files(upload: MultiprocessUpload, directory: str, names: Collection[str], last: str) -> None:
-    """Upload a process's files, each `MultiprocessUpload.is_part`, as objects of the same names in the folder.
-
-    ``last`` tells others that all are complete. Raise ConcurrentWriteError if process 0 has aborted the save."""
-    uploads.upload(directory, upload.folder, [name for name in names if name != last], {})
-    uploads.upload_file(posixpath.join(directory, last), f"{upload.folder}/{last}")
-    check_active(upload, names)
-
-
-def check_active(upload: MultiprocessUpload, written: Collection[str]) -> None:
-    """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
-    if client.is_object(f"{upload.folder}/{upload.marker}"):
-        return
-    client.delete_all(f"{upload.folder}/{name}" for name in written)
-    message = f"{upload.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
-    raise ConcurrentWriteError(message, path=upload.url)
-
-
-def delete_harmless(upload: MultiprocessUpload, file: str) -> None:
-    """Delete an object of the save without which it is as complete as with it, if the store permits that."""
-    try:
-        client.delete(file)
-    except StorageError as error:
-        warn_of_leftovers(upload.url, "what told how far a save was", error)
-
-
-def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
-    """Commit what all processes wrote with what process 0 has still to upload from ``staged``; see `commit.publish`."""
-    lease = WriteLease(upload.folder, upload.marker)
-    try:
-        if upload.folder == upload.url:
-            replaced = bytes.fromhex(upload.replaced)
-            commit.publish_folder(staged, lease, replaced, new=new, uploaded=upload.written())
-            if not new:
-                with after_commit(upload.url):
-                    commit.remove_arrays_beside(upload.url)
-        else:
-            _publish_gda(upload, lease, staged, new)
-    except ConcurrentWriteError:
-        abort(upload)
-        raise
-    atomic.delete(staged)
-
-
-def _publish_gda(upload: MultiprocessUpload, lease: WriteLease, staged: str, new: bool) -> None:
-    replaced = [key for key in lease.list_others() if not upload.is_part(key)]
-    commit.publish_object(staged, upload.url, new=new)
-    with after_commit(upload.url):
-        _remove_replaced(upload, lease, replaced)
-
-
-def _remove_replaced(upload: MultiprocessUpload, lease: WriteLease, replaced: Collection[str]) -> None:
-    there = set(client.fresh_keys(upload.folder))
-    if upload.marker not in there:  # another save ended meanwhile, and has removed the arrays
-        lease.abort()
-    if not lease.is_superseded(there):  # else the newer writer removes them
-        client.delete_all(f"{upload.folder}/{key}" for key in commit.arrays_among(replaced))
-        client.delete_all(f"{upload.folder}/{key}" for key in replaced if is_marker(key))
-    lease.release_committed()
-
-
-def abort(upload: MultiprocessUpload) -> None:
-    """Remove what a failed save has written, unless it is committed; ignore store errors."""
-    with contextlib.suppress(StorageError):
-        there = set(client.fresh_keys(upload.folder))
-        if COMMIT_FILE in there and upload.marker.encode() in client.read(f"{upload.folder}/{COMMIT_FILE}"):
-            return
-        if visible_objects.current_folder(there) == visible_objects.next_name(upload.marker):
-            return
-        client.delete_all(f"{upload.folder}/{key}" for key in there if upload.is_part(key))
-        client.delete(f"{upload.folder}/{upload.marker}")

@@ -7,13 +7,14 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.storage import OpenedFile
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError
 
 # The beginning of an object, read with the request that opens it.
 HEAD_BYTES = 64 * 2**10
 
 
-class OpenedObject:
+class OpenedObject(OpenedFile):
     """One version of an object, of ``size`` bytes, read in parts; ``head`` has its first bytes, or all of a small one.
 
     Size and version are of one moment: a small object is one answer, and of a large one the size is looked up later

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import (
     WriteLease,
     is_expired,
-    is_marker,
     tag_of,
     warn_of_leftovers,
 )
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
 
@@ -24,13 +24,13 @@ _log = logging.getLogger("flax_ckpt_compat")
 _refused: dict[str, str] = {}
 
 
-def discard(url: str) -> None:
+def discard(url: str, known: Listing | None = None) -> None:
     """Remove a checkpoint; at no moment is a partly removed one complete."""
-    inside = client.known_keys(url)
+    inside = client.known_keys(url, known)
     if inside is None:
         found, inside = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
     else:
-        found = client.version(url) if client.is_object(url) else client.NO_OBJECT
+        found = client.version(url) if client.is_object(url, known) else client.NO_OBJECT
     # The object first: it must not reappear when the folder that replaced it is gone.
     if found != client.NO_OBJECT:
         client.delete_version(url, found)
@@ -53,13 +53,14 @@ def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
         raise
 
 
-def stale_names(directory: str) -> dict[str, list[str]]:
+def stale_names(directory: str, known: Listing | None = None) -> dict[str, list[str]]:
     """Return the folders in which dead writers left something and none writes, each with their markers."""
-    with client.listing_cache(directory):
-        there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
+    if known is None or not known.covers(directory):
+        known = client.listing(directory)
+    there = {name: client.keys(f"{directory}/{name}", known) for name in client.names(directory, known)}
     found = {}
     for name, inside in there.items():
-        markers = list(filter(is_marker, inside))
+        markers = list(filter(is_upload_marker, inside))
         main = name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
         if markers and all(map(is_expired, markers)) and (main == name or main not in there):
@@ -67,15 +68,15 @@ def stale_names(directory: str) -> dict[str, list[str]]:
     return found
 
 
-def is_removed_whole(directory: str, name: str) -> bool:
+def is_removed_whole(directory: str, name: str, known: Listing | None = None) -> bool:
     """Return whether `remove_stale` removes all of a folder, not what dead writers left in a checkpoint."""
-    return name.endswith(ARRAYS_POSTFIX) or commit.is_unfinished(client.keys(f"{directory}/{name}"))
+    return name.endswith(ARRAYS_POSTFIX) or commit.is_unfinished(client.keys(f"{directory}/{name}", known))
 
 
-def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
+def remove_stale(directory: str, names: Collection[str] | None = None, known: Listing | None = None) -> list[str]:
     """Remove what dead writers left in a folder of checkpoints, or in these of it; return names of removed folders."""
     removed = []
-    for name, markers in stale_names(directory).items():
+    for name, markers in stale_names(directory, known).items():
         url = f"{directory}/{name}"
         if url in _refused if names is None else name not in names:
             continue

@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.object_store import client, thread_cache, uploads, visible_objects
-from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
+from flax_ckpt_compat._core.listing import AfterCommit
+from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
+from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -30,11 +31,6 @@ _EXPIRES_AFTER = 24 * 3600
 _POLLS_OF_LOSER = 10
 _warned: set[str] = set()  # folders of checkpoints of which `warn_of_leftovers` has warned
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
-
-
-def is_marker(name: str) -> bool:
-    """Return whether an object's name marks a running save or removal."""
-    return _MARKER.fullmatch(name) is not None
 
 
 def is_expired(marker: str) -> bool:
@@ -85,6 +81,7 @@ class WriteLease:
         ``initial`` is a list of the folder that was just made."""
         # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
+        self.after: AfterCommit | None = None  # takes what those who come next can use
         self.is_alone = False  # whether a list after the marker showed nothing else
         # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
@@ -94,7 +91,7 @@ class WriteLease:
             replaces
             and self.initial
             and not visible_objects.commit_files(self.initial)
-            and not any(map(is_marker, self.initial))
+            and not any(map(is_upload_marker, self.initial))
         ):
             # On s3:// the copy of a local checkpoint is complete without the file, but not beside our marker.
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
@@ -165,7 +162,7 @@ class WriteLease:
 
     def _end_committed(self, needed: set[str], leftovers: Collection[str]) -> None:
         for _ in range(_POLLS):
-            there = set(client.keys_after_commit(self.url))
+            there = set(client.keys_after_commit(self.url, self.after))
             if not needed <= there:
                 self._retract_commit()
                 self.abort()
@@ -175,7 +172,10 @@ class WriteLease:
         # All at once: while there is the folder's own commit file, those below ``_next…`` say nothing.
         client.delete_all(f"{self.url}/{name}" for name in leftovers)
         # The checkpoint is complete beside our marker, so evictions need not wait for its removal.
-        thread_cache.beside(self.release_committed)
+        if self.after is None:
+            self.release_committed()
+        else:
+            self.after.run_beside(self.release_committed)
 
     def release_committed(self) -> None:
         """Remove the marker beside a complete checkpoint, where it does no harm if that is refused."""
@@ -209,7 +209,7 @@ class WriteLease:
                 there = set(client.fresh_keys(self.url))
                 if visible_objects.commit_files(there):
                     return
-                if not any(map(is_marker, there)):
+                if not any(map(is_upload_marker, there)):
                     client.delete_all(f"{self.url}/{name}" for name in there.intersection(names))
                     return
                 time.sleep(_PAUSE)

@@ -1,0 +1,239 @@
+"""Define `Storage`, what the local disk and object stores have in common; `Location` calls it with its path.
+
+Paths are absolute local paths, or normalized URLs. Methods that take a `Listing` answer from it what it covers, and ask
+the storage for the rest; a disk has no listings. A missing file is a FileNotFoundError everywhere; other failures are
+OSErrors of a disk, which `storage_errors.translated` translates, or StorageErrors.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.upload import Upload
+
+
+class OpenedFile(abc.ABC):
+    """One version of a file, read in parts; what replaces it meanwhile is never mixed in.
+
+    Attributes:
+        size: its bytes.
+        head: its first bytes, which came with the answer that opened it; all of a small file.
+    """
+
+    size: int
+    head: bytes
+
+    @abc.abstractmethod
+    def read(self, start: int, stop: int) -> bytes:
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
+
+
+class Storage(abc.ABC):
+    """A place that holds files in folders.
+
+    Attributes:
+        is_remote: each look-up is a request, which a `Listing` saves. Nothing there has a descriptor, a link, an owner
+            or a live process, and other libraries cannot open its paths as files.
+        names_processes: names of temporaries tell which process writes them, so that a live writer is noticed.
+        sets_aside: to replace a checkpoint it is first renamed, so that `restore_set_aside` may have to put it back.
+    """
+
+    is_remote: bool
+    names_processes: bool
+    sets_aside: bool
+
+    # Names and listings.
+
+    @abc.abstractmethod
+    def listing(self, path: str) -> Listing | None:
+        """List all below a folder in one go; None on a disk, where look-ups are quick and a list would be old soon."""
+
+    @abc.abstractmethod
+    def isdir(self, path: str, listing: Listing | None = None) -> bool:
+        """Return whether a path is a folder: on a disk a directory, in a store the beginning of other names."""
+
+    @abc.abstractmethod
+    def isfile(self, path: str, listing: Listing | None = None) -> bool:
+        """Return whether a path is a regular file, or an object that no committed folder of its name hides."""
+
+    @abc.abstractmethod
+    def exists(self, path: str, listing: Listing | None = None) -> bool:
+        """Return whether something has this name, be it a link that leads nowhere."""
+
+    @abc.abstractmethod
+    def listdir(self, path: str, listing: Listing | None = None) -> list[str]:
+        """List the names in a folder; raise FileNotFoundError or NotADirectoryError if there is none."""
+
+    @abc.abstractmethod
+    def files_below(self, path: str, listing: Listing | None = None) -> list[str]:
+        """Return the paths of all files below a folder, relative to it; none if there is no such folder."""
+
+    @abc.abstractmethod
+    def resolve(self, path: str) -> str:
+        """Return the path without symbolic links, by which two spellings of one folder are the same."""
+
+    @abc.abstractmethod
+    def why_too_long(self, path: str) -> str | None:
+        """Return why no checkpoint can have a path of that length, or None if one can."""
+
+    @abc.abstractmethod
+    def can_hold(self, path: str) -> bool:
+        """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
+
+    # Files.
+
+    @abc.abstractmethod
+    def size(self, path: str, listing: Listing | None = None) -> int:
+        """Return the bytes of a file."""
+
+    @abc.abstractmethod
+    def head(self, path: str, listing: Listing | None = None) -> bytes:
+        """Return the first 32 bytes of a file, fewer of a shorter one; one request in a store if it has more."""
+
+    @abc.abstractmethod
+    def total_size(self, path: str, listing: Listing | None = None) -> int:
+        """Return the bytes of a file, or of all files below a folder; 0 if nothing is there."""
+
+    @abc.abstractmethod
+    def read(self, path: str, start: int = 0, stop: int | None = None, listing: Listing | None = None) -> bytes:
+        """Read a file from ``start`` to ``stop``; fewer bytes if it ends before."""
+
+    @abc.abstractmethod
+    def open_file(self, path: str) -> OpenedFile:
+        """Open one version of a file, to read parts of it."""
+
+    @abc.abstractmethod
+    def stored_crc32c(self, path: str) -> int | None:
+        """Return the CRC-32C of a file that the storage reports, or None."""
+
+    @abc.abstractmethod
+    def version(self, path: str) -> bytes:
+        """Return bytes that change when a file is replaced, equal on all machines that share it."""
+
+    @abc.abstractmethod
+    def identity(self, path: str) -> tuple[int, int, int] | None:
+        """Return device, inode and time of change; None if nothing is there, and in stores, where folders have none."""
+
+    @abc.abstractmethod
+    def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:
+        """Return a function that returns whether the checkpoint here was replaced since now, or since the listing."""
+
+    @abc.abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete one file."""
+
+    def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
+        """Ask for the sizes of many files at once, for `Listing.sizes`."""
+        _fill(listing.sizes, paths, self.size)
+
+    def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
+        """Ask at once for the first bytes of those of many paths that are files, for `Listing.heads`."""
+        _fill(listing.heads, [path for path in paths if self.isfile(path, listing)], self.head)
+
+    def prefetch_contents(self, paths: Collection[str], listing: Listing) -> None:
+        """Read many small files at once, for `Listing.contents`."""
+        _fill(listing.contents, paths, self.read)
+
+    # Checkpoints: how they come and go as a whole.
+
+    @abc.abstractmethod
+    def content_root(self, path: str, listing: Listing | None = None) -> str:
+        """Return the folder with a checkpoint's files: in a store, while it is replaced, one inside of it."""
+
+    @abc.abstractmethod
+    def why_unfinished(self, path: str, names: Collection[str]) -> str | None:
+        """Return why a folder with these names is incomplete by the rules of the storage, or None."""
+
+    @abc.abstractmethod
+    def holds_nothing(self, path: str, listing: Listing | None = None) -> bool:
+        """Return whether nothing is lost by replacing a path: an empty file, an empty or unfinished folder."""
+
+    @abc.abstractmethod
+    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:
+        """Create a folder of checkpoints, and remove what dead writers left in it."""
+
+    @abc.abstractmethod
+    def leftovers(self, path: str) -> dict[str, bool]:
+        """Return the names in a folder with something that dead writers left → whether all of it goes."""
+
+    @abc.abstractmethod
+    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
+        """Remove what dead writers left under these names of a folder, unless somebody writes there by now."""
+
+    @abc.abstractmethod
+    def temporary_path(self, path: str) -> str:
+        """Return a local path to write a checkpoint to before `publish` gives it this one."""
+
+    @abc.abstractmethod
+    def publish(
+        self,
+        temporary: str,
+        path: str,
+        *,
+        new: bool = False,
+        listing: Listing | None = None,
+        after: AfterCommit | None = None,
+    ) -> None:
+        """Publish a finished temporary under its final name; no reader sees a part of it.
+
+        With ``new`` a checkpoint that has this name by now is not replaced. ``listing`` is one of the folder that was
+        just made, and ``after`` takes what those who come next can use."""
+
+    @abc.abstractmethod
+    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
+        """Remove checkpoints durably; a crash in the middle leaves no part of one. Return path → failure."""
+
+    @abc.abstractmethod
+    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
+        """Put back checkpoints among these names that a dead writer had set aside; return their names."""
+
+    # Saves by several processes.
+
+    @abc.abstractmethod
+    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload | None:
+        """Begin a save by several processes; None where they share a directory, and write to one temporary."""
+
+    @abc.abstractmethod
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        """Return the save that process 0 began, by its `Upload.fields`."""
+
+    # Other machines.
+
+    @abc.abstractmethod
+    def is_shared(self, directory: str) -> bool:
+        """Return whether a folder may show late what other machines change: one of a network file system."""
+
+    @abc.abstractmethod
+    def refresh(self, directory: str) -> bool:
+        """See what other machines have changed in a folder; False if nothing can be seen anew."""
+
+    # TensorStore.
+
+    @abc.abstractmethod
+    def kvstore(self, path: str) -> dict[str, Any]:
+        """Return TensorStore's spec of a folder."""
+
+    @abc.abstractmethod
+    def context(self) -> Any:
+        """Return the TensorStore context to open it with; None is its default one."""
+
+    @abc.abstractmethod
+    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
+        """Return the result of TensorStore's future about a path; a store must answer in time for so many bytes."""
+
+    @abc.abstractmethod
+    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
+        """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""
+
+
+def _fill(known: dict[str, Any], paths: Collection[str], ask: Callable[[str], Any]) -> None:
+    for path in paths:
+        if path not in known:
+            try:
+                known[path] = ask(path)
+            except FileNotFoundError:
+                continue

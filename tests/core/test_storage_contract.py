@@ -1,0 +1,373 @@
+"""What every storage promises, whichever it is; expected values come from `os` and the stores' own clients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.location import Location, location_of
+from tests.support.store_places import Place
+
+CONTENTS = {"a": b"", "b": b"\x07", "c/d": b"12", "c/e/f": bytes(range(256)) * 3, "c.x": b"x", "c0": b"y"}
+ABSENT = "none"
+
+
+@pytest.fixture(params=["disk", "s3", "gs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder that does not exist yet, of each storage."""
+    if request.param == "disk":
+        return Place(str(tmp_path / "run"), folder=tmp_path / "run")
+    bucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
+    return Place(f"{bucket.url}/run", bucket=bucket)
+
+
+@pytest.fixture
+def filled(place: Place) -> Place:
+    """A folder with files."""
+    for name, content in CONTENTS.items():
+        place.put(name, content)
+    return place
+
+
+@pytest.fixture(params=["unlisted", "listed"])
+def location(request: pytest.FixtureRequest, filled: Place) -> Location:
+    """The location of a folder with files, as it is, and with a listing."""
+    found = location_of(filled.root)
+    return found.listed() if request.param == "listed" else found
+
+
+def requests(place: Place) -> int:
+    """How many requests a store has had."""
+    return len(place.bucket.proxy.log) if place.bucket is not None else 0
+
+
+def below(folder: Path) -> Iterator[str]:
+    """All files below a folder, relative to it."""
+    for root, _, names in os.walk(folder):
+        yield from (os.path.relpath(os.path.join(root, name), folder) for name in names)
+
+
+def stored(place: Place) -> dict[str, bytes]:
+    """Every file with its content, by `os` or the store's own interface."""
+    if place.folder is not None:
+        return {name: (place.folder / name).read_bytes() for name in below(place.folder)}
+    assert place.bucket is not None
+    return {key.removeprefix("run/"): place.bucket.get(key) for key in place.bucket.keys("run/")}
+
+
+class TestLocation:
+    """Where things are: made once, and handed down."""
+
+    def test_door(self, place: Place) -> None:
+        """Text, path objects and locations are taken; anything else is refused with what was found."""
+        found = location_of(place.root)
+        assert found.path == str(found) == place.root
+        assert location_of(f"{place.root}/x/../") == found == location_of(found)
+        assert found.is_remote == (place.bucket is not None)
+        if place.folder is not None:
+            assert location_of(place.folder) == found == location_of(f"file://{place.folder}")
+        with pytest.raises(ArgumentError, match=r"a directory is text or a path object, found int: 3"):
+            location_of(3, "directory")
+        with pytest.raises(StorageError, match="pathlib"):
+            location_of("s3:/bucket/x")
+
+    def test_names(self, place: Place) -> None:
+        """They are those of the path; two locations are equal if their paths are."""
+        found = location_of(place.root)
+        assert (found / "x" / "y/z").path == f"{place.root}/x/y/z"
+        assert (found / "x").name == "x" and (found / "x").parent == found
+        assert found / "" == found
+        assert (found / "x").sibling("_gda") == found / "x_gda"
+        assert {found, found.with_listing(Listing(found.path, []))} == {found}
+        assert found.at("other").storage is found.storage
+        assert repr(found) == f"Location(path={found.path!r})"
+
+    def test_listing_is_handed_down(self, filled: Place) -> None:
+        """One listing serves all below a folder; without it, look-ups ask again."""
+        location = location_of(filled.root).listed()
+        before = requests(filled)
+        inner = location / "c"
+        assert inner.listed() is inner and inner.parent.listing is location.listing
+        assert inner.isdir() and not (inner / "d").isdir() and sorted(inner.listdir()) == ["d", "e"]
+        assert requests(filled) == before
+        filled.put("c/new", b"1")
+        assert ("new" in inner.listdir()) == (not location.is_remote)
+        assert "new" in inner.unlisted().listdir() and inner.unlisted().listing is None
+
+
+class TestStorage:
+    """Every method, of every storage."""
+
+    def test_kinds(self, location: Location) -> None:
+        """A folder, a file, and nothing; names that only begin alike are others."""
+        for name in ("", "c", "c/e"):
+            there = location / name
+            assert (there.isdir(), there.isfile(), there.exists()) == (True, False, True)
+        for name in CONTENTS:
+            there = location / name
+            assert (there.isdir(), there.isfile(), there.exists()) == (False, True, True)
+        for name in (ABSENT, "c/none/x", "c/", "b/x", "c/e/"):
+            if name[-1] != "/":
+                there = location / name
+                assert (there.isdir(), there.isfile(), there.exists()) == (False, False, False)
+
+    def test_names_in_a_folder(self, location: Location) -> None:
+        """What is directly in it; a missing one is an error."""
+        assert sorted(location.listdir()) == sorted({name.partition("/")[0] for name in CONTENTS})
+        assert sorted((location / "c").listdir()) == ["d", "e"]
+        assert sorted(location.files_below()) == sorted(CONTENTS)
+        assert sorted((location / "c").files_below()) == ["d", "e/f"]
+        assert (location / ABSENT).files_below() == []
+        for name in (ABSENT, "b"):
+            with pytest.raises((FileNotFoundError, NotADirectoryError)):
+                (location / name).listdir()
+
+    def test_bytes_of_files(self, location: Location) -> None:
+        """Sizes, and any part, are those of the content."""
+        for name, content in CONTENTS.items():
+            file = location / name
+            assert (file.size(), file.is_empty(), file.total_size()) == (len(content), not content, len(content))
+            assert file.read() == content
+            for start, stop in ((0, 1), (1, 3), (0, 10_000), (300, 600), (5, 5), (2_000, 2_001)):
+                assert file.read(start, stop) == content[start:stop]
+            opened = file.open_file()
+            assert opened.size == len(content) and content.startswith(opened.head)
+            assert opened.read(1, 5_000) == content[1:]
+        assert location.total_size() == sum(map(len, CONTENTS.values()))
+        assert (location / ABSENT).total_size() == 0
+        for ask in (Location.size, Location.is_empty, Location.read, Location.open_file, Location.version):
+            with pytest.raises(FileNotFoundError):
+                ask(location / ABSENT)
+
+    def test_many_are_asked_for_at_once(self, filled: Place) -> None:
+        """What was asked for ahead takes no request later."""
+        location = location_of(filled.root).listed()
+        location.prefetch_emptiness([*CONTENTS, ABSENT, "c"])
+        location.prefetch_sizes(CONTENTS)
+        location.prefetch_contents(CONTENTS)
+        before = requests(filled)
+        found = {name: ((location / name).is_empty(), (location / name).size()) for name in CONTENTS}
+        assert found == {name: (not content, len(content)) for name, content in CONTENTS.items()}
+        assert {name: (location / name).read() for name in CONTENTS} == CONTENTS
+        assert requests(filled) == before
+
+    def test_versions(self, filled: Place) -> None:
+        """They change when a file is replaced."""
+        file = location_of(filled.root) / "b"
+        before = file.version()
+        assert file.version() == before
+        filled.put("b", b"others")
+        assert file.version() != before
+
+    def test_an_open_file_is_one_version(self, filled: Place) -> None:
+        """What replaces it is never mixed in: the old bytes, or an error."""
+        large = bytes(range(256)) * 1000
+        filled.put("large", large)
+        opened = (location_of(filled.root) / "large").open_file()
+        if filled.folder is not None:
+            (filled.folder / "other").write_bytes(large[::-1])
+            os.replace(filled.folder / "other", filled.folder / "large")
+            assert opened.read(200_000, 200_010) == large[200_000:200_010]
+        else:
+            filled.put("large", large[::-1])
+            with pytest.raises(StorageError, match="was replaced or removed since it was opened"):
+                opened.read(200_000, 200_010)
+
+    def test_limits(self, place: Place) -> None:
+        """Names that are too long are known as such; a bucket is no checkpoint."""
+        location = location_of(place.root)
+        assert location.why_too_long() is None
+        assert "bytes" in str((location / ("x" * 2000)).why_too_long())
+        assert location.storage.can_hold(location.path)
+        if place.bucket is not None:
+            assert not location.storage.can_hold(place.bucket.url)
+
+    def test_links(self, filled: Place) -> None:
+        """A link is resolved; one that leads nowhere exists. Stores have none."""
+        location = location_of(filled.root)
+        if filled.folder is None:
+            assert location.resolve() == location.path and location.identity() is None
+            return
+        (filled.folder / "link").symlink_to("c")
+        (filled.folder / "dangling").symlink_to("nowhere")
+        assert (location / "link").resolve() == os.path.realpath(filled.folder / "c")
+        assert (location / "dangling").exists() and not (location / "dangling").isfile()
+        status = os.stat(filled.folder)
+        assert location.identity() == (status.st_dev, status.st_ino, status.st_ctime_ns)
+
+    def test_tensorstore_reads_and_writes_it(self, place: Place) -> None:
+        """Its spec and context are of the folder."""
+        location = location_of(place.root)
+        location.prepare_directory()
+        store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
+        store.write("x/y", b"123").result()
+        assert stored(place) == {"x/y": b"123"}
+
+    def test_delete(self, filled: Place) -> None:
+        """One file goes."""
+        location = location_of(filled.root)
+        location.storage.delete((location / "c/d").path)
+        assert stored(filled) == {name: content for name, content in CONTENTS.items() if name != "c/d"}
+
+
+def write(temporary: str, contents: dict[str, bytes]) -> None:
+    """Write a local file, of the name "", or a directory of files."""
+    for name, content in contents.items():
+        file = os.path.join(temporary, name) if name else temporary
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        Path(file).write_bytes(content)
+
+
+FILE, FOLDER = {"": b"\x81\xa1a\x01"}, {"_METADATA": b"{}", "d/0123456789abcdef0123456789abcdef": bytes(1000)}
+
+
+def published(place: Place, name: str) -> dict[str, bytes]:
+    """The files of a checkpoint, but for the one that says that it is complete."""
+    inside = {key: content for key, content in stored(place).items() if key == name or key.startswith(f"{name}/")}
+    found = {key[len(name) + 1 :]: content for key, content in inside.items()}
+    assert place.bucket is None or "" in found or layout.COMMIT_FILE in found
+    return {key: content for key, content in found.items() if key != layout.COMMIT_FILE}
+
+
+class TestCommits:
+    """Checkpoints come and go as a whole."""
+
+    @pytest.mark.parametrize("contents", [FILE, FOLDER], ids=["file", "folder"])
+    def test_publish_and_discard(self, place: Place, contents: dict[str, bytes]) -> None:
+        """All of it is there, and nothing else; then nothing of it."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        for step in (1, 2):
+            with (root / f"c_{step}").temporary() as temporary:
+                write(temporary, contents)
+                (root / f"c_{step}").publish(temporary, new=True)
+            assert not os.path.exists(temporary)
+        assert place.names() == ["c_1", "c_2"] and published(place, "c_1") == contents
+        assert (root / "c_1").content_root() == root / "c_1"
+        assert not (root / "c_1").holds_nothing()
+        names = (root / "c_1").listdir() if "" not in contents else []
+        assert not names or (root / "c_1").why_unfinished(names) is None
+        assert root.discard(["c_1"]) == {}
+        assert place.names() == ["c_2"] and published(place, "c_2") == contents
+
+    @pytest.mark.parametrize("contents", [FILE, FOLDER], ids=["file", "folder"])
+    def test_replace(self, place: Place, contents: dict[str, bytes]) -> None:
+        """What is there is replaced whole, whatever it was; with ``new`` one of the same kind stays."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        target = root / "c_1"
+        for before in (FILE, FOLDER):
+            with target.temporary() as temporary:
+                write(temporary, before)
+                target.publish(temporary)
+            with target.temporary() as temporary:
+                write(temporary, contents)
+                target.publish(temporary)
+            assert published(place, "c_1") == contents and place.names() == ["c_1"]
+            with pytest.raises(StorageError), target.temporary() as temporary:
+                write(temporary, {name: content + b"2" for name, content in contents.items()})
+                target.publish(temporary, new=True)
+            assert published(place, "c_1") == contents and place.names() == ["c_1"]
+
+    def test_a_replacement_is_noticed(self, place: Place) -> None:
+        """By who watches since before, with a listing or without one."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        target = root / "c_1"
+        for data in ("0" * 32, "1" * 32):
+            watches = [target.watch(), target.listed().watch(), root.listed().at(target.path).watch()]
+            assert not any(is_replaced() for is_replaced in watches) or data == "0" * 32
+            with target.temporary() as temporary:
+                write(temporary, {"_METADATA": b"{}", f"d/{data}": b"x"})
+                target.publish(temporary)
+            assert [is_replaced() for is_replaced in watches] == [data == "1" * 32] * 3
+
+    def test_a_failure_leaves_nothing(self, place: Place) -> None:
+        """Neither under the name, nor the temporary."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        with pytest.raises(RuntimeError), (root / "c").temporary() as temporary:
+            write(temporary, FOLDER)
+            raise RuntimeError
+        assert not os.path.exists(temporary) and place.names() == []
+
+    def test_what_holds_nothing(self, place: Place) -> None:
+        """An empty file may be replaced; a folder with a file may not."""
+        place.put("empty", b"")
+        place.put("full/x", b"")
+        root = location_of(place.root)
+        for location in (root, root.listed()):
+            found = [(location / name).holds_nothing() for name in ("empty", "full")]
+            assert found == [True, False]
+
+    def test_two_writers(self, place: Place) -> None:
+        """Of two that publish a new file under one name, one does, and the other hears of it."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        target, failures = root / "c", 0
+        with target.temporary() as first, target.temporary() as second:
+            for number, temporary in enumerate((first, second)):
+                write(temporary, {"": bytes([number])})
+            for temporary in (first, second):
+                try:
+                    target.publish(temporary, new=True)
+                except (ConcurrentWriteError, StorageError):
+                    failures += 1
+                    os.unlink(temporary)
+        assert failures == 1 and stored(place) == {"c": b"\0"}
+
+    @pytest.mark.parametrize("contents", [FILE, FOLDER], ids=["file", "folder"])
+    def test_who_comes_after_a_commit(self, place: Place, contents: dict[str, bytes]) -> None:
+        """It lists the folder as the commit left it, without a request; what runs beside has ended at the end."""
+        root = location_of(place.root)
+        place.put("c_1", b"1")
+        root.prepare_directory()
+        done: list[int] = []
+        with AfterCommit(root.path) as after, (root / "c_2").temporary() as temporary:
+            write(temporary, contents)
+            (root / "c_2").publish(temporary, after=after)
+            after.run_beside(lambda: done.append(1))
+            assert (after.listing is not None) == root.is_remote
+            assert sorted(root.with_listing(after.listing).listdir()) == ["c_1", "c_2"]
+        assert done == [1]
+        assert not any(layout.BEGUN in name for name in stored(place))
+
+    def test_failures_of_what_runs_beside(self) -> None:
+        """They are raised at the end, unless there is another."""
+
+        def fail() -> None:
+            raise StorageError("refused")
+
+        with pytest.raises(StorageError, match="refused"), AfterCommit("/x") as after:
+            after.run_beside(fail)
+        with pytest.raises(RuntimeError), AfterCommit("/x") as after:
+            after.run_beside(fail)
+            raise RuntimeError
+
+    def test_other_machines(self, place: Place) -> None:
+        """Neither this disk nor a store shows late what others change."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        assert not root.is_shared() and not root.refresh()
+        assert root.storage.restore_set_aside(root.path, ["c_1"]) == []
+
+
+KEYS = ["a", "a-", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "b/%2F+&?", "c"]
+
+
+@pytest.mark.parametrize("folder", ["", "a", "a/b", "b", "c", "none"])
+def test_a_listing_is_its_keys(folder: str) -> None:
+    """Below a folder is what begins with its name and a slash."""
+    listing = Listing("s3://x/run", sorted(KEYS))
+    url = f"s3://x/run/{folder}".rstrip("/")
+    prefix = f"{folder}/" if folder else ""
+    assert listing.below(url) == [key.removeprefix(prefix) for key in sorted(KEYS) if key.startswith(prefix)]
+    assert listing.holds_file(url) == (None if not folder else folder in KEYS)
+    assert listing.below("s3://x/runs") is None and listing.holds_file("s3://x/runs") is None
