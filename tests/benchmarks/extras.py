@@ -15,6 +15,7 @@ import numpy as np
 import flax_ckpt_compat
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
@@ -93,7 +94,9 @@ def _list(directory: str) -> None:
 def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
     """Seconds to describe a tree and to match it, by number of leaves."""
     rows = []
-    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="", places_on_device=False, keeps_lists=True)
+    reader: Any = types.SimpleNamespace(
+        format=Format.MSGPACK, location=location_of("/p"), places_on_device=False, keeps_lists=True
+    )
     options = RestoreOptions(config.current())
     for count in counts:
         leaf = np.zeros(1, np.float32)
@@ -103,7 +106,7 @@ def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
         stored, described = handles(tree), state_dict.TargetTree(tree)
         times = {
             "describe": lambda tree=tree: state_dict.describe(tree),
-            "match": lambda stored=stored, one=described: plan_tree(reader, stored, one, options, ""),
+            "match": lambda stored=stored, one=described: plan_tree(reader, stored, one, options, reader.location),
             "rebuild": lambda tree=tree: state_dict.TargetTree(tree).rebuild(tree),
         }
         for name, call in times.items():

@@ -49,8 +49,8 @@ def test_no_array_data_is_there_yet(tmp_path, monkeypatch, orbax, checksums):
 def test_no_byte_of_a_file_is_there_yet(tmp_path, monkeypatch, name):
     """A file beside the arrays has its size and returns nothing."""
 
-    def read(self, path, start=0, stop=None):
-        return real(self, str(_SYSFS) if path.endswith(name) else path, start, stop)
+    def read(self, path, start=0, stop=None, listing=None):
+        return real(self, str(_SYSFS) if path.endswith(name) else path, start, stop, listing)
 
     with use_flag(True):
         checkpoints.save_checkpoint(tmp_path, {"a": np.arange(1 << 10)}, 1)

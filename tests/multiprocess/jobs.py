@@ -356,5 +356,5 @@ def refreshes(folder: str, orbax: bool) -> list[str]:
         during = "restore"
         assert checkpoints.restore_checkpoint(folder, None) is not None
     finally:
-        LocalStorage.refresh = staticmethod(was)
+        LocalStorage.refresh = was
     return found

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, transforms
 from flax_ckpt_compat._core.backend import Format, LeafHandle
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._restore import match as matching
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -25,7 +26,7 @@ def plan(stored: Node, target: Any, *, lenient: bool = False, transform: Any = N
     """The plan of a restore; lenient as with ``orbax_transforms={}``."""
     reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="/p", places_on_device=False, keeps_lists=True)
     options = RestoreOptions(config.current(), TransformSpec({} if lenient else transform))
-    return matching.plan_tree(reader, stored, state_dict.TargetTree(target), options, "/p")
+    return matching.plan_tree(reader, stored, state_dict.TargetTree(target), options, location_of("/p"))
 
 
 def match(stored: Any, target: Any, *, lenient: bool = False) -> TreePlan:
