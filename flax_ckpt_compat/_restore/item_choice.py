@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import NamedTuple
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -50,7 +51,7 @@ def choose_item(
         return (ALL if prefers_all else only), ""
     fits = [_fit(opened, name, target, options) for name in opened.trees]
     if prefers_all:
-        fits.append(_fit_of_all(fits, opened, target))
+        fits.append(_fit_of_all(fits, opened, target, options))
     best = max((fit.is_exact, fit.found) for fit in fits)
     equals = [fit for fit in fits if (fit.is_exact, fit.found) == best]
     more = f" and {len(fits) - _MAX_SHOWN} more" if len(fits) > _MAX_SHOWN else ""
@@ -71,14 +72,15 @@ def choose_item(
     return chosen, f"Its items fit the target so: {shown}."
 
 
-def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node) -> Fit:
+def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node, options: RestoreOptions) -> Fit:
     """Return how well all items as one tree, with their names at the top, fit a target that names some of them."""
     wanted = _paths(target)
     named = {path[0] for path in wanted if path} & opened.items.keys()
-    there = set[Path]()
-    for fit in fits:
-        if fit.name in named and fit.error is None:
-            there |= {(fit.name, *path) for path in _paths(opened.reader(fit.name).tree)}
+    tree: Node = Branch({fit.name: opened.reader(fit.name).tree for fit in fits if fit.name in named and not fit.error})
+    if options.transforms.rules:
+        with suppress(CheckpointError):
+            tree = options.transforms.apply_rules(tree, target, opened.path)
+    there = _paths(tree)
     json = {path for path in wanted if path and path[0] in named and path[0] not in opened.trees}
     found = len(there & wanted) + len(json)
     return Fit(ALL, found, len(wanted), len(there - wanted))

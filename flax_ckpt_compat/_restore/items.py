@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -85,14 +84,15 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
 
 
 def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
-    """Return whether a target has items, maybe as fields of a class or beside others, more than names of one item."""
+    """Return whether a target has items, maybe as fields of a class or beside others; of one, more than its names."""
     if "" in opened.items:
         return False
     names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()
     if opened.trees.keys().isdisjoint(names):
         return False
-    main = _usual_item(opened)
-    tree = None if main is None else opened.reader(main).tree
+    if len(opened.trees) > 1:
+        return True  # `choose_item` compares how well they fit
+    tree = opened.reader(next(iter(opened.trees))).tree
     inside = tree.children.keys() if isinstance(tree, Branch) else set[str]()
     return len(inside & set(names)) < len(opened.items.keys() & set(names))
 
@@ -192,10 +192,3 @@ class _ReaderOfSeveral(Reader):
             for number, value in zip(mine, found, strict=True):
                 values[number] = value
         return values
-
-
-def _usual_item(opened: opening.Opened) -> str | None:
-    """Return the only tree, or else the one with a usual name; None if there is none."""
-    if len(opened.trees) == 1:
-        return next(iter(opened.trees))
-    return next((name for name in layout.TREE_ITEMS if name in opened.trees), None)

@@ -133,7 +133,7 @@ class TestStorage:
         """Sizes, and any part, are those of the content."""
         for name, content in CONTENTS.items():
             file = location / name
-            assert (file.size(), file.is_empty(), file.total_size()) == (len(content), not content, len(content))
+            assert (file.size(), file.head(), file.total_size()) == (len(content), content[:32], len(content))
             assert file.read() == content
             for start, stop in ((0, 1), (1, 3), (0, 10_000), (300, 600), (5, 5), (2_000, 2_001)):
                 assert file.read(start, stop) == content[start:stop]
@@ -142,19 +142,19 @@ class TestStorage:
             assert opened.read(1, 5_000) == content[1:]
         assert location.total_size() == sum(map(len, CONTENTS.values()))
         assert (location / ABSENT).total_size() == 0
-        for ask in (Location.size, Location.is_empty, Location.read, Location.open_file, Location.version):
+        for ask in (Location.size, Location.head, Location.read, Location.open_file, Location.version):
             with pytest.raises(FileNotFoundError):
                 ask(location / ABSENT)
 
     def test_many_are_asked_for_at_once(self, filled: Place) -> None:
         """What was asked for ahead takes no request later."""
         location = location_of(filled.root).listed()
-        location.prefetch_emptiness([*CONTENTS, ABSENT, "c"])
+        location.prefetch_heads([*CONTENTS, ABSENT, "c"])
         location.prefetch_sizes(CONTENTS)
         location.prefetch_contents(CONTENTS)
         before = requests(filled)
-        found = {name: ((location / name).is_empty(), (location / name).size()) for name in CONTENTS}
-        assert found == {name: (not content, len(content)) for name, content in CONTENTS.items()}
+        found = {name: ((location / name).head(), (location / name).size()) for name in CONTENTS}
+        assert found == {name: (content[:32], len(content)) for name, content in CONTENTS.items()}
         assert {name: (location / name).read() for name in CONTENTS} == CONTENTS
         assert requests(filled) == before
 

@@ -1,0 +1,76 @@
+"""Modules of nnx as targets are filled in place and returned; real Flax restores into them with its flag on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import flax
+import numpy as np
+import pytest
+from flax import nnx
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints, plan_restore, restore
+from flax_ckpt_compat.errors import MissingLeavesError
+from tests.support.samples import fingerprint
+from tests.support.saves import use_flag
+
+
+def model(seed: int) -> Any:
+    """A layer with weights, running averages and random numbers."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    return Model(nnx.Rngs(seed))
+
+
+def same(found: Any, expected: Any) -> None:
+    """Assert that two modules have the same state, to the last bit."""
+    assert fingerprint(nnx.state(found)) == fingerprint(nnx.state(expected))
+
+
+def test_the_state_of_a_module(flag: bool, tmp_path: Path) -> None:
+    """It restores into another module, which is returned."""
+    saved, target = model(0), model(1)
+    checkpoints.save_checkpoint(tmp_path, nnx.state(saved), 1)
+    assert checkpoints.restore_checkpoint(tmp_path, target) is target
+    same(target, saved)
+
+
+def test_a_module_beside_other_leaves(flag: bool, tmp_path: Path) -> None:
+    """Also within other containers, and in strict restores and their plans."""
+    saved, target = model(0), model(1)
+    checkpoints.save_checkpoint(tmp_path, {"model": nnx.state(saved), "step": 3}, 1)
+    assert plan_restore(tmp_path, {"model": target, "step": 0}).raises is None
+    restored = restore(tmp_path, {"model": target, "step": 0})
+    assert restored["model"] is target and restored["step"] == 3
+    same(target, saved)
+
+
+def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
+    """Nothing of the module is set then."""
+    target = model(1)
+    before = fingerprint(nnx.state(target))
+    checkpoints.save_checkpoint(tmp_path, {"linear": nnx.state(model(0).linear)}, 1)
+    with pytest.raises(MissingLeavesError, match="norm/scale/value"):
+        restore(tmp_path, target)
+    assert fingerprint(nnx.state(target)) == before
+
+
+@pytest.mark.skipif(
+    tuple(map(int, flax.__version__.split(".")[:2])) < (0, 12), reason="modules are no pytrees in this Flax"
+)
+@pytest.mark.parametrize("is_state", [True, False], ids=["state", "module"])
+def test_as_real_flax_saves_and_restores(is_state: bool, tmp_path: Path) -> None:
+    """What real Flax saved of a module, or its state, restores to what it restores itself."""
+    saved, target = model(0), model(1)
+    with use_flag(True):
+        flax_checkpoints.save_checkpoint(tmp_path, nnx.state(saved) if is_state else saved, 1)
+        expected = flax_checkpoints.restore_checkpoint(tmp_path, model(1))
+    assert checkpoints.restore_checkpoint(tmp_path, target) is target
+    same(target, saved)
+    np.testing.assert_array_equal(target.linear.kernel[...], expected.linear.kernel[...])
