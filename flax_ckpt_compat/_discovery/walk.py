@@ -15,6 +15,7 @@ from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
+_REMOVED = (FileNotFoundError, NotADirectoryError)  # another program removed a listed directory meanwhile
 
 
 def checkpoints_below(root: Location) -> list[Location]:
@@ -42,8 +43,13 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
     seen, pending = {root.resolve()}, [root]
     while pending:
         folder = pending.pop()
-        with translated(folder.path):
-            names = module_names.natural_sort(folder.listdir(), signed=False)
+        try:
+            with translated(folder.path):
+                names = module_names.natural_sort(folder.listdir(), signed=False)
+        except StorageError as error:
+            if folder == root or not isinstance(error.__cause__, _REMOVED):
+                raise
+            continue
         found: list[Location] = []
         inside: list[Location] = []
         prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
@@ -64,6 +70,8 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                     with translated(path.path):
                         is_empty_step = not path.listdir() and (_is_named_checkpoint(name) or name in steps_there)
                 except StorageError as error:
+                    if isinstance(error.__cause__, _REMOVED):
+                        continue
                     if not is_denied(error):
                         raise
                     denied.append(error)

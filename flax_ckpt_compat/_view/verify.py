@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -35,6 +36,7 @@ from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCh
 
 _AT_ONCE = 4
 _ROUNDS = 3
+_REMOVAL_SECONDS = 0.05  # in which a removal under way deletes another file
 # They tell nothing about the bytes.
 _NO_DAMAGE = (StorageError, OutOfMemoryError)
 
@@ -100,10 +102,13 @@ def _found(root: Location, step: Any, prefix: str) -> list[Location]:
 def _verify(location: Location, *, is_named: bool) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
     for left in reversed(range(_ROUNDS)):
+        before = _paths_in(location)
         try:
             listed = location.listed()
             with locating.unchanged(listed), locating.reporting_removal(listed):
-                return _verify_files(listed)
+                found = _verify_files(listed)
+            if is_named or found.state in ("ok", "unverified") or not _is_being_removed(location, before):
+                return found
         except UnrecognizedFormatError as error:
             if is_named:
                 raise
@@ -114,7 +119,25 @@ def _verify(location: Location, *, is_named: bool) -> VerifiedCheckpoint | None:
         except CheckpointNotFoundError:
             if is_named:
                 raise
+        except CheckpointError:  # of an item that is not there any more
+            if is_named or not _is_being_removed(location, before):
+                raise
     return None
+
+
+def _paths_in(location: Location) -> set[str]:
+    """Return all paths in a local directory; none elsewhere, where a removal shows first in the commit file."""
+    inside = () if location.is_remote else os.walk(location.path)
+    return {os.path.join(folder, name) for folder, folders, files in inside for name in (*folders, *files)}
+
+
+def _is_being_removed(location: Location, before: set[str]) -> bool:
+    """Return whether files of a directory vanish one after the other, as where a manager removes an old step."""
+    after = _paths_in(location)
+    if not before <= after:
+        return True
+    time.sleep(_REMOVAL_SECONDS)
+    return not after <= _paths_in(location) or not locating.is_there(location)
 
 
 def _verify_files(location: Location) -> VerifiedCheckpoint:
