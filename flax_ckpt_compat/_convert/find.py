@@ -64,7 +64,7 @@ def _check_outside(jobs: Sequence[Job]) -> None:
 
 def _is_checkpoint(location: Location) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
-    located = locating.find(location.path, None, "checkpoint_") if location.isdir() else None
+    located = locating.find(location.path, None, "checkpoint_", location) if location.isdir() else None
     return isinstance(located, locating.LocatedCheckpoint) and located.location == location
 
 

@@ -63,10 +63,12 @@ class LocatedCheckpoint:
         return self.location.path
 
 
-def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
-    """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
+def find(ckpt_dir: str, step: Any, prefix: str, root: Location | None = None) -> LocatedCheckpoint | Absence:
+    """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent.
+
+    ``root`` is the location of ``ckpt_dir`` with a listing, if there is one already."""
     checkpoint_dir = saved_steps.checkpoint_dir(ckpt_dir, prefix)
-    root = of_text(ckpt_dir)
+    root = root or of_text(ckpt_dir)
     if step is not None:
         root = root.listed()
         checkpoint_dir = checkpoint_dir.listed_with(root)
@@ -187,7 +189,7 @@ def read_found(
         log_once(_subject(ckpt_dir, prefix), None)
         before = found.location.identity()
         try:
-            return read(found.location)
+            return read(found.location.listed())
         except _POLICY_ERRORS:
             raise
         except Exception as error:

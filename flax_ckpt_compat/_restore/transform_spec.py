@@ -82,8 +82,9 @@ class TransformSpec:
         verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
         if isinstance(found, Absence):
             raise found.error(of_text(path))
-        self._others.enter_context(locating.unchanged(found.location))
-        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.location, verify=verify)))
+        location = found.location.listed()
+        self._others.enter_context(locating.unchanged(location))
+        opened = self._others.enter_context(contextlib.closing(opening.Opened(location, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
         self.other_readers.extend(map(opened.reader, opened.trees))
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
