@@ -160,6 +160,9 @@ class TestStorage:
         assert found == {name: (not content, len(content)) for name, content in CONTENTS.items()}
         assert {name: (location / name).read() for name in CONTENTS} == CONTENTS
         assert requests(filled) == before
+        filled.put("b", b"others")
+        location.forget_contents()
+        assert (location / "b").read() == b"others"
 
     def test_versions(self, filled: Place) -> None:
         """They change when a file is replaced."""
