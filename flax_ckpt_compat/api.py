@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsFloat
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text, normal
+from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -110,7 +111,9 @@ def restore(
         must_exist=must_exist,
         mapped=mapped,
     )
-    return restore_pipeline.restore(as_text(path), target, step, as_text(prefix, "prefix"), options)
+    return restore_pipeline.restore(
+        saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")), target, step, options
+    )
 
 
 def save(

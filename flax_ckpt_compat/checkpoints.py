@@ -207,7 +207,11 @@ def restore_checkpoint(
         gda_manager.wait_until_finished()
     options = RestoreOptions(_settings.current(), TransformSpec(orbax_transforms))
     return restore_pipeline.restore(
-        _directory(ckpt_dir), target, step, as_text(prefix, "prefix"), options, orbax_checkpointer or None
+        saved_steps.checkpoint_dir(_directory(ckpt_dir), as_text(prefix, "prefix")),
+        target,
+        step,
+        options,
+        orbax_checkpointer or None,
     )
 
 

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.safe_open import check_end
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage import HEAD_BYTES
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -130,9 +131,9 @@ class StoredObject:
     """An object of a store."""
 
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
-    # one request per array in a row of arrays pay. The first window is `OpenedFile.head`.
+    # one request per array in a row of arrays pay.
     window_sizes = WindowSizes(
-        first=64 * 2**10, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
+        first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
     threads = 16
 

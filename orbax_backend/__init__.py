@@ -44,5 +44,9 @@ class OrbaxBackend:
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
         use_tensorstore(location.path)
-        with pause_gc(enabled=not location.is_remote):
-            return OrbaxReader(location.listed(), self._open_msgpack, verify=verify)
+        listed = location.listed()
+        try:
+            with pause_gc(enabled=not location.is_remote):
+                return OrbaxReader(listed, self._open_msgpack, verify=verify)
+        finally:
+            listed.forget_contents()

@@ -13,10 +13,10 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import Location, of_text
-from flax_ckpt_compat._discovery import locating
+from flax_ckpt_compat._discovery import locating, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
-from flax_ckpt_compat._discovery.walk import MSGPACK_SUFFIX, checkpoints_below
+from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
 # The step of a name: the longest number at its end that follows a separator, as in ``checkpoint_-1.5`` or ``ckpt-10``;
@@ -71,7 +71,10 @@ def _check_outside(jobs: Sequence[Job]) -> None:
 
 def _is_checkpoint(location: Location) -> bool:
     """Return whether a directory is one checkpoint, also without the markers of newer releases."""
-    located = locating.find(location.path, None, "checkpoint_") if location.isdir() else None
+    if not location.isdir():
+        return False
+    checkpoint_dir = saved_steps.checkpoint_dir(location.path, DEFAULT_PREFIX).listed_with(location)
+    located = locating.find(checkpoint_dir, None)
     return isinstance(located, locating.LocatedCheckpoint) and located.location == location
 
 

@@ -190,6 +190,11 @@ class Location:
         if self.listing is not None:
             self.storage.prefetch_contents([(self / name).path for name in names], self.listing)
 
+    def forget_contents(self) -> None:
+        """Let go of what `prefetch_contents` has read: later reads are of what is there then."""
+        if self.listing is not None:
+            self.listing.contents.clear()
+
     # Changes.
 
     def prepare_directory(self) -> None:

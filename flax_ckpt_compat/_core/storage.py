@@ -15,13 +15,16 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.upload import Upload
 
+# What is read with the request that opens a file.
+HEAD_BYTES = 64 * 2**10
+
 
 class OpenedFile(abc.ABC):
     """One version of a file, read in parts; what replaces it meanwhile is never mixed in.
 
     Attributes:
         size: its bytes.
-        head: its first bytes, which came with the answer that opened it; all of a small file.
+        head: its first `HEAD_BYTES`, which came with the answer that opened it; all of a small file.
     """
 
     size: int
@@ -36,10 +39,10 @@ class Storage(abc.ABC):
     """A place that holds files in folders.
 
     Attributes:
-        is_remote: each look-up is a request, which a `Listing` saves. Nothing there has a descriptor, a link, an owner
-            or a live process, and other libraries cannot open its paths as files.
+        is_remote: each look-up is a request, which a `Listing` saves. There are no links, locks or descriptors, and
+            other libraries cannot open a path as a file.
         names_processes: names of temporaries tell which process writes them, so that a live writer is noticed.
-        sets_aside: to replace a checkpoint it is first renamed, so that `restore_set_aside` may have to put it back.
+        sets_aside: what a rename cannot replace is first renamed itself; `restore_set_aside` puts it back.
     """
 
     is_remote: bool
@@ -189,7 +192,9 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
-        """Put back checkpoints among these names that a dead writer had set aside; return their names."""
+        """Put back checkpoints among these names that a dead writer had set aside; return their names.
+
+        None are where nothing `sets_aside`."""
 
     # Saves by several processes.
 

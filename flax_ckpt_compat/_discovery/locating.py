@@ -29,13 +29,14 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
-from flax_ckpt_compat._discovery import contents, hints, lfs_pointers, not_found, saved_steps, step_lookup
+from flax_ckpt_compat._discovery import contents, hints, lfs_pointers, not_found, step_lookup
 from flax_ckpt_compat._discovery.contents import Contents, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
@@ -67,23 +68,18 @@ class LocatedCheckpoint:
         return self.location.path
 
 
-def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
+def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
-    checkpoint_dir = saved_steps.checkpoint_dir(ckpt_dir, prefix)
-    root = of_text(ckpt_dir)
     if step is not None:
-        root = root.listed()
-        checkpoint_dir = checkpoint_dir.listed_with(root)
-        found = _step_path(root, checkpoint_dir, _text_of(step, checkpoint_dir), prefix)
-        return LocatedCheckpoint(found, named=True)
+        listed = checkpoint_dir.listed_with(checkpoint_dir.root.listed())
+        return LocatedCheckpoint(_step_path(listed, _text_of(step, listed)), named=True)
     return step_lookup.list_again_while_it_changes(
-        root, lambda listed, last: _find(listed, checkpoint_dir.listed_with(listed), prefix, last)
+        checkpoint_dir.root, lambda listed, last: _find(checkpoint_dir.listed_with(listed), last)
     )
 
 
-def _find(
-    root: Location, checkpoint_dir: saved_steps.CheckpointDir, prefix: str, last: bool
-) -> LocatedCheckpoint | Absence:
+def _find(checkpoint_dir: CheckpointDir, last: bool) -> LocatedCheckpoint | Absence:
+    root = checkpoint_dir.root
     if not _exists(root):
         return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
@@ -96,7 +92,7 @@ def _find(
         return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
         return LocatedCheckpoint(root, named=True)
-    absence = not_found.of_checkpoints(checkpoint_dir, prefix)
+    absence = not_found.of_checkpoints(checkpoint_dir)
     return dataclasses.replace(absence, lost=step_lookup.newest_lost(directory))
 
 
@@ -145,7 +141,7 @@ def _exists(path: Location) -> bool:
     return path.exists()
 
 
-def _text_of(step: Any, checkpoint_dir: saved_steps.CheckpointDir) -> str:
+def _text_of(step: Any, checkpoint_dir: CheckpointDir) -> str:
     """Return a step as it is in the checkpoint's name; Flax has whole arrays there."""
     one = steps.of_replicated(step)
     as_flax = f"{step}" if one is not step else ""
@@ -154,8 +150,8 @@ def _text_of(step: Any, checkpoint_dir: saved_steps.CheckpointDir) -> str:
     return steps.step_text(one)
 
 
-def _step_path(root: Location, checkpoint_dir: saved_steps.CheckpointDir, text: str, prefix: str) -> Location:
-    path = checkpoint_dir.path(checkpoint_dir.prefix + text)
+def _step_path(checkpoint_dir: CheckpointDir, text: str) -> Location:
+    root, path = checkpoint_dir.root, checkpoint_dir.path(checkpoint_dir.prefix + text)
     if _exists(path):
         return path
     number = steps.parse_step(text)
@@ -170,7 +166,7 @@ def _step_path(root: Location, checkpoint_dir: saved_steps.CheckpointDir, text: 
     elif root.isfile() or contents.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
-        absent = not_found.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
+        absent = not_found.of_checkpoints(checkpoint_dir).error(checkpoint_dir.directory)
         known, has_remedy = str(absent), absent.has_remedy
     raise CheckpointNotFoundError(
         f"Matching checkpoint not found: {path} ({known})", path=path.path, has_remedy=has_remedy
@@ -178,9 +174,8 @@ def _step_path(root: Location, checkpoint_dir: saved_steps.CheckpointDir, text: 
 
 
 def read_found(
-    ckpt_dir: str,
+    checkpoint_dir: CheckpointDir,
     step: Any,
-    prefix: str,
     read: Callable[[Location], _Result],
     otherwise: Callable[[], _Result] | None = None,
     doing: str = "restore",
@@ -195,17 +190,17 @@ def read_found(
     is_sure = False  # this machine has looked anew, and there is nothing
     while rounds < _ROUNDS or time.monotonic() < end:
         rounds += 1
-        found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
+        found = find(checkpoint_dir, step) if removed is None else _find_again(checkpoint_dir, step, *removed)
         if isinstance(found, Absence):
-            if is_sure or otherwise is None or not refresh(ckpt_dir, prefix):
-                return _nothing(ckpt_dir, prefix, found, otherwise, doing)
+            if is_sure or otherwise is None or not refresh(checkpoint_dir):
+                return _nothing(checkpoint_dir, found, otherwise, doing)
             is_sure = True
             continue
-        log_once(_subject(ckpt_dir, prefix), None)
+        log_once(_subject(checkpoint_dir), None)
         before = found.location.identity()
         try:
             with lfs_pointers.named(found.location):
-                return read(found.location)
+                return read(found.location.listed())
         except _POLICY_ERRORS:
             raise
         except Exception as error:
@@ -215,9 +210,9 @@ def read_found(
                 time.sleep(waits.pop())
                 removed = found.location.unlisted(), error
                 continue
-            if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
+            if not _has_changed(found, before, error, lambda: find(checkpoint_dir, step)):
                 if not found.named and isinstance(error, _UNUSABLE):
-                    _add_older_step(error, saved_steps.checkpoint_dir(ckpt_dir, prefix), found.location)
+                    _add_older_step(error, checkpoint_dir, found.location)
                 raise
             if found.named and not is_there(found.location):
                 raise removed_error(found.location) from error
@@ -230,7 +225,7 @@ def read_found(
     ) from cause
 
 
-def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.CheckpointDir, path: Location) -> None:
+def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
     """Add to the error of the latest step which older one looks complete."""
     with suppress(CheckpointError, OSError):
         older = step_lookup.newest_complete(step_lookup.Directory(checkpoint_dir, tolerant=True), but=path)
@@ -240,8 +235,8 @@ def _add_older_step(error: CheckpointError, checkpoint_dir: saved_steps.Checkpoi
             )
 
 
-def _find_again(ckpt_dir: str, step: Any, prefix: str, path: Location, cause: Exception) -> LocatedCheckpoint:
-    found = find(ckpt_dir, step, prefix)
+def _find_again(checkpoint_dir: CheckpointDir, step: Any, path: Location, cause: Exception) -> LocatedCheckpoint:
+    found = find(checkpoint_dir, step)
     if isinstance(found, Absence):
         # Never return the target here: the program would go on training from initial parameters.
         raise found.error(path, f"{path} was removed while it was read, and there is no other: ") from cause
@@ -249,14 +244,14 @@ def _find_again(ckpt_dir: str, step: Any, prefix: str, path: Location, cause: Ex
 
 
 def _nothing(
-    ckpt_dir: str, prefix: str, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
+    checkpoint_dir: CheckpointDir, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
 ) -> _Result:
     if found.lost is not None:
         raise IncompleteCheckpointError(_only_lost(found.lost), path=found.lost.path)
     if otherwise is None:
-        raise found.error(of_text(ckpt_dir), f"nothing to {doing}: ")
+        raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
-    log_once(_subject(ckpt_dir, prefix), message, found.level)
+    log_once(_subject(checkpoint_dir), message, found.level)
     return otherwise()
 
 
@@ -284,18 +279,18 @@ def _may_be_old_view(path: Location, error: BaseException | None) -> bool:
     return False
 
 
-def refresh(ckpt_dir: str, prefix: str) -> bool:
+def refresh(checkpoint_dir: CheckpointDir) -> bool:
     """See what other machines have changed in a directory of checkpoints, so that all find the same latest one.
 
     Return False if nothing can have changed, or this process cannot look anew."""
-    directory = saved_steps.checkpoint_dir(ckpt_dir, prefix).directory
+    directory = checkpoint_dir.directory
     if not directory.isdir() or contents.is_certainly_orbax(directory):
         directory = directory.parent
     return directory.refresh()
 
 
-def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:
-    return of_text(ckpt_dir).path, prefix, "absent"
+def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
+    return checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent"
 
 
 def _has_changed(

@@ -72,8 +72,8 @@ def no_directory(path: Location) -> Absence:
     return of_directory(path)
 
 
-def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
-    """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
+def of_checkpoints(checkpoint_dir: CheckpointDir) -> Absence:
+    """Explain that a directory holds no checkpoint of its prefix; name other prefixes."""
     directory = checkpoint_dir.directory
     if not directory.isdir():
         if directory.exists():
@@ -87,7 +87,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     names = saved_steps.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
-        head = prefix.removesuffix(checkpoint_dir.prefix)
+        head = checkpoint_dir.given_prefix.removesuffix(checkpoint_dir.prefix)
         prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
         there = ", ".join(other + step for other, step in others)
         return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")

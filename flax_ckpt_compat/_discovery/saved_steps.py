@@ -23,11 +23,13 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointDir:
-    """Directory and prefix of checkpoints."""
+    """Directory and prefix of checkpoints, made once of what a caller passed, and handed down."""
 
     directory: Location
     prefix: str  # beginning of their names: the part of the caller's prefix after its last ``/``
     shown: str  # the directory as the caller wrote it, for returned paths
+    root: Location  # what the caller passed, which may be one checkpoint; the prefix may lead from it to the directory
+    given_prefix: str  # the caller's prefix
 
     def path(self, name: str) -> Location:
         """Return the location of a name in this directory."""
@@ -39,7 +41,8 @@ class CheckpointDir:
 
     def listed_with(self, other: Location) -> CheckpointDir:
         """Return this directory with the listing of another location, which may be above it."""
-        return dataclasses.replace(self, directory=self.directory.with_listing(other.listing))
+        directory, root = (one.with_listing(other.listing) for one in (self.directory, self.root))
+        return dataclasses.replace(self, directory=directory, root=root)
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
@@ -50,7 +53,7 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
     directory = resolved(shown) if os.pardir in head.split(os.sep) else of_text(shown)
     if tail and directory.is_remote:
         normal((directory / tail).path)  # raises for characters that stores do not take
-    return CheckpointDir(directory, tail, shown)
+    return CheckpointDir(directory, tail, shown, of_text(ckpt_dir), prefix)
 
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:

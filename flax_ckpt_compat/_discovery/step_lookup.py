@@ -90,7 +90,7 @@ def list_again_while_it_changes(directory: Location, look: Callable[[Location, b
     It takes the directory with that listing, and True in the last round, when a vanished name counts as absent."""
     for number in range(_ROUNDS):
         try:
-            return look(directory.listed(), number == _ROUNDS - 1)
+            return look((directory.unlisted() if number else directory).listed(), number == _ROUNDS - 1)
         except (ChangedError, FileNotFoundError, NotADirectoryError) as error:
             # Any other missing file was removed between two accesses.
             if number == _ROUNDS - 1 or isinstance(error, CheckpointError):

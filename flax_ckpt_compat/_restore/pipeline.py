@@ -20,10 +20,11 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     add_sentence,
 )
-from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._restore import checkpointer_reader, policies
 from flax_ckpt_compat._restore.execute import read_and_place
 from flax_ckpt_compat._restore.item_choice import choose_item
@@ -38,14 +39,14 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 
 def restore(
-    ckpt_dir: str, target: Any, step: Any, prefix: str, options: RestoreOptions, orbax_checkpointer: Any = None
+    checkpoint_dir: CheckpointDir, target: Any, step: Any, options: RestoreOptions, orbax_checkpointer: Any = None
 ) -> Any:
-    """Restore a tree from a normalised path; see `flax_ckpt_compat.checkpoints.restore_checkpoint`."""
+    """Restore a tree; see `flax_ckpt_compat.checkpoints.restore_checkpoint`."""
     monitoring.record_event("/jax/flax/checkpoint/restore")
     start = time.time()
     if target is None:
         options.transforms.warn_without_target()
-    async_saves.wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
+    async_saves.wait_for_pending_saves(checkpoint_dir, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
 
     # A second attempt, after the checkpoint was replaced, is one of this process only.
@@ -61,17 +62,17 @@ def restore(
         return values
 
     if key_value_store.is_connected():  # processes on several machines have to find the same latest one
-        locating.refresh(ckpt_dir, prefix)
+        locating.refresh(checkpoint_dir)
     with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target
         try:
-            return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
+            return locating.read_found(checkpoint_dir, step, restore_at, otherwise)
         except KeyboardInterrupt:
             attempts = iter(())
             raise
         finally:
             if next(attempts, False):  # nothing was opened
-                path = of_text(ckpt_dir).path
+                path = checkpoint_dir.root.path
                 error = CheckpointNotFoundError(f"process {jax.process_index()} finds no such checkpoint in {path}")
                 _give_up(path, options, error)
 

@@ -16,10 +16,9 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, map_leaves
-from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import state_dict
@@ -68,7 +67,7 @@ class TransformSpec:
     def wait_for_pending_saves(self) -> None:
         """Wait for background saves to the other checkpoints, before a retry could drop a failure of theirs."""
         for path, prefix in dict.fromkeys(other for rule in self.rules for other in rule.opens):
-            async_saves.wait_for_pending_saves(path, prefix)
+            async_saves.wait_for_pending_saves(saved_steps.checkpoint_dir(path, prefix))
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
@@ -79,11 +78,13 @@ class TransformSpec:
 
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
         """Open another checkpoint for a rule, within `opening`; return its path and tree."""
-        verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
+        checkpoint_dir, verify = saved_steps.checkpoint_dir(path, prefix), config.current().checksums == "verify"
+        found = locating.find(checkpoint_dir, step)
         if isinstance(found, Absence):
-            raise found.error(of_text(path))
-        self._others.enter_context(locating.unchanged(found.location))
-        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.location, verify=verify)))
+            raise found.error(checkpoint_dir.root)
+        location = found.location.listed()
+        self._others.enter_context(locating.unchanged(location))
+        opened = self._others.enter_context(contextlib.closing(opening.Opened(location, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
         self.other_readers.extend(map(opened.reader, opened.trees))
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
-from flax_ckpt_compat._core.location import Location, of_text
-from flax_ckpt_compat._discovery import locating, not_found, saved_steps
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery import locating, not_found
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import save_registry
 from flax_ckpt_compat._save.save_registry import BackgroundSave
 
@@ -119,7 +120,7 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
     wait_for_async_saves(request.directory)
 
 
-def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
+def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: Any = None) -> None:
     """Wait before a restore for background saves to its directory, and raise the errors of our failed ones.
 
     Of our saves, multiprocess ones are waited for, so that all processes find the same checkpoint, and others where
@@ -127,13 +128,13 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     """
     from flax_ckpt_compat._save import checkpointer_adapter
 
-    directories = {saved_steps.checkpoint_dir(ckpt_dir, prefix).directory, of_text(ckpt_dir).parent}
+    directories = {checkpoint_dir.directory, checkpoint_dir.root.parent}
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in save_registry.saves_into(one)]
     running = [save for save in saves if save.future is not None and not save.done]
-    if running and isinstance(locating.find(ckpt_dir, None, prefix), not_found.Absence):
+    if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
         for save in running:
             _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:

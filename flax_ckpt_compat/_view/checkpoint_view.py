@@ -50,20 +50,20 @@ def open_checkpoint(
         ...     print(sorted(view.leaves()), view.read("epoch"))
         ['epoch', 'params/w'] {'epoch': 4}
     """
-    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     verify = config.current().checksums == "verify"
-    async_saves.wait_for_pending_saves(ckpt_dir, prefix)
+    async_saves.wait_for_pending_saves(checkpoint_dir)
 
     def open_one(location: Location) -> Checkpoint:
         with ExitStack() as files:
             with locating.unchanged(location) as is_replaced:
                 opened = files.enter_context(closing(opening.Opened(location, verify=verify)))
-                number = _step_of(opened, saved_steps.checkpoint_dir(ckpt_dir, prefix).prefix)
+                number = _step_of(opened, checkpoint_dir.prefix)
                 checkpoint = Checkpoint(opened, number, is_replaced)
             files.pop_all()  # the checkpoint closes them
             return checkpoint
 
-    return locating.read_found(ckpt_dir, step, prefix, open_one, doing="open")
+    return locating.read_found(checkpoint_dir, step, open_one, doing="open")
 
 
 class Checkpoint:

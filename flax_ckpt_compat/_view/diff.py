@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._view import diff_text
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
@@ -110,10 +110,10 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
-    paths, prefix = (as_text(a), as_text(b)), as_text(prefix, "prefix")
+    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
-    for path in paths:
-        wait_for_pending_saves(path, prefix)
+    wait_for_pending_saves(first)
+    wait_for_pending_saves(second)
 
     def compare(one: Location, other: Location) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
@@ -122,9 +122,9 @@ def diff(
             return _Comparison(a, b, tolerance).result()
 
     def with_first(one: Location) -> Diff:
-        return locating.read_found(paths[1], step, prefix, lambda other: compare(one, other), doing="compare")
+        return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
 
-    return locating.read_found(paths[0], step, prefix, with_first, doing="compare")
+    return locating.read_found(first, step, with_first, doing="compare")
 
 
 def _tolerance(name: str, value: Any) -> float:

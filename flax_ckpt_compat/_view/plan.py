@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
-from flax_ckpt_compat._core.location import Location, as_text, of_text
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -137,7 +137,7 @@ def plan_restore(
         >>> plan.raises, plan.missing, [str(rule) for rule in plan.suggestion.rules]
         ('MissingLeavesError', ('encoder',), ["rules.rename('Dense_0', 'encoder')"])
     """
-    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
@@ -158,11 +158,11 @@ def plan_restore(
         ):
             return _plan(opened, plan_all(opened, target, options))
 
-    otherwise = None if options.settings.must_exist else lambda: _nothing(of_text(ckpt_dir).path, target)
-    async_saves.wait_for_pending_saves(ckpt_dir, prefix)
+    otherwise = None if options.settings.must_exist else lambda: _nothing(checkpoint_dir.root.path, target)
+    async_saves.wait_for_pending_saves(checkpoint_dir)
     options.transforms.wait_for_pending_saves()
     with depth.limited("restored"):
-        return locating.read_found(ckpt_dir, step, prefix, plan_one, otherwise)
+        return locating.read_found(checkpoint_dir, step, plan_one, otherwise)
 
 
 def _nothing(path: str, target: Any) -> Plan:

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import MissingLeavesError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
-from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view.array_stats import Stats, is_numeric
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
@@ -77,14 +77,14 @@ def contents(
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
     paths, or from the root if it begins with ``^``. ``progress`` takes the bytes read so far, and the bytes to read."""
-    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
-    wait_for_pending_saves(ckpt_dir, prefix)
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
+    wait_for_pending_saves(checkpoint_dir)
 
     def read(found: Location) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True)) as opened:
             return contents_of(opened, pattern=pattern, stats=stats, progress=progress)
 
-    return locating.read_found(ckpt_dir, step, prefix, read, doing="show")
+    return locating.read_found(checkpoint_dir, step, read, doing="show")
 
 
 def contents_of(

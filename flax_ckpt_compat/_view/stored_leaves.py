@@ -7,6 +7,7 @@ import sys
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 
 class StoredLeaves:
@@ -45,7 +46,7 @@ def describe(node: LeafHandle | str) -> str:
     return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
 
 
-def wait_for_pending_saves(ckpt_dir: str, prefix: str) -> None:
+def wait_for_pending_saves(checkpoint_dir: CheckpointDir) -> None:
     """Wait for background saves into a directory, without importing what they need, jax included."""
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        async_saves.wait_for_pending_saves(ckpt_dir, prefix)
+        async_saves.wait_for_pending_saves(checkpoint_dir)

@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import locating, opening, walk
+from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
 from flax_ckpt_compat._discovery.orbax_directory import Item
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
@@ -73,7 +73,7 @@ def verify(
     """
     root, prefix = location_of(path), as_text(prefix, "prefix")
     arguments.check_function(progress, "progress")
-    found = _found(root, step, prefix)
+    found = _found(saved_steps.checkpoint_dir(root.path, prefix), step)
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
     results = []
@@ -87,10 +87,11 @@ def verify(
     return Verification(root.path, tuple(results))
 
 
-def _found(root: Location, step: Any, prefix: str) -> list[Location]:
-    wait_for_pending_saves(root.path, prefix)
+def _found(checkpoint_dir: saved_steps.CheckpointDir, step: Any) -> list[Location]:
+    root = checkpoint_dir.root
+    wait_for_pending_saves(checkpoint_dir)
     if step is not None:
-        located = locating.find(root.path, step, prefix)
+        located = locating.find(checkpoint_dir, step)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
         return [located.location.unlisted()]
     found = walk.checkpoints_below(root)

@@ -34,7 +34,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
     has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
-    empty_reason = None if has_any else _empty_reason(checkpoint_dir, prefix, recursive=recursive)
+    empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)
     if as_json:
         print_json([record for folder in folders for record in _as_json(folder)])
     elif empty_reason is not None:
@@ -47,7 +47,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         raise FailedError(printable("\n".join(map(str, denied))))
 
 
-def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, prefix: str, *, recursive: bool) -> str:
+def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool) -> str:
     """Return why a directory has no checkpoints; raise if it is not a directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not path.isdir():
@@ -57,7 +57,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, prefix: str, *, rec
         raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty. {next_step(path)}"
-    absent = not_found.of_checkpoints(checkpoint_dir, prefix)
+    absent = not_found.of_checkpoints(checkpoint_dir)
     if recursive:
         return f"{absent}, and none is below it"
     if not absent.remedy:

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from tests.support.store_places import Place
 
 CONTENTS = {"a": b"", "b": b"\x07", "c/d": b"12", "c/e/f": bytes(range(256)) * 3, "c.x": b"x", "c0": b"y"}
@@ -157,6 +160,9 @@ class TestStorage:
         assert found == {name: (content[:32], len(content)) for name, content in CONTENTS.items()}
         assert {name: (location / name).read() for name in CONTENTS} == CONTENTS
         assert requests(filled) == before
+        filled.put("b", b"others")
+        location.forget_contents()
+        assert (location / "b").read() == b"others"
 
     def test_versions(self, filled: Place) -> None:
         """They change when a file is replaced."""
@@ -209,6 +215,22 @@ class TestStorage:
         store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
         store.write("x/y", b"123").result()
         assert stored(place) == {"x/y": b"123"}
+
+    def test_waits_and_retries(self, place: Place) -> None:
+        """They return the result of a request; a refusal is an error that names the path."""
+        location = location_of(place.root)
+        location.prepare_directory()
+        store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
+        assert location.storage.retry(location.path, "written", lambda: store.write("x", b"1")) is not None
+        assert location.wait(store.read("x"), 1).value == b"1"
+        spec = {"driver": "zarr", "kvstore": location.kvstore()}
+        with pytest.raises(StorageError, match=location.path), translated(location.path, "opened", TENSORSTORE_ERRORS):
+            location.storage.retry(location.path, "opened", lambda: ts.open(spec, context=location.context()))
+
+    def test_checksums_of_the_store(self, filled: Place) -> None:
+        """A disk tells none, nor does s3://; that of gs:// is the CRC-32C."""
+        found = (location_of(filled.root) / "c/d").storage.stored_crc32c(f"{filled.root}/c/d")
+        assert found == (checksums.crc32c(b"12") if filled.root.startswith("gs://") and checksums.crc32c else None)
 
     def test_delete(self, filled: Place) -> None:
         """One file goes."""
@@ -338,6 +360,70 @@ class TestCommits:
             assert sorted(root.with_listing(after.listing).listdir()) == ["c_1", "c_2"]
         assert done == [1]
         assert not any(layout.BEGUN in name for name in stored(place))
+
+    def test_leftovers(self, place: Place) -> None:
+        """What dead writers left is named, and goes; what is complete stays."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        with (root / "c_1").temporary() as temporary:
+            write(temporary, FOLDER)
+            (root / "c_1").publish(temporary)
+        if place.folder is None:
+            left = "c_2"
+            place.put(f"{left}/{layout.BEGUN}.1.{'0' * 32}", b"")  # of 1970
+            place.put(f"{left}/_METADATA", b"{}")
+            assert (root / left).holds_nothing() and (root / left).why_unfinished((root / left).listdir())
+        else:
+            temporary = root.storage.temporary_path(f"{place.root}/c_2")
+            temporaries.abandon(temporary)
+            left = os.path.basename(temporary)
+            place.put(f"{left}/x", b"1")
+        assert root.storage.leftovers(root.path) == {left: True}
+        root.storage.remove_leftovers(root.path, ["c_1"])
+        assert sorted(place.names()) == sorted(["c_1", left])
+        root.storage.remove_leftovers(root.path, [left])
+        assert place.names() == ["c_1"] and root.storage.leftovers(root.path) == {}
+
+    @pytest.mark.parametrize("joined", [False, True])
+    def test_uploads_of_several_processes(self, place: Place, joined: bool, tmp_path: Path) -> None:
+        """Nothing is to be seen before the commit, or after the end of a save that failed; then all of it."""
+        root = location_of(place.root)
+        root.prepare_directory()
+        target = root / "c_1"
+        begun = root.storage.begin_upload(target.path, in_gda_folder=False)
+        assert (begun is not None) == root.is_remote
+        if begun is None:
+            return
+        upload = root.storage.join_upload(begun.fields()) if joined else begun
+        part = f"d{upload.tag}/x"
+        write(str(tmp_path / "here"), {part: b"1", f"d{upload.tag}/last": b"2"})
+        upload.upload_files(str(tmp_path / "here"), [part, f"d{upload.tag}/last"], f"d{upload.tag}/last")
+        upload.write(f"d{upload.tag}/y", b"3")
+        assert sorted(upload.written()) == sorted(f"d{upload.tag}/{name}" for name in ("last", "x", "y"))
+        assert target.holds_nothing()
+        upload.delete_harmless(f"d{upload.tag}/last")
+        if joined:
+            upload.abort()
+            assert stored(place) == {}
+            with pytest.raises(ConcurrentWriteError):
+                upload.check_active([])
+            return
+        staged = root.storage.temporary_path(target.path)
+        write(staged, {"_METADATA": b"{}"})
+        upload.publish(staged, new=True)
+        assert published(place, "c_1") == {"_METADATA": b"{}", part: b"1", f"d{upload.tag}/y": b"3"}
+
+    def test_what_was_set_aside_is_put_back(self, tmp_path: Path) -> None:
+        """On a disk, a checkpoint that a dead writer has renamed to make room is there again."""
+        root = location_of(tmp_path)
+        temporary = os.path.basename(root.storage.temporary_path(f"{tmp_path}/c_1"))
+        match = temporaries.parse(temporary)
+        assert match is not None
+        aside = temporary.replace(str(os.getpid()), "4194305").replace(match["role"], "old")
+        (tmp_path / aside).mkdir()
+        (tmp_path / aside / "x").write_bytes(b"1")
+        assert root.storage.sets_aside and root.storage.restore_set_aside(root.path, [aside]) == ["c_1"]
+        assert stored(Place(root.path, folder=tmp_path)) == {"c_1/x": b"1"}
 
     def test_failures_of_what_runs_beside(self) -> None:
         """They are raised at the end, unless there is another."""

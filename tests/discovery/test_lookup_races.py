@@ -18,6 +18,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import locating
+from flax_ckpt_compat._discovery.saved_steps import checkpoint_dir
 from tests.support.interrupting import count_calls, interrupted
 from tests.support.saves import start_python, tree, use_flag
 
@@ -127,7 +128,7 @@ def test_removal_of_a_named_step_before_each_call(how: str, flag: bool, tmp_path
     rotation = Rotation(tmp_path)
     read = READS[how]
     told = set()
-    for at in each_call(lambda: read(rotation.directory, 1)):
+    for at in each_call(lambda: read(rotation.directory, 1), 2):
         rotation.reset()
         try:
             assert interrupted(lambda: read(rotation.directory, 1), at, rotation.remove)["n"] == 1
@@ -233,7 +234,9 @@ def test_a_reader_that_is_overtaken_more_than_ten_times(tmp_path: Path, monkeypa
         raise FileNotFoundError(path)
 
     def read(times: int) -> str:
-        return locating.read_found(str(tmp_path), None, "checkpoint_", lambda found: overtaken(found.path, times))
+        return locating.read_found(
+            checkpoint_dir(str(tmp_path), "checkpoint_"), None, lambda found: overtaken(found.path, times)
+        )
 
     monkeypatch.setattr(locating, "_SECONDS", 600.0)
     assert read(14) == str(tmp_path / "checkpoint_15")

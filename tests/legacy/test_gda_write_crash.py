@@ -14,8 +14,7 @@ import os, shutil, signal, sys, time, traceback
 import numpy as np, tensorstore
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._core.local import atomic as files, temporaries
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+from flax_ckpt_compat._discovery.saved_steps import checkpoint_dir
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
 from tests.support.trees import to_branches
@@ -98,7 +97,7 @@ def look(killed, step):
     files.remove_stale(folder)
     assert found() == n
     temporaries.storage_time = lambda _: time.time() + 2 * 24 * 3600  # arrays without their file stay for a day
-    retention._remove_orphaned_arrays(CheckpointDir(location_of(folder), "checkpoint_", folder))
+    retention._remove_orphaned_arrays(checkpoint_dir(folder, "checkpoint_"))
     if n:
         check_tidy(n)
     else:

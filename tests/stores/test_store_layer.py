@@ -21,9 +21,10 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import orbax_layout, storage_errors
-from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, uploads
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
+from flax_ckpt_compat._discovery import step_lookup
 from tests.support import s3
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
@@ -53,6 +54,20 @@ def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
     ]
     with pytest.raises(FileNotFoundError):
         location_of(f"{bucket.url}/none").listdir()
+
+
+def test_what_changes_is_listed_again(bucket: Bucket) -> None:
+    """A look-up that finds its listing old gets another one, also where its caller has made the first."""
+    bucket.put("run/a", b"x")
+
+    def look(listed: Location, last: bool) -> list[str]:
+        assert not last
+        if listed.listdir() == ["a"]:
+            bucket.put("run/b", b"x")
+            raise step_lookup.ChangedError
+        return listed.listdir()
+
+    assert step_lookup.list_again_while_it_changes(location_of(f"{bucket.url}/run").listed(), look) == ["a", "b"]
 
 
 def test_an_object_and_a_folder_of_one_name(bucket: Bucket) -> None:

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic, directories, network_file_system, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
-from flax_ckpt_compat._core.storage import OpenedFile, Storage
+from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, Storage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.upload import Upload
 
@@ -226,7 +226,7 @@ class _OpenedLocalFile(OpenedFile):
         self._descriptor = open_regular(path)
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
-        self.head = self.read(0, _SMALL_READ)
+        self.head = self.read(0, HEAD_BYTES)
 
     def read(self, start: int, stop: int) -> bytes:
         stop = min(stop, self.size)

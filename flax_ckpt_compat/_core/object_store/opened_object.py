@@ -7,11 +7,8 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.storage import OpenedFile
+from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError
-
-# The beginning of an object, read with the request that opens it.
-HEAD_BYTES = 64 * 2**10
 
 
 class OpenedObject(OpenedFile):
