@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 _API, _OURS = "flax.training.checkpoints", "flax_ckpt_compat.checkpoints"
 _IMPORTERS = {"importlib.import_module", "__import__"}
@@ -12,7 +12,7 @@ _IMPORTERS = {"importlib.import_module", "__import__"}
 class Names:
     """The imported names of a module and their aliases, wherever in the module they are bound."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, package: Sequence[str] = ()) -> None:
         self._bound: dict[str, str] = {}
         self.wildcards: set[str] = set()
         for node in ast.walk(tree):
@@ -20,12 +20,14 @@ class Names:
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
                     self._bound[alias.asname or top] = alias.name if alias.asname else top
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            elif isinstance(node, ast.ImportFrom):
+                above = [*package[: len(package) - node.level + 1]] if node.level else []
+                origin = ".".join([*above, *([node.module] if node.module else [])])
                 for alias in node.names:
                     if alias.name == "*":
-                        self.wildcards.add(node.module)
+                        self.wildcards.add(origin)
                     else:
-                        self._bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                        self._bound[alias.asname or alias.name] = f"{origin}.{alias.name}"
         # Aliases of aliases: each round resolves one more.
         assigned = list(_assigned_names(tree))
         for _ in range(3):
@@ -33,6 +35,14 @@ class Names:
                 dotted = self.of(value)
                 if dotted and name not in self._bound:
                     self._bound[name] = dotted
+
+    def bound(self, name: str) -> str | None:
+        """Return the dotted name that a name of the module was imported by."""
+        return self._bound.get(name)
+
+    def follow(self, change: Callable[[str], str]) -> None:
+        """Change what names were imported by to what that stands for."""
+        self._bound = {name: change(dotted) for name, dotted in self._bound.items()}
 
     def of(self, node: ast.AST) -> str | None:
         """Return the dotted name that an expression stands for, or None; our module is that of Flax."""
@@ -68,6 +78,14 @@ class Names:
 def last_name(function: ast.expr) -> str:
     """Return the last name of a function: ``exists`` of ``tf.io.gfile.exists``."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def written(node: ast.AST) -> str:
+    """Return the code of an expression, or "" if it is nested too deeply to be written."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return ""
 
 
 # Names of flax.training.checkpoints, and the kind of finding that a call of each is.

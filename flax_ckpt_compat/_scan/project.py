@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from .findings import KINDS, NOTHING, Kind
-from .module_scan import Use, scan_module, uses_legacy_api
+from .module_scan import Use, scan_modules
 
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
 _SUFFIXES = {".py", ".ipynb"}
@@ -45,6 +45,7 @@ class ScanReport:
     findings: tuple[Finding, ...]  # By file and line
     files: int  # How many files were read
     unreadable: tuple[tuple[str, str], ...]  # Files that are no Python code, with the reason
+    not_followed: tuple[Finding, ...] = ()  # Calls of which nobody knows what they do to checkpoints, or to what
 
     @property
     def actions(self) -> tuple[Finding, ...]:
@@ -80,11 +81,16 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
     for file in files:
         try:
             sources.append(_read(file))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
             unreadable.append((str(file), f"{type(error).__name__}: {error}"))
-    in_project = any(uses_legacy_api(source.tree) for source in sources)
-    found = [source.finding(use) for source in sources for use in scan_module(source.tree, in_project=in_project)]
-    return ScanReport(tuple(found), len(files), tuple(unreadable))
+    found: list[Finding] = []
+    lost: list[Finding] = []
+    for source, scanned in zip(sources, scan_modules([(one.path, one.tree) for one in sources]), strict=True):
+        found += map(source.finding, scanned.uses)
+        lost += map(source.finding, scanned.lost)
+        if scanned.error:
+            unreadable.append((source.path, f"{type(scanned.error).__name__}: {scanned.error}"))
+    return ScanReport(tuple(found), len(files), tuple(unreadable), tuple(lost))
 
 
 def _files(path: Path) -> Iterator[Path]:

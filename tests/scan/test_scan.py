@@ -14,18 +14,10 @@ from rich.console import Console
 from flax_ckpt_compat._scan.project import scan
 from flax_ckpt_compat._scan.report import print_report
 from flax_ckpt_compat.cli import main
+from tests.scan.corpus import planted
 from tests.support.interpreters import run_python
 
 PROGRAMS = Path(__file__).parent / "programs"
-
-
-def planted(file: Path) -> list[tuple[int, str]]:
-    """Return the kinds that comments of a program announce, by line."""
-    return [
-        (number, kind)
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        for kind in (re.findall(r"[\w-]+", line.partition("# expect:")[2]))
-    ]
 
 
 @pytest.mark.parametrize("file", sorted((PROGRAMS / "uses").glob("*.py")), ids=lambda file: file.stem)
