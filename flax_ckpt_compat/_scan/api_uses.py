@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from .binding import argument
 from .names import CHECKPOINT_API, Names, last_name
@@ -17,9 +17,9 @@ TextsOf = Callable[[ast.expr | None], list[str]]
 Found = Iterator[tuple[str, ast.expr | ast.stmt | ast.ExceptHandler]]
 
 
-def api_uses(tree: ast.Module, names: Names, texts_of: TextsOf = lambda _: []) -> Found:
+def api_uses(nodes: Iterable[ast.AST], names: Names, texts_of: TextsOf = lambda _: []) -> Found:
     """Give each use, as the kind of finding and the node; ``texts_of`` an expression are those it may be."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imports(node)
         elif isinstance(node, ast.Call):
@@ -30,11 +30,13 @@ def api_uses(tree: ast.Module, names: Names, texts_of: TextsOf = lambda _: []) -
             yield from (("caught-error", handler) for handler in node.handlers)
         elif isinstance(node, ast.keyword) and node.arg == _FLAG:
             yield "flag", node.value
-        elif isinstance(node, ast.Attribute | ast.Constant) and _FLAG in (
-            getattr(node, "attr", None),
-            str(getattr(node, "value", "")).lower(),
-        ):
+        elif isinstance(node, ast.Attribute | ast.Constant) and _names_flag(node):
             yield "flag", node
+
+
+def _names_flag(node: ast.Attribute | ast.Constant) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.value
+    return isinstance(name, str) and name.lower() == _FLAG
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Found:
@@ -69,11 +71,6 @@ def _api_calls(node: ast.Call, names: Names, texts_of: TextsOf) -> Found:
             yield "untyped-restore", node
         if argument(node, "orbax_transforms", 99) is not None:
             yield "transforms", node
-
-
-def uses_legacy_api(tree: ast.Module, names: Names) -> bool:
-    """Return whether a module uses `flax.training.checkpoints`."""
-    return any(kind != "flag" for kind, _ in api_uses(tree, names))
 
 
 def _is_guard(test: ast.expr) -> bool:

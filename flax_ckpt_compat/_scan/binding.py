@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
-from typing import Any
+import collections
+from collections.abc import Iterable, Sequence
 
 from .evaluation import Evaluation
+from .facts import MADE, NAMES, Key, option, returned
 from .library import API
 from .modules import Function, Module
 from .names import last_name
-from .values import ANY_KEY, CHECKPOINT, FUNCTION, LINK, NOTHING, RUN, Tag, Value, at_index, element, texts, union
+from .values import ANY_KEY, CHECKPOINT, FUNCTION, LINK, NOTHING, RUN, TEXT, Tag, Value, at_index, element, texts, union
 
-_ROUNDS = 12  # a chain of assignments and calls longer than that is rare
+_MOST_VISITS = 20  # of a statement, on average: most need one or two
 _ADD = {"add", "append", "appendleft", "extend", "insert", "put", "put_nowait", "update"}
+_ADD_TO_FIRST = {"heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"}
 _DIRECTORY_OF = {"save_checkpoint", "save_checkpoint_multiprocess", "latest_checkpoint", "available_steps"}
 _PREFIX_ARGUMENT = {"save_checkpoint": 3, "save_checkpoint_multiprocess": 3, "restore_checkpoint": 3}
 _PREFIX_ARGUMENT |= {"latest_checkpoint": 1, "available_steps": 1}
 # Functions whose second argument is a checkpoint if the first is: it gets its name, or is inside if it is a directory.
 _COPY_TO_NAME = {"copytree", "copyfile", "rename", "replace", "link"}
 _COPY_INTO = {"copy", "copy2", "move", "Copy", "Rename"}
+_DEFINE_OPTIONS = {"add_argument", "DEFINE_string", "DEFINE_enum"}
 _LINKS = {"symlink", "symlink_to"}
 _MAKE_DIRECTORY = {"makedirs", "mkdir", "MakeDirs"}
 _WRAPPERS = {"Path", "abspath", "absolute", "expanduser", "fspath", "normpath", "realpath", "resolve", "str"}
@@ -32,26 +35,31 @@ _BINDS = (
 class Binding:
     """One run over all statements of a project after another."""
 
-    def __init__(self, evaluation: Evaluation) -> None:
+    def __init__(self, evaluation: Evaluation, modules: Sequence[Module]) -> None:
         self._evaluation = evaluation
         self._project = evaluation.project
-        self._changed = False
-        self._run_parameters: set[tuple[int, str]] = set()
+        self._modules = modules
+        self._facts = evaluation.facts
         self._made: set[str] = set()  # texts of directories that the project makes
 
     def until_known(self) -> None:
-        """Bind until a run finds nothing new."""
-        binding = [
-            (module, node) for module in self._project.modules for node in module.nodes if isinstance(node, _BINDS)
-        ]
-        for _ in range(_ROUNDS):
-            self._changed = False
-            self._evaluation.forget()
-            for module, node in binding:
-                self._follow(module, node)
-            if not self._changed:
+        """Follow each statement, and again those that have read what another one changed."""
+        binding = [(module, node) for module in self._modules for node in module.nodes if isinstance(node, _BINDS)]
+        readers: dict[Key, set[int]] = {}
+        pending = collections.deque(range(len(binding)))
+        waiting = set(pending)
+        for _ in range(_MOST_VISITS * len(binding)):
+            if not pending:
                 break
-        self._evaluation.forget()
+            at = pending.popleft()
+            waiting.discard(at)
+            self._facts.reads, self._facts.changed = set(), set()
+            self._follow(*binding[at])
+            for key in self._facts.reads:
+                readers.setdefault(key, set()).add(at)
+            again = {reader for key in self._facts.changed for reader in readers.get(key, ())} - waiting
+            pending.extend(sorted(again))
+            waiting |= again
 
     def _follow(self, module: Module, node: ast.AST) -> None:
         value = self._evaluation.value
@@ -69,7 +77,7 @@ class Binding:
         elif isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
             scope = module.scope(node)
             if isinstance(scope, Function) and node.value is not None:
-                self._add(self._evaluation.returned, id(scope), value(module, node.value))
+                self._facts.add(returned(scope), value(module, node.value))
         elif isinstance(node, Function):
             self._parameters(module, node)
         elif isinstance(node, ast.Call):
@@ -85,9 +93,12 @@ class Binding:
 
     def _iterate(self, module: Module, target: ast.expr, over: ast.expr) -> None:
         if isinstance(over, ast.Tuple):
-            self._bind(module, target, union(self._evaluation.value(module, one) for one in over.elts))
+            value = union(self._evaluation.value(module, one) for one in over.elts)
         else:
-            self._bind(module, target, self._evaluation.value(module, over))
+            value = self._evaluation.value(module, over)
+            if isinstance(target, ast.Name):  # texts of a tuple, as of names; other tuples may be elements of a list
+                value |= frozenset(tag._replace(place=()) for tag in value if tag.kind == TEXT)
+        self._bind(module, target, value)
 
     def _bind(self, module: Module, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -99,9 +110,9 @@ class Binding:
             key = target.slice.value if isinstance(target.slice, ast.Constant) else ANY_KEY
             self._bind(module, target.value, at_index(value, key if isinstance(key, str | int) else ANY_KEY))
         elif isinstance(target, ast.Name):
-            self._add(self._evaluation.bound, (id(self._scope(module, target)), target.id), value)
+            self._facts.add((id(self._scope(module, target)), target.id), value)
         elif (key_of := self._evaluation.key(module, target)) is not None:
-            self._add(self._evaluation.bound, key_of, value)
+            self._facts.add(key_of, value)
 
     def _scope(self, module: Module, name: ast.Name) -> ast.AST:
         """Return the scope that a name is bound in."""
@@ -111,17 +122,10 @@ class Binding:
             if isinstance(parent, ast.stmt):
                 break
         scope = module.scope(name)
-        declared = (one for one in getattr(scope, "body", ()) if isinstance(one, ast.Global | ast.Nonlocal))
-        if not isinstance(scope, ast.Lambda) and any(name.id in one.names for one in declared):
-            return module.tree
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            declared = (one for one in scope.body if isinstance(one, ast.Global))
+            return module.tree if any(name.id in one.names for one in declared) else scope
         return scope
-
-    def _add(self, known: dict[Any, Value], key: object, value: Value) -> None:
-        before = known.get(key)
-        after = union([before or NOTHING, value])
-        if after != before:
-            known[key] = after
-            self._changed = True
 
     def _parameters(self, module: Module, node: ast.AST) -> None:
         """Bind parameters to their defaults; and note them, so that no outer name is taken for them."""
@@ -129,12 +133,12 @@ class Binding:
         positional = [*arguments.posonlyargs, *arguments.args]
         for one in [*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
             if one is not None:
-                self._add(self._evaluation.bound, (id(node), one.arg), NOTHING)
+                self._facts.add((id(node), one.arg), NOTHING)
         defaults = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
         defaults += [*zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
         for one, default in defaults:
             if default is not None:
-                self._add(self._evaluation.bound, (id(node), one.arg), self._evaluation.value(module, default))
+                self._facts.add((id(node), one.arg), self._evaluation.value(module, default))
 
     def _call(self, module: Module, node: ast.Call) -> None:
         name = last_name(node.func)
@@ -147,6 +151,10 @@ class Binding:
         if isinstance(node.func, ast.Attribute) and name in _ADD:
             added = union(self._evaluation.value(module, one) for one in node.args)
             self._bind(module, node.func.value, added)
+        if name in _ADD_TO_FIRST and node.args:
+            self._bind(module, node.args[0], union(self._evaluation.value(module, one) for one in node.args[1:]))
+        if name in _DEFINE_OPTIONS:
+            self._option(module, node, name)
         self._copy(module, node, name)
         self._callbacks(module, node)
 
@@ -155,7 +163,8 @@ class Binding:
         if name in _PREFIX_ARGUMENT:
             given = argument(node, "prefix", _PREFIX_ARGUMENT[name])
             for text in texts(self._evaluation.value(module, given)):
-                self._changed |= names.add_prefix(text)
+                if names.add_prefix(text):
+                    self._facts.change(NAMES)
         if name in _DIRECTORY_OF:
             self._is_run(module, argument(node, "ckpt_dir", 0))
 
@@ -165,13 +174,12 @@ class Binding:
             inner = [node.func.value] if isinstance(node.func, ast.Attribute) and not node.args else node.args[:1]
             self._is_run(module, inner[0] if inner else None)
         elif isinstance(node, ast.Name):
-            scopes = list(module.scopes(node))
-            scope = next((one for one in scopes if (id(one), node.id) in self._evaluation.bound), scopes[0])
-            self._add(self._evaluation.bound, (id(scope), node.id), frozenset([Tag(RUN)]))
+            scope = self._evaluation.scope_of_name(module, node)
+            self._facts.add((id(scope), node.id), frozenset([Tag(RUN)]))
             if isinstance(scope, Function) and any(
                 one.arg == node.id for one in ast.walk(scope.args) if isinstance(one, ast.arg)
             ):
-                self._run_parameters.add((id(scope), node.id))
+                self._facts.add(_is_run_key(scope, node.id), NOTHING)
             for value in module.assigned(node):
                 if isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.Call):
                     self._is_run_once(module, value)
@@ -204,9 +212,7 @@ class Binding:
         ]
         given = [*zip(fields, node.args, strict=False), *((one.arg, one.value) for one in node.keywords if one.arg)]
         for name, value in given:
-            self._add(
-                self._evaluation.bound, (self._project.family(called), name), self._evaluation.value(module, value)
-            )
+            self._facts.add((self._project.family(called), name), self._evaluation.value(module, value))
 
     def _pass_to(
         self, module: Module, called: ast.AST, given: Iterable[ast.expr], keywords: Iterable[ast.keyword], *, skip: int
@@ -217,8 +223,8 @@ class Binding:
         pairs: list[tuple[str, ast.expr]] = [*zip(names, given, strict=False)]
         pairs += [(one.arg, one.value) for one in keywords if one.arg in known and one.arg]
         for name, value in pairs:
-            self._add(self._evaluation.bound, (id(called), name), self._evaluation.value(module, value))
-            if (id(called), name) in self._run_parameters:
+            self._facts.add((id(called), name), self._evaluation.value(module, value))
+            if self._facts.has(_is_run_key(called, name)):
                 self._is_run(module, value)
 
     def _copy(self, module: Module, node: ast.Call, name: str) -> None:
@@ -227,7 +233,10 @@ class Binding:
         if isinstance(node.func, ast.Attribute) and module.names.of(node.func) is None and len(values) == 1:
             values.insert(0, node.func.value)  # path.rename(other)
         if name in _MAKE_DIRECTORY and values:
-            self._made |= set(texts(self._evaluation.value(module, values[0])))
+            made = set(texts(self._evaluation.value(module, values[0])))
+            if not made <= self._made:
+                self._made |= made
+                self._facts.change(MADE)
         if len(values) < 2 or name not in _COPY_TO_NAME | _COPY_INTO | _LINKS:
             return
         source, target = self._evaluation.value(module, values[0]), values[1]
@@ -239,12 +248,23 @@ class Binding:
         if name in _COPY_INTO and (not texts(known) or any(map(self._may_be_directory, texts(known)))):
             return  # into a directory, or nobody knows
         for text in texts(known):
-            self._changed |= self._evaluation.names.add_copy(text, is_link=is_link)
+            if self._evaluation.names.add_copy(text, is_link=is_link):
+                self._facts.change(NAMES)
         if isinstance(target, ast.Name | ast.Attribute):
             self._bind(module, target, frozenset([Tag(LINK if is_link else CHECKPOINT)]))
 
     def _may_be_directory(self, path: str) -> bool:
+        self._facts.reads.add(MADE)
         return path in self._made or path.rpartition("/")[2] in ("", "{")
+
+    def _option(self, module: Module, node: ast.Call, name: str) -> None:
+        """Bind an option of the command line to its default."""
+        names = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        default = argument(node, "default", 1 if name.startswith("DEFINE") else len(node.args))
+        if names and default is not None:
+            longest = max(names[:1] if name.startswith("DEFINE") else names, key=len)
+            key = option(longest.lstrip("-").replace("-", "_"))
+            self._facts.add(key, frozenset(tag for tag in self._evaluation.value(module, default) if tag.kind == TEXT))
 
     def _callbacks(self, module: Module, node: ast.Call) -> None:
         """Bind the parameters of functions that are passed on with their arguments: to map, sorted, submit, Thread."""
@@ -266,6 +286,10 @@ def argument(node: ast.Call, name: str, position: int) -> ast.expr | None:
     """Return an argument of a call."""
     given = [keyword.value for keyword in node.keywords if keyword.arg == name]
     return given[0] if given else node.args[position] if position < len(node.args) else None
+
+
+def _is_run_key(function: object, parameter: str) -> Key:
+    return id(function), f"{parameter} is a run"
 
 
 def _is_static(function: ast.AST) -> bool:

@@ -52,6 +52,11 @@ class CheckpointNames:
         """Return whether text is a part of such names, as ``"checkpoint"``."""
         return len(text) >= _SHORTEST and any(text in name for name in (*self._prefixes, *self._copies))
 
+    def is_in(self, text: str) -> bool:
+        """Return whether text contains what such names begin with."""
+        begins = (one.partition("{")[0] for one in (*self._prefixes, *self._copies, *self._links))
+        return any(len(one) >= _SHORTEST and one in text for one in begins)
+
     def _compiled(self) -> re.Pattern[str]:
         begins = "|".join(re.escape(prefix) for prefix in sorted(self._prefixes))
         return re.compile(rf"(?:^|[/^*(])(?:{begins}){_STEP}$")

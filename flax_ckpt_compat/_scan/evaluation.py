@@ -8,6 +8,7 @@ from typing import Any
 
 from .checkpoint_names import CheckpointNames
 from .composition import compose, parts_of
+from .facts import NAMES, Facts, Key, option, returned
 from .library import Library
 from .listings import Listings
 from .modules import Function, Module, Project
@@ -32,7 +33,6 @@ from .values import (
 
 _DEEPEST = 60  # expressions within expressions
 _OF_PATH = {"name", "stem", "path"}
-_Key = tuple[int, str]  # the id of a scope, or of a family of classes; a name
 
 
 class Evaluation:
@@ -40,35 +40,41 @@ class Evaluation:
 
     def __init__(self, project: Project, names: CheckpointNames) -> None:
         self.project, self.names = project, names
-        self.listings = Listings(names, self.before_tests, project.node)
-        self.bound: dict[_Key, Value] = {}
-        self.returned: dict[int, Value] = {}
-        self.by_convention: dict[
-            int, set[str]
-        ] = {}  # names of a module that are paths of checkpoints by their spelling
+        self.facts = Facts()
+        self.listings = Listings(names, self.before_tests, self.facts, project.node)
+        self.by_convention: dict[int, set[str]] = {}  # names of a module that are paths of checkpoints by spelling
         self._library = Library(self)
-        self._memo: dict[tuple[int, bool], Value] = {}
+        self._memo: dict[tuple[int, bool], tuple[Value, frozenset[Key], int]] = {}  # with what was read, and when
         self._with_tests = True
         self._depth = 0
-
-    def forget(self) -> None:
-        """Evaluate anew from now on: something was bound."""
-        self._memo.clear()
 
     def value(self, module: Module, node: ast.AST | None) -> Value:
         """Return what an expression holds."""
         if node is None or self._depth > _DEEPEST:
             return NOTHING
+        if isinstance(node, ast.Constant):
+            return text(node.value) if isinstance(node.value, str) else NOTHING
         key = id(node), self._with_tests
-        if key not in self._memo:
-            self._memo[key] = NOTHING  # while it is evaluated: a name may be bound to itself
-            self._depth += 1
-            try:
-                found = self._evaluate(module, node)
-                self._memo[key] = self.listings.narrowed(found, module, node) if self._with_tests else found
-            finally:
-                self._depth -= 1
-        return self._memo[key]
+        found, reads, clock = self._memo.get(key, (NOTHING, frozenset(), -1))
+        if clock < 0 or not self.facts.are_old(reads, clock):
+            found, reads = self._evaluate_anew(module, node, key)
+        self.facts.reads |= reads
+        return found
+
+    def _evaluate_anew(self, module: Module, node: ast.AST, key: tuple[int, bool]) -> tuple[Value, frozenset[Key]]:
+        clock, outer, self.facts.reads = self.facts.clock, self.facts.reads, set()
+        self._memo[key] = NOTHING, frozenset(), clock  # while it is evaluated: a name may be bound to itself
+        self._depth += 1
+        try:
+            found = self._evaluate(module, node)
+            if self._with_tests:
+                found = self.listings.narrowed(found, module, node)
+            reads = frozenset(self.facts.reads)
+        finally:
+            self._depth -= 1
+            self.facts.reads = outer
+        self._memo[key] = found, reads, clock
+        return found, reads
 
     def holds(self, module: Module, node: ast.AST | None) -> bool:
         """Return whether an expression is, or lists, paths or names of checkpoints."""
@@ -76,6 +82,7 @@ class Evaluation:
 
     def is_checkpoint(self, value: Value) -> bool:
         """Return whether a value is a checkpoint's path or name, or lists them."""
+        self.facts.reads.add(NAMES)
         tagged = any(tag.kind == CHECKPOINT and not tag.place and not tag.piece for tag in value)
         return tagged or any(map(self.names.has, texts(value)))
 
@@ -108,10 +115,10 @@ class Evaluation:
             if isinstance(found, ast.ClassDef):
                 yield found
 
-    def key(self, module: Module, node: ast.expr) -> _Key | None:
+    def key(self, module: Module, node: ast.expr) -> Key | None:
         """Return what a name or attribute is bound under."""
         if isinstance(node, ast.Name):
-            return id(self._scope_of_name(module, node)), node.id
+            return id(self.scope_of_name(module, node)), node.id
         if isinstance(node, ast.Attribute):
             owner = next(self.classes(module, node.value), None)
             if owner is not None:
@@ -136,14 +143,11 @@ class Evaluation:
         evaluate = _KINDS.get(type(node))
         return evaluate(self, module, node) if evaluate else NOTHING
 
-    def _constant(self, module: Module, node: ast.Constant) -> Value:  # noqa: ARG002
-        return text(node.value) if isinstance(node.value, str) else NOTHING
-
     def _name(self, module: Module, node: ast.Name) -> Value:
-        found = self.bound.get((id(self._scope_of_name(module, node)), node.id), NOTHING)
+        found = self.facts.get((id(self.scope_of_name(module, node)), node.id))
         imported = self.project.resolve(module, node)
         if imported and imported[1]:
-            found |= self.bound.get((id(imported[0].tree), imported[1]), NOTHING)
+            found |= self.facts.get((id(imported[0].tree), imported[1]))
         defined = self.project.definition(module, node) if not found else None
         if isinstance(defined, Function):
             found |= {Tag(FUNCTION, id(defined))}
@@ -151,9 +155,11 @@ class Evaluation:
 
     def _attribute(self, module: Module, node: ast.Attribute) -> Value:
         key = self.key(module, node)
-        found = self.bound.get(key, NOTHING) if key else NOTHING
+        found = self.facts.get(key) if key else NOTHING
         for owner in self.classes(module, node.value):
             found |= self._of_class(owner, node.attr)
+        if not texts(found):
+            found |= self.facts.get(option(node.attr))
         base = self.value(module, node.value)
         if node.attr in _OF_PATH:
             found |= frozenset(tag for tag in base if tag.kind not in (OBJECT, FUNCTION, LIBRARY))
@@ -163,14 +169,14 @@ class Evaluation:
 
     def _of_class(self, owner: ast.ClassDef, name: str) -> Value:
         """Return what an attribute of an object is bound to by its class: a constant, a property, a method."""
-        found = self.bound.get((id(owner), name), NOTHING)
+        found = self.facts.get((id(owner), name))
         for base in self.project.bases(owner):
-            found |= self.bound.get((id(base), name), NOTHING)
+            found |= self.facts.get((id(base), name))
         for method in self.project.methods(owner, name):
             if method and any(
                 getattr(one, "id", "") in {"property", "cached_property"} for one in method.decorator_list
             ):
-                found |= self.returned.get(id(method), NOTHING)
+                found |= self.facts.get(returned(method))
             elif method:
                 found |= {Tag(FUNCTION, id(method))}
         return found
@@ -186,7 +192,7 @@ class Evaluation:
             elif isinstance(one, ast.Lambda):
                 values.append(self.value(self.project.module_of(one), one.body))
             else:
-                values.append(self.returned.get(id(one), NOTHING))
+                values.append(self.facts.get(returned(one)))
         return union(values)
 
     def _subscript(self, module: Module, node: ast.Subscript) -> Value:
@@ -194,7 +200,7 @@ class Evaluation:
         if isinstance(node.slice, ast.Slice):
             return base
         index = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        key = self.bound.get((id(module.tree), written(node)), NOTHING) if index is not None else NOTHING
+        key = self.facts.get((id(module.tree), written(node))) if index is not None else NOTHING
         return element(base, index if isinstance(index, int | str) else ANY_KEY) | key
 
     def _tuple(self, module: Module, node: ast.Tuple) -> Value:
@@ -237,9 +243,10 @@ class Evaluation:
     def _owner(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
         return next((parent for _, parent in module.above(node) if isinstance(parent, ast.ClassDef)), None)
 
-    def _scope_of_name(self, module: Module, node: ast.Name) -> ast.AST:
-        scopes = list(module.scopes(node))
-        return next((scope for scope in scopes if (id(scope), node.id) in self.bound), scopes[0])
+    def scope_of_name(self, module: Module, node: ast.Name) -> ast.AST:
+        """Return the scope that a name is bound in, as far as is known."""
+        scopes = module.scopes(node)
+        return next((scope for scope in scopes if self.facts.has((id(scope), node.id))), scopes[0])
 
     def _by_convention(self, module: Module, name: str) -> Value:
         is_path = name in self.by_convention.get(id(module), ())
@@ -247,7 +254,6 @@ class Evaluation:
 
 
 _KINDS: dict[type[ast.AST], Callable[[Evaluation, Module, Any], Value]] = {
-    ast.Constant: Evaluation._constant,
     ast.Name: Evaluation._name,
     ast.Attribute: Evaluation._attribute,
     ast.Call: Evaluation._call,

@@ -52,7 +52,11 @@ KINDS = {
     "untyped-restore": Kind(
         "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before",
     ),
-    "relative-path": Kind("saves to a relative path", "ValueError: Checkpoint path should be absolute", _SAME),
+    "relative-path": Kind(
+        "saves to or restores from a relative path", "ValueError: Checkpoint path should be absolute",
+        "works, but to go back to Flax alone fails: it restores directories by absolute paths only",
+        "os.path.abspath keeps the way back open", CHECK,
+    ),
     "process-guard": Kind(
         "saves in one process only", "waits for the other processes for ever",
         "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess",
@@ -123,3 +127,9 @@ KINDS = {
         "latest_checkpoint passes over what is incomplete", CHECK,
     ),
 }  # fmt: skip
+
+# Where a scan loses sight, so that "0 to change" does not hold for what comes after.
+NOT_FOLLOWED = {
+    "call": "passes a checkpoint to code that was not scanned",
+    "path": "handles a file of which nothing is known",
+}

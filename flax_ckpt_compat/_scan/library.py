@@ -7,6 +7,7 @@ import re
 from typing import Protocol
 
 from .checkpoint_names import CheckpointNames
+from .facts import Facts, returned
 from .listings import ALL, DIRECTORIES, FILES, LISTERS, WALKERS, Listings
 from .modules import Module, Project
 from .names import CHECKPOINT_API, last_name
@@ -18,6 +19,7 @@ from .values import (
     LIBRARY,
     NOTHING,
     RUN,
+    TEXT,
     Tag,
     Value,
     at_index,
@@ -35,7 +37,24 @@ _RETURN_PATHS |= {f"{API}._checkpoint_path", f"{API}._all_checkpoints"}
 _KEEP = {"Path", "PosixPath", "PurePath", "abspath", "absolute", "as_posix", "as_uri", "commonpath", "expanduser"}
 _KEEP |= {"fspath", "normpath", "realpath", "resolve", "safe_normpath", "basename", "str", "compile", "with_name"}
 _KEEP |= {"chain", "copy", "deque", "iter", "list", "max", "min", "natural_sort", "natsorted", "next", "reversed"}
-_KEEP |= {"set", "sorted", "tuple", "from_iterable", "union", "difference", "cast", "replace_prefix", "tqdm"}
+_KEEP |= {
+    "set",
+    "sorted",
+    "tuple",
+    "from_iterable",
+    "escape",
+    "heappop",
+    "heappushpop",
+    "heapreplace",
+    "nsmallest",
+    "nlargest",
+    "union",
+    "difference",
+    "cast",
+    "replace_prefix",
+    "tqdm",
+}
+_MAKE_ABSOLUTE = {"abspath", "absolute", "realpath", "resolve"}
 _OF_CONTAINER = {"get", "pop", "popleft", "popitem", "setdefault"}
 _PARSERS = {"split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "replace", "strip", "rstrip"}
 _PARSERS |= {"lstrip", "splitext", "lower", "upper", "with_suffix"}
@@ -51,7 +70,7 @@ class Evaluator(Protocol):
     project: Project
     names: CheckpointNames
     listings: Listings
-    returned: dict[int, Value]
+    facts: Facts
 
     def value(self, module: Module, node: ast.AST | None) -> Value:
         """Return what an expression holds."""
@@ -98,7 +117,10 @@ class Library:
             return at_index(union(values), 1)
         if name in _PARSERS:
             return self._parsed(node, receiver, values)
-        return union([receiver, *values]) if name in _KEEP else NOTHING
+        if name not in _KEEP:
+            return NOTHING
+        kept = union([receiver, *values])
+        return _with_root(kept) if name in _MAKE_ABSOLUTE else kept
 
     def _value(self, module: Module, node: ast.expr) -> Value:
         return self._evaluation.value(module, node)
@@ -156,7 +178,7 @@ class Library:
             found = self._evaluation.project.node(called.of)
             if isinstance(found, ast.Lambda):
                 return self._value(self._evaluation.project.module_of(found), found.body)
-            return self._evaluation.returned.get(id(found), NOTHING)
+            return self._evaluation.facts.get(returned(found))
         if any(tag.kind == ENTRY for tag in values):
             return self._evaluation.listings.filtered(values, module, self._test(node, function))
         return values
@@ -170,3 +192,10 @@ class Library:
         else:
             asked = ast.Call(function, [node.args[1]], [])
         return self._asked.setdefault(id(node), asked)
+
+
+def _with_root(value: Value) -> Value:
+    """Return the value of paths that were made absolute: nobody knows what stands before relative ones."""
+    relative = (tag for tag in value if tag.kind == TEXT and not tag.place and not re.match(r"/|\w+://", str(tag.of)))
+    changed = {tag: Tag(TEXT, f"{{/{tag.of}") for tag in relative}
+    return frozenset(changed.get(tag, tag) for tag in value)

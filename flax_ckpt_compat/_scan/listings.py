@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .checkpoint_names import CheckpointNames
+from .facts import NAMES, Facts
 from .guards import guards
 from .modules import Module
 from .names import last_name
@@ -43,6 +44,7 @@ class Listings:
 
     names: CheckpointNames
     value_of: Callable[[Module, ast.AST], Value]  # before tests are considered
+    facts: Facts
     node: Callable[[int | str], ast.AST]  # of a function's number
     by_id: dict[int, Listing] = field(default_factory=dict)
 
@@ -157,6 +159,7 @@ class Listings:
         known = [one for one in known if len(one) >= _SHORTEST or one.startswith(".")]
         if not known:
             return None
+        self.facts.reads.add(NAMES)
         is_checkpoint = any(self.names.has(one) or self.names.has_part(one) for one in known)
         if holds:
             return IS_CHECKPOINT if is_checkpoint else IS_OTHER

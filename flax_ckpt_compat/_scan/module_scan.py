@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .api_uses import api_uses, uses_legacy_api
+from .api_uses import api_uses
 from .binding import Binding
 from .checkpoint_names import CheckpointNames
 from .conventions import paths_by_spelling
@@ -41,21 +41,26 @@ def scan_modules(trees: Sequence[tuple[str, ast.Module]]) -> list[ModuleScan]:
     If one module uses the legacy API, names like ``checkpoint_{step}`` are checkpoints in the others, too."""
     project = Project([Module(tree, path) for path, tree in trees])
     evaluation = Evaluation(project, CheckpointNames())
-    users = [module for module in project.modules if uses_legacy_api(module.tree, module.names)]
+    users = [one for one in project.modules if any(kind != "flag" for kind, _ in api_uses(one.nodes, one.names))]
     for module in users:
         evaluation.by_convention[id(module)] = paths_by_spelling(module)
-    if users:
-        Binding(evaluation).until_known()
-    return [_scan(evaluation, module, in_project=bool(users), is_user=module in users) for module in project.modules]
+    reached = project.reached(users)
+    Binding(evaluation, reached).until_known()
+    if users and len(reached) < len(project.modules):
+        reached += [one for one in project.modules if one not in reached and _names_one(one.nodes, evaluation.names)]
+        Binding(evaluation, reached).until_known()
+    return [
+        _scan(evaluation, module, is_user=module in users, is_reached=module in reached) for module in project.modules
+    ]
 
 
-def _scan(evaluation: Evaluation, module: Module, *, in_project: bool, is_user: bool) -> ModuleScan:
+def _scan(evaluation: Evaluation, module: Module, *, is_user: bool, is_reached: bool) -> ModuleScan:
     try:
         uses: list[tuple[str, ast.AST]] = [
-            *api_uses(module.tree, module.names, lambda node: texts(evaluation.value(module, node)))
+            *api_uses(module.nodes, module.names, lambda node: texts(evaluation.value(module, node)))
         ]
         lost: list[tuple[str, ast.AST]] = []
-        if is_user or (in_project and not _is_torch(module.tree)):
+        if is_user or (is_reached and not _is_torch(module.nodes)):
             uses += FileUses(evaluation, module).found()
             lost += unfollowed(evaluation, module)
             uses += [one for one in lost if one[0] == "wrapped"]
@@ -69,9 +74,16 @@ def _in_order(found: Sequence[tuple[str, ast.AST]]) -> Iterator[Use]:
     yield from (Use(kind, line, column) for line, column, kind in sorted(places))
 
 
-def _is_torch(tree: ast.Module) -> bool:
+def _names_one(nodes: Sequence[ast.AST], names: CheckpointNames) -> bool:
+    """Return whether a text of a module is about checkpoints: it may be a program beside the one that saves them."""
+    return any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and names.is_in(node.value) for node in nodes
+    )
+
+
+def _is_torch(nodes: Sequence[ast.AST]) -> bool:
     """Return whether a module imports another framework whose files have such names, too."""
-    tops = {
-        alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-    } | {(node.module or "").partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    tops = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {
+        (node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
     return bool(tops & {"torch", "pytorch_lightning", "lightning", "keras"})

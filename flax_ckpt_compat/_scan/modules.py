@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,6 @@ class Module:
         self.tree = tree
         self.parts = _parts(Path(path).absolute())
         package = self.parts if Path(path).stem == "__init__" else self.parts[:-1]
-        self.names = Names(tree, package)
         self.parents: dict[int, ast.AST] = {}
         self.nodes: list[ast.AST] = []
         pending: list[ast.AST] = [tree]
@@ -42,9 +41,11 @@ class Module:
                 if not isinstance(child, ast.expr_context | ast.operator | ast.cmpop | ast.boolop | ast.unaryop):
                     self.parents[id(child)] = node
                     pending.append(child)
+        self.names = Names(self.nodes, package)
         self.functions = {node.name: node for node in self.nodes if isinstance(node, _DEFS) and not self.class_of(node)}
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
         self._scopes: dict[int, Scope] = {}
+        self._scopes_of: dict[int, list[ast.AST]] = {}
         self.project: Project  # set by it
         self._assigned: dict[tuple[int, str], list[ast.expr]] = {}
         for node in self.nodes:
@@ -69,17 +70,20 @@ class Module:
             found = self._scopes[id(node)] = next(above, self.tree)
         return found
 
-    def scopes(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Give the scopes that a name is looked up in; methods do not see names of their class."""
-        is_first = True
-        for _, parent in self.above(node):
-            if isinstance(parent, Comprehension) or (
-                isinstance(parent, Scope) and (is_first or not isinstance(parent, ast.ClassDef))
-            ):
-                yield parent
-            is_first &= not isinstance(parent, Scope)
-        if isinstance(node, ast.Module):
-            yield node
+    def scopes(self, node: ast.AST) -> list[ast.AST]:
+        """Return the scopes that a name is looked up in; methods do not see names of their class."""
+        if id(node) not in self._scopes_of:
+            found: list[ast.AST] = []
+            is_first = True
+            for _, parent in self.above(node):
+                is_scope = isinstance(parent, Scope)
+                if isinstance(parent, Comprehension) or (
+                    is_scope and (is_first or not isinstance(parent, ast.ClassDef))
+                ):
+                    found.append(parent)
+                is_first &= not is_scope
+            self._scopes_of[id(node)] = found or [self.tree]
+        return self._scopes_of[id(node)]
 
     def class_of(self, function: ast.AST) -> ast.ClassDef | None:
         """Return the class that a function is a method of."""
@@ -111,6 +115,23 @@ class Project:
             for node in module.classes.values():
                 for base in self.bases(node):
                     self._below.setdefault(id(base), []).append(node)
+
+    def reached(self, users: Collection[Module]) -> list[Module]:
+        """Return the modules that code of others may pass paths to, or get them from, by whatever imports."""
+        beside: dict[int, list[Module]] = {}
+        for module in self.modules:
+            for dotted in module.names.all():
+                found = self._resolve(module, tuple(dotted.split(".")))
+                if found and found[0] is not module:
+                    beside.setdefault(id(module), []).append(found[0])
+                    beside.setdefault(id(found[0]), []).append(module)
+        pending, seen = [*users], {id(module) for module in users}
+        while pending:
+            for other in beside.get(id(pending.pop()), ()):
+                if id(other) not in seen:
+                    seen.add(id(other))
+                    pending.append(other)
+        return [module for module in self.modules if id(module) in seen]
 
     def module_of(self, node: ast.AST) -> Module:
         """Return the module of a function or class."""

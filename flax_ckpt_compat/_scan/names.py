@@ -12,10 +12,11 @@ _IMPORTERS = {"importlib.import_module", "__import__"}
 class Names:
     """The imported names of a module and their aliases, wherever in the module they are bound."""
 
-    def __init__(self, tree: ast.Module, package: Sequence[str] = ()) -> None:
+    def __init__(self, nodes: Sequence[ast.AST], package: Sequence[str] = ()) -> None:
         self._bound: dict[str, str] = {}
         self.wildcards: set[str] = set()
-        for node in ast.walk(tree):
+        self._known: dict[int, str | None] = {}  # what `of` returned, by the id of the expression
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
@@ -29,23 +30,35 @@ class Names:
                     else:
                         self._bound[alias.asname or alias.name] = f"{origin}.{alias.name}"
         # Aliases of aliases: each round resolves one more.
-        assigned = list(_assigned_names(tree))
+        assigned = list(_assigned_names(nodes))
         for _ in range(3):
+            self._known.clear()
             for name, value in assigned:
                 dotted = self.of(value)
                 if dotted and name not in self._bound:
                     self._bound[name] = dotted
+        self._known.clear()
 
     def bound(self, name: str) -> str | None:
         """Return the dotted name that a name of the module was imported by."""
         return self._bound.get(name)
 
+    def all(self) -> list[str]:
+        """Return the dotted names and modules that the module imports."""
+        return [*self._bound.values(), *self.wildcards]
+
     def follow(self, change: Callable[[str], str]) -> None:
         """Change what names were imported by to what that stands for."""
         self._bound = {name: change(dotted) for name, dotted in self._bound.items()}
+        self._known.clear()
 
     def of(self, node: ast.AST) -> str | None:
         """Return the dotted name that an expression stands for, or None; our module is that of Flax."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._of_anew(node)
+        return self._known[id(node)]
+
+    def _of_anew(self, node: ast.AST) -> str | None:
         dotted = self._of(node)
         is_ours = dotted is not None and f"{dotted}.".startswith(f"{_OURS}.")
         return _API + dotted[len(_OURS) :] if dotted is not None and is_ours else dotted
@@ -54,8 +67,12 @@ class Names:
         if isinstance(node, ast.Name):
             return self._bound.get(node.id) or self._from_wildcard(node.id)
         if isinstance(node, ast.Attribute):
-            base = self.of(node.value)
-            return f"{base}.{node.attr}" if base else None
+            names = []
+            while isinstance(node, ast.Attribute):  # no recursion: generated code has long ones
+                names.append(node.attr)
+                node = node.value
+            base = self.of(node)
+            return ".".join([base, *reversed(names)]) if base else None
         if isinstance(node, ast.Call):
             return self._of_call(node)
         return None
@@ -102,7 +119,7 @@ CHECKPOINT_API = {
 }
 
 
-def _assigned_names(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+def _assigned_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value

@@ -13,7 +13,7 @@ from tests.support.interpreters import run_python
 
 ALL = [program for which in SETS for program in programs(which)]
 # What scan does not find, or finds where nothing is: the figures of the guide count them.
-KNOWN_GAPS = {"agent_files", "escaped_prefix", "heap_of_best", "mmap_header"}
+KNOWN_GAPS = {"mmap_header"}
 
 
 @pytest.fixture(scope="module")
