@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from .evaluation import Evaluation
 from .guards import guards
+from .library import ARCHIVE
 from .listings import ALL, DIRECTORIES, FILES
 from .modules import Module
 from .names import last_name, written
@@ -156,7 +157,7 @@ class FileUses:
         return any(isinstance(one.value, ast.Name) and one.value.id in names for one in attributes)
 
     def _is_archive(self, node: ast.expr) -> bool:
-        return any(tag.kind == LIBRARY for tag in self._evaluation.value(self._module, node))
+        return any(tag == (LIBRARY, ARCHIVE, (), False) for tag in self._evaluation.value(self._module, node))
 
     def _of_shell(self, node: ast.Call) -> Iterator[str]:
         dotted = self._names.of(node.func) or written(node.func).replace("()", "")

@@ -59,9 +59,10 @@ _OF_CONTAINER = {"get", "pop", "popleft", "popitem", "setdefault"}
 _PARSERS = {"split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "replace", "strip", "rstrip"}
 _PARSERS |= {"lstrip", "splitext", "lower", "upper", "with_suffix"}
 _COPIES = {"copy", "copy2", "copyfile", "copytree", "move", "rename", "replace"}  # return where they copied to
+ARCHIVE = "zipfile.ZipFile"
 _GLOBS = {"glob", "iglob", "rglob", "Glob"}
 _ANYTHING = re.compile(r"(^|/)\*+(/\*+)*/?$")  # a glob that gives all entries
-_OBJECTS = {"zipfile.ZipFile"}
+_OBJECTS = {ARCHIVE, "shutil.make_archive"}
 
 
 class Evaluator(Protocol):
@@ -91,8 +92,8 @@ class Library:
         dotted, name = module.names.of(node.func), last_name(node.func)
         if dotted in _RETURN_PATHS:
             return frozenset([Tag(CHECKPOINT)])
-        if dotted in _OBJECTS:
-            return frozenset([Tag(LIBRARY, dotted)])
+        if dotted in _OBJECTS or (dotted or "").startswith("tempfile."):
+            return frozenset([Tag(LIBRARY, str(dotted))])
         listed = self._listing(module, node, name)
         if listed is not None:
             return listed
@@ -160,7 +161,7 @@ class Library:
             return frozenset([Tag(CHECKPOINT)])
         if any(map(_ANYTHING.search, patterns)):
             return self._evaluation.listings.entries(module, node, receiver | self._directory(module, node))
-        return NOTHING
+        return frozenset(tag for tag in first if tag.kind == TEXT)
 
     def _directory(self, module: Module, node: ast.Call) -> Value:
         """Return what a glob's pattern says of the directory, in which `RUN` is not the end of the path."""

@@ -35,6 +35,7 @@ class Listing:
     module: Module
     gives: str  # `ALL`, `FILES` or `DIRECTORIES`
     of_run: bool = False  # of a directory that checkpoints are saved to
+    of_known: bool = False  # of that, or of another one whose name is known
     has_checkpoints: bool = False  # a test looks for checkpoints in it
 
 
@@ -53,6 +54,7 @@ class Listings:
         number = id(call) * 4 + (ALL, FILES, DIRECTORIES).index(gives)
         listing = self.by_id.setdefault(number, Listing(call, module, gives))
         listing.of_run |= any(tag.kind == RUN and not tag.place for tag in directory)
+        listing.of_known |= listing.of_run or any(one.rpartition("/")[2] not in ("", "{") for one in texts(directory))
         return frozenset([Tag(ENTRY, number)])
 
     def narrowed(self, value: Value, module: Module, node: ast.AST) -> Value:

@@ -62,7 +62,8 @@ def _scan(evaluation: Evaluation, module: Module, *, is_user: bool, is_reached: 
         lost: list[tuple[str, ast.AST]] = []
         if is_user or (is_reached and not _is_torch(module.nodes)):
             uses += FileUses(evaluation, module).found()
-            lost += unfollowed(evaluation, module)
+            told = {id(node) for _, node in uses}
+            lost += (one for one in unfollowed(evaluation, module) if id(one[1]) not in told)
             uses += [one for one in lost if one[0] == "wrapped"]
         return ModuleScan(list(_in_order(uses)), [one for one in _in_order(lost) if one.kind != "wrapped"])
     except RecursionError as error:  # the other files are scanned all the same

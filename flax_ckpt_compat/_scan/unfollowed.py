@@ -13,7 +13,7 @@ from .file_uses import METHODS, FileUses
 from .library import API
 from .modules import Module
 from .names import last_name
-from .values import CHECKPOINT, ENTRY, RUN, Value, texts
+from .values import CHECKPOINT, ENTRY, LIBRARY, RUN, texts
 
 _FILE_WORDS = {"archive", "backup", "checksum", "compress", "copy", "cp", "delete", "download", "fetch", "get", "hash"}
 _FILE_WORDS |= {
@@ -47,7 +47,7 @@ def unfollowed(evaluation: Evaluation, module: Module) -> Iterator[tuple[str, as
             continue
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
         kind = uses.kind_of(node.func)
-        if kind in _ASKED and values and _is_unknown(evaluation.value(module, values[0])):
+        if kind in _ASKED and values and _is_unknown(evaluation, module, values[0]):
             yield "path", node
             continue
         is_told = kind is not None or last_name(node.func) in _OPERATIONS or _is_known(evaluation, module, node)
@@ -86,9 +86,14 @@ def _is_known(evaluation: Evaluation, module: Module, node: ast.Call) -> bool:
     )
 
 
-def _is_unknown(value: Value) -> bool:
+def _is_unknown(evaluation: Evaluation, module: Module, node: ast.expr) -> bool:
     """Return whether nothing is known of a path: neither where it comes from, nor how it ends."""
-    if any(tag.kind in (CHECKPOINT, RUN) for tag in value if not tag.place):
+    value = evaluation.value(module, node)
+    listings = evaluation.listings.by_id
+    listed = [listings[int(tag.of)] for tag in value if tag.kind == ENTRY]
+    if listed:
+        return not all(one.of_known for one in listed)
+    is_told_apart = any(tag.kind == ENTRY for tag in evaluation.before_tests(module, node))
+    if is_told_apart or any(tag.kind in (CHECKPOINT, LIBRARY, RUN) for tag in value if not tag.place):
         return False
-    known = texts(value)
-    return any(tag.kind == ENTRY for tag in value) or all(one.endswith("{") for one in known)
+    return all(one.rpartition("/")[2] in ("", "{") for one in texts(value))
