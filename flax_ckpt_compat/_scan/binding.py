@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 
 from .evaluation import Evaluation
@@ -100,7 +101,8 @@ class Binding:
                 value |= frozenset(tag._replace(place=()) for tag in value if tag.kind == TEXT)
         self._bind(module, target, value)
 
-    def _bind(self, module: Module, target: ast.expr, value: Value) -> None:
+    def _bind(self, module: Module, target: ast.expr, value: Value, *, into: bool = False) -> None:
+        """Bind a target of an assignment; or put a value ``into`` the container that it is, wherever that is bound."""
         if isinstance(target, ast.Tuple | ast.List):
             for at, one in enumerate(target.elts):
                 self._bind(module, one, element(value, at))
@@ -108,24 +110,13 @@ class Binding:
             self._bind(module, target.value, value)
         elif isinstance(target, ast.Subscript):
             key = target.slice.value if isinstance(target.slice, ast.Constant) else ANY_KEY
-            self._bind(module, target.value, at_index(value, key if isinstance(key, str | int) else ANY_KEY))
+            self._bind(module, target.value, at_index(value, key if isinstance(key, str | int) else ANY_KEY), into=True)
         elif isinstance(target, ast.Name):
-            self._facts.add((id(self._scope(module, target)), target.id), value)
+            found = self._project.resolve(module, target) if into else None
+            scope = found[0].tree if found and found[1] else module.scope_of_name(target)
+            self._facts.add((id(scope), found[1] if found and found[1] else target.id), value)
         elif (key_of := self._evaluation.key(module, target)) is not None:
             self._facts.add(key_of, value)
-
-    def _scope(self, module: Module, name: ast.Name) -> ast.AST:
-        """Return the scope that a name is bound in."""
-        for child, parent in module.above(name):
-            if isinstance(parent, ast.comprehension) and child is parent.target:
-                return module.parents[id(parent)]
-            if isinstance(parent, ast.stmt):
-                break
-        scope = module.scope(name)
-        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-            declared = (one for one in scope.body if isinstance(one, ast.Global))
-            return module.tree if any(name.id in one.names for one in declared) else scope
-        return scope
 
     def _parameters(self, module: Module, node: ast.AST) -> None:
         """Bind parameters to their defaults; and note them, so that no outer name is taken for them."""
@@ -150,9 +141,10 @@ class Binding:
             self._pass(module, called, node)
         if isinstance(node.func, ast.Attribute) and name in _ADD:
             added = union(self._evaluation.value(module, one) for one in node.args)
-            self._bind(module, node.func.value, added)
+            self._bind(module, node.func.value, added, into=True)
         if name in _ADD_TO_FIRST and node.args:
-            self._bind(module, node.args[0], union(self._evaluation.value(module, one) for one in node.args[1:]))
+            added = union(self._evaluation.value(module, one) for one in node.args[1:])
+            self._bind(module, node.args[0], added, into=True)
         if name in _DEFINE_OPTIONS:
             self._option(module, node, name)
         self._copy(module, node, name)
@@ -174,7 +166,7 @@ class Binding:
             inner = [node.func.value] if isinstance(node.func, ast.Attribute) and not node.args else node.args[:1]
             self._is_run(module, inner[0] if inner else None)
         elif isinstance(node, ast.Name):
-            scope = self._evaluation.scope_of_name(module, node)
+            scope = module.scope_of_name(node)
             self._facts.add((id(scope), node.id), frozenset([Tag(RUN)]))
             if isinstance(scope, Function) and any(
                 one.arg == node.id for one in ast.walk(scope.args) if isinstance(one, ast.arg)
@@ -220,12 +212,39 @@ class Binding:
         arguments = called.args  # type: ignore[attr-defined]
         names = [one.arg for one in [*arguments.posonlyargs, *arguments.args]][skip:]
         known = {*names, *(one.arg for one in arguments.kwonlyargs)}
-        pairs: list[tuple[str, ast.expr]] = [*zip(names, given, strict=False)]
+        given = list(given)
+        plain = list(itertools.takewhile(lambda one: not isinstance(one, ast.Starred), given))
+        pairs: list[tuple[str, ast.expr]] = [*zip(names, plain, strict=False)]
         pairs += [(one.arg, one.value) for one in keywords if one.arg in known and one.arg]
         for name, value in pairs:
             self._facts.add((id(called), name), self._evaluation.value(module, value))
             if self._facts.has(_is_run_key(called, name)):
                 self._is_run(module, value)
+        self._pass_rest(module, called, names[len(plain) :], given[len(plain) :])
+        if arguments.vararg is not None:
+            rest = given[len(names) :]
+            self._facts.add(
+                (id(called), arguments.vararg.arg), union(self._evaluation.value(module, one) for one in rest)
+            )
+        self._pass_keywords(module, called, [one for one in keywords if one.arg not in known])
+
+    def _pass_rest(self, module: Module, called: ast.AST, names: Iterable[str], given: Iterable[ast.expr]) -> None:
+        """Bind parameters to what a call takes out of sequences, as ``*args``."""
+        value = union(self._evaluation.value(module, one) for one in given)
+        for name in names:
+            self._facts.add((id(called), name), value)
+
+    def _pass_keywords(self, module: Module, called: ast.AST, keywords: Iterable[ast.keyword]) -> None:
+        """Bind parameters to what a call takes out of dicts, as ``**kwargs``; such a parameter gets all others."""
+        arguments = called.args  # type: ignore[attr-defined]
+        for keyword in keywords:
+            value = self._evaluation.value(module, keyword.value)
+            if keyword.arg is None:
+                for one in [*arguments.args, *arguments.kwonlyargs]:
+                    self._facts.add((id(called), one.arg), element(value, one.arg))
+            if arguments.kwarg is not None:
+                held = value if keyword.arg is None else at_index(value, keyword.arg)
+                self._facts.add((id(called), arguments.kwarg.arg), held)
 
     def _copy(self, module: Module, node: ast.Call, name: str) -> None:
         """Take note of where a call copies, moves or links a checkpoint to: that is one, too."""
@@ -246,7 +265,8 @@ class Binding:
             return
         is_link, known = name in _LINKS, self._evaluation.value(module, target)
         if name in _COPY_INTO and (not texts(known) or any(map(self._may_be_directory, texts(known)))):
-            return  # into a directory, or nobody knows
+            self._is_run(module, target)  # a directory, as far as is known
+            return
         for text in texts(known):
             if self._evaluation.names.add_copy(text, is_link=is_link):
                 self._facts.change(NAMES)

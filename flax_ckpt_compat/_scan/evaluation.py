@@ -110,6 +110,10 @@ class Evaluation:
             owner = self._owner(module, node)
             yield from self.project.bases(owner) if owner else ()
             return
+        named = self.project.definition(module, node) if isinstance(node, ast.Name | ast.Attribute) else None
+        if isinstance(named, ast.ClassDef):  # its attributes are those of its objects
+            yield named
+            return
         for tag in self.value(module, node):
             found = self.project.node(tag.of) if tag.kind == OBJECT and not tag.place else None
             if isinstance(found, ast.ClassDef):
@@ -118,7 +122,7 @@ class Evaluation:
     def key(self, module: Module, node: ast.expr) -> Key | None:
         """Return what a name or attribute is bound under."""
         if isinstance(node, ast.Name):
-            return id(self.scope_of_name(module, node)), node.id
+            return id(module.scope_of_name(node)), node.id
         if isinstance(node, ast.Attribute):
             owner = next(self.classes(module, node.value), None)
             if owner is not None:
@@ -144,7 +148,7 @@ class Evaluation:
         return evaluate(self, module, node) if evaluate else NOTHING
 
     def _name(self, module: Module, node: ast.Name) -> Value:
-        found = self.facts.get((id(self.scope_of_name(module, node)), node.id))
+        found = self.facts.get((id(module.scope_of_name(node)), node.id))
         imported = self.project.resolve(module, node)
         if imported and imported[1]:
             found |= self.facts.get((id(imported[0].tree), imported[1]))
@@ -217,6 +221,11 @@ class Evaluation:
             values.append(held if key is None else at_index(held, constant if isinstance(constant, str) else ANY_KEY))
         return union(values)
 
+    def _set(self, module: Module, node: ast.BinOp) -> Value:
+        """Return what is left of a set, or what is in one of two."""
+        left, right = self.value(module, node.left), self.value(module, node.right)
+        return union([left, right]) if isinstance(node.op, ast.BitOr) else left
+
     def _choice(self, module: Module, node: ast.IfExp) -> Value:
         return union([self.value(module, node.body), self.value(module, node.orelse)])
 
@@ -243,11 +252,6 @@ class Evaluation:
     def _owner(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
         return next((parent for _, parent in module.above(node) if isinstance(parent, ast.ClassDef)), None)
 
-    def scope_of_name(self, module: Module, node: ast.Name) -> ast.AST:
-        """Return the scope that a name is bound in, as far as is known."""
-        scopes = module.scopes(node)
-        return next((scope for scope in scopes if self.facts.has((id(scope), node.id))), scopes[0])
-
     def _by_convention(self, module: Module, name: str) -> Value:
         is_path = name in self.by_convention.get(id(module), ())
         return frozenset([Tag(CHECKPOINT)]) if is_path else NOTHING
@@ -262,6 +266,7 @@ _KINDS: dict[type[ast.AST], Callable[[Evaluation, Module, Any], Value]] = {
     ast.List: Evaluation._several,
     ast.Set: Evaluation._several,
     ast.Dict: Evaluation._dict,
+    ast.BinOp: Evaluation._set,
     ast.IfExp: Evaluation._choice,
     ast.BoolOp: Evaluation._either,
     ast.ListComp: Evaluation._comprehension,

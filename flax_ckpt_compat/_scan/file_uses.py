@@ -18,7 +18,9 @@ from .values import CHECKPOINT, ENTRY, LIBRARY, MENTION, Value, texts
 CALLS = {
     "remove": {"os.remove", "os.unlink", "gfile.remove", "gfile.Remove", "io.remove"},
     "copy": {"shutil.copy", "shutil.copy2", "shutil.copyfile", "gfile.copy", "gfile.Copy", "io.copy", "os.link"},
-    "open": {"open", "io.open", "gfile.GFile", "gfile.Open", "io.GFile", "epath.open", "fsspec.open", "gzip.open"},
+    "open": {"open", "io.open", "gfile.GFile", "gfile.Open", "io.GFile", "epath.open", "fsspec.open", "gzip.open"}
+    | {"bz2.open", "codecs.open", "filecmp.cmp", "fileinput.input", "io.read_file", "linecache.getlines", "lzma.open"}
+    | {"np.fromfile", "np.load", "np.memmap", "numpy.fromfile", "numpy.load", "numpy.memmap", "os.truncate"},
     "is-file": {"path.isfile"},
     "size": {"path.getsize", "os.stat", "gfile.stat"},
     "glob": {"glob.glob", "glob.iglob", "gfile.glob", "gfile.Glob", "io.glob"},
@@ -35,7 +37,8 @@ METHODS = {
 _OF_ARGUMENT = {"upload", "glob"}  # methods whose argument is the checkpoint
 _OF_ENTRIES = {"remove", "copy", "is-file", "upload"}  # what fails on any entry of a run directory
 _SIZES = {"st_size", "length", "size"}
-_RE_FUNCTIONS = {"findall", "finditer", "fullmatch", "match", "search", "split", "sub"}
+_RE_FUNCTIONS = {"findall", "finditer", "fullmatch", "match", "search"}
+_NUMBER_TESTS = {"isdecimal", "isdigit", "isnumeric"}
 _RE_TESTS = {"match", "search", "fullmatch"}  # say only yes or no where their pattern has no group
 _GROUP = re.compile(r"(?<!\\)\((?!\?[:=!<](?!=|!))|\(\?P<")
 _SHELL = {
@@ -178,20 +181,24 @@ class FileUses:
         dotted = self._names.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
         values = [self._evaluation.value(self._module, arg) for arg in node.args]
         if dotted in {"int", "float"}:
-            return any(tag.kind == CHECKPOINT and not tag.place for value in values for tag in value) or any(
-                self._evaluation.is_checkpoint(value) for value in values
-            )
+            held = any(tag.kind == CHECKPOINT and not tag.place for value in values for tag in value)
+            return (held or any(map(self._evaluation.is_checkpoint, values))) and not self._is_number(node)
         name = last_name(node.func)
         if name not in _RE_FUNCTIONS or not isinstance(node.func, ast.Attribute):
             return False
         of_module = dotted.startswith("re.")
-        if not of_module and (name in {"split", "sub"} or not values):
+        if not values:
             return False
         subjects = values[1:] if of_module else values[:1]
         pattern = values[0] if of_module else self._evaluation.value(self._module, node.func.value)
         is_asked = any(map(self._evaluation.is_checkpoint, subjects)) or self._looks_for_checkpoints(node)
         only_asks = name in _RE_TESTS and bool(texts(pattern)) and not any(map(_GROUP.search, texts(pattern)))
         return is_asked and not only_asks
+
+    def _is_number(self, node: ast.Call) -> bool:
+        """Return whether a test has found that a text is a number: then no name makes it fail."""
+        asked = [part for test, is_true in guards(self._module, node) if is_true for part in ast.walk(test)]
+        return any(isinstance(part, ast.Call) and last_name(part.func) in _NUMBER_TESTS for part in asked)
 
     def _looks_for_checkpoints(self, node: ast.Call) -> bool:
         """Return whether a match tells the checkpoints among the entries of a listing."""

@@ -116,6 +116,8 @@ class Library:
             return union([element(receiver, key if isinstance(key, str) else ANY_KEY), *values[1:]])
         if name == "split" and (dotted or "").endswith("path.split"):
             return at_index(union(values), 1)
+        if dotted in {"re.split", "re.sub"} and len(values) > 1:
+            return pieces(values[-1])
         if name in _PARSERS:
             return self._parsed(node, receiver, values)
         if name not in _KEEP:

@@ -47,6 +47,7 @@ class Module:
         self._scopes: dict[int, Scope] = {}
         self._scopes_of: dict[int, list[ast.AST]] = {}
         self.project: Project  # set by it
+        self._bound = set(self._bindings())
         self._assigned: dict[tuple[int, str], list[ast.expr]] = {}
         for node in self.nodes:
             for name, value in _assignments(node):
@@ -84,6 +85,30 @@ class Module:
                 is_first &= not is_scope
             self._scopes_of[id(node)] = found or [self.tree]
         return self._scopes_of[id(node)]
+
+    def scope_of_name(self, name: ast.Name) -> ast.AST:
+        """Return the scope that a name is bound in: by an assignment, a loop or a parameter; else the module."""
+        scopes = self.scopes(name)
+        return next((scope for scope in scopes if (id(scope), name.id) in self._bound), self.tree)
+
+    def _bindings(self) -> Iterator[tuple[int, str]]:
+        for node in self.nodes:
+            if isinstance(node, ast.arg):
+                yield id(self.scope(node)), node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield id(self._scope_of_target(node)), node.id
+
+    def _scope_of_target(self, name: ast.Name) -> ast.AST:
+        for child, parent in self.above(name):
+            if isinstance(parent, ast.comprehension) and child is parent.target:
+                return self.parents[id(parent)]
+            if isinstance(parent, ast.stmt):
+                break
+        scope = self.scope(name)
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            declared = (one for one in scope.body if isinstance(one, ast.Global))
+            return self.tree if any(name.id in one.names for one in declared) else scope
+        return scope
 
     def class_of(self, function: ast.AST) -> ast.ClassDef | None:
         """Return the class that a function is a method of."""
