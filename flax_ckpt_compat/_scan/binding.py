@@ -14,7 +14,7 @@ from .modules import Function, Module
 from .names import last_name
 from .values import ANY_KEY, CHECKPOINT, FUNCTION, LINK, NOTHING, RUN, TEXT, Tag, Value, at_index, element, texts, union
 
-_MOST_VISITS = 20  # of a statement, on average: most need one or two
+_MOST_VISITS = 8  # of a statement, on average: most need one or two
 _ADD = {"add", "append", "appendleft", "extend", "insert", "put", "put_nowait", "update"}
 _ADD_TO_FIRST = {"heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"}
 _DIRECTORY_OF = {"save_checkpoint", "save_checkpoint_multiprocess", "latest_checkpoint", "available_steps"}

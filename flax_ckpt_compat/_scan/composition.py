@@ -10,41 +10,55 @@ from collections.abc import Callable, Sequence
 from .values import CHECKPOINT, ENTRY, LINK, MENTION, NOTHING, RUN, Tag, Value, text, texts, union
 
 Part = str | ast.expr  # Text, or an expression whose value stands there
+TextsOf = Callable[[ast.expr], list[str]]
 _UNKNOWN = "{"
 _NO_VALUE = ast.Constant(None)  # what a template has no argument for
 _MOST = 6  # texts of one expression
 _SPECIFIER = re.compile(r"%(?:\(\w+\))?[-+ #0]*\d*(?:\.\d+)?[sdrifge]")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
-_JOINS = {"join", "joinpath"}
 
 
-def parts_of(node: ast.expr) -> list[Part] | None:
-    """Return the parts of a composed text or path, or None for other expressions."""
+def parts_of(node: ast.expr, texts_of: TextsOf) -> list[Part] | None:
+    """Return the parts of a composed text or path, or None for other expressions; templates may have names."""
     if isinstance(node, ast.JoinedStr):
         return [_formatted(part) for part in node.values]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _flat(node, ast.Add)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return _with_slashes(_flat(node, ast.Div))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _constant(node.left) is not None:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        template = next(iter(texts_of(node.left)), None)
         given = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
-        return _filled(_constant(node.left) or "", _SPECIFIER, given)
+        return None if template is None else _filled(template, _SPECIFIER, given)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return _of_method(node, node.func)
+        if node.func.attr == "format":
+            return _of_format(node, node.func, texts_of)
+        return _of_join(node, node.func)
     return None
 
 
-def _of_method(node: ast.Call, function: ast.Attribute) -> list[Part] | None:
-    template = _constant(function.value)
-    if function.attr == "format" and template is not None:
-        named = {keyword.arg: keyword.value for keyword in node.keywords}
-        names = [match.group()[1:-1].partition(":")[0] for match in _PLACEHOLDER.finditer(template)]
-        rest = iter(node.args)
-        given = [named.get(name) or next(rest, _NO_VALUE) for name in names]
-        return _filled(template, _PLACEHOLDER, given)
-    if function.attr not in _JOINS or template is not None:  # ", ".join(…)
+def _of_format(node: ast.Call, function: ast.Attribute, texts_of: TextsOf) -> list[Part] | None:
+    template = next(iter(texts_of(function.value)), None)
+    if template is None:
         return None
-    return _with_slashes([*([function.value] if function.attr == "joinpath" else []), *node.args])
+    named = {keyword.arg: keyword.value for keyword in node.keywords}
+    names = [match.group()[1:-1].partition(":")[0] for match in _PLACEHOLDER.finditer(template)]
+    rest = iter(node.args)
+    return _filled(template, _PLACEHOLDER, [named.get(name) or next(rest, _NO_VALUE) for name in names])
+
+
+def _of_join(node: ast.Call, function: ast.Attribute) -> list[Part] | None:
+    """Return the parts of ``os.path.join(…)``, ``path.joinpath(…)`` and ``"/".join([…])``."""
+    if function.attr == "joinpath":
+        return _with_slashes([function.value, *node.args])
+    separator = _constant(function.value)
+    if function.attr != "join" or separator not in (None, "/"):
+        return None
+    is_separator = separator == "/" or getattr(function.value, "attr", getattr(function.value, "id", "")) == "sep"
+    if is_separator:
+        joined = node.args[0] if node.args else None
+        return _with_slashes(joined.elts) if isinstance(joined, ast.List | ast.Tuple) else None
+    return _with_slashes(node.args)
 
 
 def compose(parts: Sequence[Part], value_of: Callable[[ast.expr], Value]) -> Value:

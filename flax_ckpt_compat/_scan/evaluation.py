@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .checkpoint_names import CheckpointNames
-from .composition import compose, parts_of
+from .composition import Part, compose, parts_of
 from .facts import NAMES, Facts, Key, option, returned
 from .library import Library
 from .listings import Listings
@@ -142,10 +142,13 @@ class Evaluation:
             self._with_tests = before
 
     def _evaluate(self, module: Module, node: ast.AST) -> Value:
-        if isinstance(node, ast.expr) and (parts := parts_of(node)) is not None:
+        if isinstance(node, ast.expr) and (parts := self._parts(module, node)) is not None:
             return compose(parts, lambda part: self.value(module, part))
         evaluate = _KINDS.get(type(node))
         return evaluate(self, module, node) if evaluate else NOTHING
+
+    def _parts(self, module: Module, node: ast.expr) -> list[Part] | None:
+        return parts_of(node, lambda template: texts(self.value(module, template)))
 
     def _name(self, module: Module, node: ast.Name) -> Value:
         found = self.facts.get((id(module.scope_of_name(node)), node.id))

@@ -118,6 +118,8 @@ class Library:
             return at_index(union(values), 1)
         if dotted in {"re.split", "re.sub"} and len(values) > 1:
             return pieces(values[-1])
+        if name == "join" and receiver:  # "".join(…)
+            return pieces(union(values))
         if name in _PARSERS:
             return self._parsed(node, receiver, values)
         if name not in _KEEP:

@@ -15,7 +15,7 @@ MENTION = "mention"  # text that contains a checkpoint's path, such as a shell c
 OBJECT, FUNCTION = "object", "function"  # an instance of the class, or the function, whose node `Tag.of` identifies
 LIBRARY = "library"  # what the function of the dotted name `Tag.of` returned
 
-_MOST_TEXTS, _LONGEST_TEXT, _DEEPEST_INDEX = 6, 300, 3
+_MOST_TEXTS, _LONGEST_TEXT, _DEEPEST_INDEX, _MOST_TAGS = 6, 300, 3, 40
 
 
 class Tag(NamedTuple):
@@ -29,6 +29,7 @@ class Tag(NamedTuple):
 
 Value = frozenset[Tag]
 NOTHING: Value = frozenset()
+_MANY = Tag("many")
 ANY_KEY = "[]"
 
 
@@ -43,8 +44,13 @@ def texts(value: Value) -> list[str]:
 
 
 def union(values: Iterable[Value]) -> Value:
-    """Return what any of several values holds; of many texts only the first in their order, so that rounds end."""
+    """Return what any of several values holds.
+
+    It stays small, so that rounds end: of many texts only the first in their order; and where it may be very many
+    things, as what a framework passes around, no functions, objects and elements at all, from then on."""
     joined: Value = frozenset().union(*values)
+    if _MANY in joined or len(joined) > _MOST_TAGS:
+        joined = frozenset(tag for tag in joined if not tag.place and tag.kind not in (FUNCTION, OBJECT)) | {_MANY}
     known = [tag for tag in joined if tag.kind == TEXT]
     if len(known) <= _MOST_TEXTS:
         return joined
@@ -53,7 +59,7 @@ def union(values: Iterable[Value]) -> Value:
 
 def at_index(value: Value, index: int | str) -> Value:
     """Return the value as an element of a tuple or dict."""
-    return frozenset(tag._replace(place=(index, *tag.place)[:_DEEPEST_INDEX]) for tag in value)
+    return frozenset(tag._replace(place=(index, *tag.place)[:_DEEPEST_INDEX]) for tag in value if tag != _MANY)
 
 
 def element(value: Value, index: int | str) -> Value:
