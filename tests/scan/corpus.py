@@ -60,7 +60,7 @@ def is_change(verdict: Verdict) -> bool:
 
 @dataclass
 class Figures:
-    """What scan found of a set's verdicts."""
+    """What scan found of the verdicts of one kind."""
 
     right: int = 0
     missed: int = 0
@@ -73,35 +73,35 @@ class Figures:
         self.wrong += len(given - wanted)
 
     def __str__(self) -> str:
-        precision = self.right / max(1, self.right + self.wrong)
-        recall = self.right / max(1, self.right + self.missed)
-        return f"precision {precision:4.0%} ({self.right}/{self.right + self.wrong}), " + (
-            f"recall {recall:4.0%} ({self.right}/{self.right + self.missed})"
+        given, wanted = self.right + self.wrong, self.right + self.missed
+        return (
+            f"precision {self.right / max(1, given):.0%} ({self.right}/{given}), "
+            f"recall {self.right / max(1, wanted):.0%} ({self.right}/{wanted})"
         )
 
 
-def measure(which: str, tell: Callable[[str], None]) -> dict[str, Figures]:
-    """Return the figures of a set, of changes and of looks, and tell each verdict that scan has missed or made up."""
-    figures = {"changes": Figures(), "looks": Figures()}
-    clear = alarms = 0
+def measure(which: str, tell: Callable[[str], None]) -> str:
+    """Return the figures of a set, and tell each verdict that scan has missed or made up."""
+    changes, looks = Figures(), Figures()
+    broken = clear = alarms = 0
     for program in programs(which):
         wanted, given = expected(program), found(program)
-        for name, one in figures.items():
-            chosen = (name == "changes").__eq__
-            one.add({v for v in wanted if chosen(is_change(v))}, {v for v in given if chosen(is_change(v))})
+        changes.add(set(filter(is_change, wanted)), set(filter(is_change, given)))
+        looks.add({one for one in wanted if not is_change(one)}, {one for one in given if not is_change(one)})
         for mark, verdicts in (("missed", wanted - given), ("wrong", given - wanted)):
-            for verdict in sorted(verdicts):
-                tell(f"  {mark}: {program.name}/{verdict[0]}:{verdict[1]} {verdict[2]}")
+            for file, line, kind in sorted(verdicts):
+                tell(f"{mark}: {program.name}/{file}:{line} {kind}")
         breaks, told = (any(map(is_change, verdicts)) for verdicts in (wanted, given))
+        broken += breaks
         clear += breaks and not told
         alarms += told and not breaks
-    for name, one in figures.items():
-        tell(f"{which}, {name}: {one}")
-    tell(f"{which}: {len(programs(which))} programs, {clear} false all-clears, {alarms} false alarms")
-    return figures
+    count = len(programs(which))
+    return (
+        f"lines to change: {changes}; lines to look at: {looks}; "
+        f"{clear} of {broken} programs that break told to be clean, {alarms} of {count - broken} others told to break"
+    )
 
 
 if __name__ == "__main__":
     for each in SETS:
-        if (ROOT / each).is_dir():
-            measure(each, click.echo)
+        click.echo(f"{each}: {measure(each, click.echo)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.scan.corpus import SETS, expected, found, is_change, programs
+from tests.scan.corpus import SETS, expected, found, is_change, measure, programs
 from tests.scan.running import main_file
 from tests.support.interpreters import run_python
 
@@ -43,3 +43,10 @@ def test_scan_gives_the_verdicts(program: Path, request: pytest.FixtureRequest) 
     if program.name in KNOWN_GAPS:
         request.applymarker(pytest.mark.xfail(reason="counted in the figures of the guide", strict=True))
     assert sorted(found(program)) == sorted(expected(program))
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_figures_are_those_of_the_guide(which: str) -> None:
+    """Precision and recall of each set are in its table."""
+    guide = Path(__file__).parents[2] / "migration_guide" / "moving.md"
+    assert f"| {measure(which, lambda _: None)} |" in guide.read_text()
