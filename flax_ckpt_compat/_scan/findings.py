@@ -52,7 +52,11 @@ KINDS = {
     "untyped-restore": Kind(
         "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before",
     ),
-    "relative-path": Kind("saves to a relative path", "ValueError: Checkpoint path should be absolute", _SAME),
+    "relative-path": Kind(
+        "saves to or restores from a relative path", "ValueError: Checkpoint path should be absolute",
+        "works, but to go back to Flax alone fails: it restores directories by absolute paths only",
+        "os.path.abspath keeps the way back open", CHECK,
+    ),
     "process-guard": Kind(
         "saves in one process only", "waits for the other processes for ever",
         "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess",
@@ -75,8 +79,21 @@ KINDS = {
         "copies a checkpoint by a shell command", "directories are skipped without -r",
         "directories are skipped without -r", "add -r (cp, scp, gsutil) or --recursive (aws s3)", CHANGE,
     ),
+    "shell-remove": Kind(
+        "deletes a checkpoint by a shell command", "rm: Is a directory", "rm: Is a directory",
+        "let overwrite=True or keep= remove it, or add -r", CHANGE,
+    ),
+    "remove-folders": Kind(
+        "deletes the directories in a checkpoint directory", "deletes the checkpoints, too",
+        "deletes the checkpoints, too", "name the directories to delete, or pass over available_steps", CHANGE,
+    ),
+    "file-names": Kind(
+        "looks for checkpoints among the names of files", "finds none: they are among the names of directories",
+        "finds none: they are among the names of directories", "available_steps, or iter_checkpoints", CHANGE,
+    ),
     "upload": Kind(
-        "uploads a checkpoint as a file", "fails: it is a directory", "fails: it is a directory",
+        "uploads or packs a checkpoint as a file", "fails, or packs an empty directory",
+        "fails, or packs an empty directory",
         "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly", CHANGE,
     ),
     "open": Kind(
@@ -100,9 +117,19 @@ KINDS = {
         "reads the step from a checkpoint's name", "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
         "works for names that latest_checkpoint returns", "available_steps gives the steps", CHECK,
     ),
+    "wrapped": Kind(
+        "passes a checkpoint to a function that was not scanned", "depends on that function",
+        "depends on that function", "scan its code, too, or look whether it takes directories", CHECK,
+    ),
     "poll": Kind(
         "waits until a checkpoint's name appears", "on object stores, the name is there before the arrays",
         "the name appears when all is written; on object stores, its marker does",
         "latest_checkpoint passes over what is incomplete", CHECK,
     ),
 }  # fmt: skip
+
+# Where a scan loses sight, so that "0 to change" does not hold for what comes after.
+NOT_FOLLOWED = {
+    "call": "passes a checkpoint to code that was not scanned",
+    "path": "handles a file of which nothing is known",
+}

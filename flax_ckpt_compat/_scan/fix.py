@@ -5,7 +5,6 @@ Needs libcst (``pip install libcst``), which keeps every character that is not c
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 
 import libcst as cst
@@ -15,7 +14,6 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from .add_import import with_standard_import
-from .names import Names
 from .project import Finding
 
 _API = "flax.training.checkpoints"
@@ -26,12 +24,12 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
     """Return the code with our imports, and with file operations that work for both formats.
 
     - Imports of `flax.training.checkpoints` become those of `flax_ckpt_compat.checkpoints`.
-      Underscored helpers, which we do not have, still come from Flax, as does the module in code that uses them.
+      That module has all names of Flax's, also underscored ones.
     - ``os.path.isfile(checkpoint)`` becomes ``os.path.exists(checkpoint)``.
     - The statement ``os.remove(checkpoint)`` removes a directory, too.
     """
     wrapper = MetadataWrapper(cst.parse_module(code))
-    fixer = _Fixer({(found.line, found.column): found.kind for found in findings}, keeps_flax=_uses_helpers(code))
+    fixer = _Fixer({(found.line, found.column): found.kind for found in findings})
     fixed = wrapper.visit(fixer)
     fixed = AddImportsVisitor(fixer.context).transform_module(fixed)
     return (with_standard_import(fixed, "shutil") if fixer.uses_shutil else fixed).code
@@ -40,10 +38,10 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
 class _Fixer(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, kinds: dict[tuple[int, int], str], *, keeps_flax: bool) -> None:
+    def __init__(self, kinds: dict[tuple[int, int], str]) -> None:
         super().__init__()
         self.context, self.uses_shutil = CodemodContext(), False
-        self._kinds, self._keeps_flax = kinds, keeps_flax
+        self._kinds = kinds
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
         """Pass over the names of modules: they are not expressions."""
@@ -61,8 +59,6 @@ class _Fixer(cst.CSTTransformer):
             return updated_node
         statement = updated_node.body[0]
         if isinstance(statement, cst.Import | cst.ImportFrom):
-            if self._keeps_flax:
-                return updated_node
             first, *others = _with_ours(statement)
             lines = [updated_node.with_changes(body=[first]), *(cst.SimpleStatementLine([other]) for other in others)]
             return cst.FlattenSentinel(lines)
@@ -72,7 +68,7 @@ class _Fixer(cst.CSTTransformer):
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:  # noqa: ARG002
         """Change ``flax.training.checkpoints`` where it is written out."""
-        if self._keeps_flax or get_full_name_for_node(updated_node) != _API:
+        if get_full_name_for_node(updated_node) != _API:
             return updated_node
         AddImportsVisitor.add_needed_import(self.context, _OURS)
         return cst.parse_expression(_OURS)
@@ -103,15 +99,6 @@ class _Fixer(cst.CSTTransformer):
         return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if {is_directory} else {remove}"))
 
 
-def _uses_helpers(code: str) -> bool:
-    """Return whether code uses underscored names of Flax's module by its name."""
-    tree = ast.parse(code)
-    names = Names(tree)
-    return any(
-        isinstance(node, ast.Attribute) and (names.of(node) or "").startswith(f"{_API}._") for node in ast.walk(tree)
-    )
-
-
 def _with_ours(statement: cst.Import | cst.ImportFrom) -> Iterator[cst.Import | cst.ImportFrom]:
     """Give the statements that import the same names, those of the legacy API from us."""
     if isinstance(statement, cst.ImportFrom):
@@ -138,11 +125,7 @@ def _from_ours(statement: cst.ImportFrom) -> Iterator[cst.ImportFrom]:
         yield statement.with_changes(module=cst.parse_expression(_OURS)) if module == _API else statement
         return
     is_api = module == _API
-    ours = [
-        alias
-        for alias in statement.names
-        if (not alias.evaluated_name.startswith("_") if is_api else alias.evaluated_name == "checkpoints")
-    ]
+    ours = [alias for alias in statement.names if is_api or alias.evaluated_name == "checkpoints"]
     rest = [alias for alias in statement.names if alias not in ours]
     target = cst.parse_expression(_OURS if is_api else "flax_ckpt_compat")
     if rest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 _API, _OURS = "flax.training.checkpoints", "flax_ckpt_compat.checkpoints"
 _IMPORTERS = {"importlib.import_module", "__import__"}
@@ -12,30 +12,53 @@ _IMPORTERS = {"importlib.import_module", "__import__"}
 class Names:
     """The imported names of a module and their aliases, wherever in the module they are bound."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, nodes: Sequence[ast.AST], package: Sequence[str] = ()) -> None:
         self._bound: dict[str, str] = {}
         self.wildcards: set[str] = set()
-        for node in ast.walk(tree):
+        self._known: dict[int, str | None] = {}  # what `of` returned, by the id of the expression
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
                     self._bound[alias.asname or top] = alias.name if alias.asname else top
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            elif isinstance(node, ast.ImportFrom):
+                above = [*package[: len(package) - node.level + 1]] if node.level else []
+                origin = ".".join([*above, *([node.module] if node.module else [])])
                 for alias in node.names:
                     if alias.name == "*":
-                        self.wildcards.add(node.module)
+                        self.wildcards.add(origin)
                     else:
-                        self._bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                        self._bound[alias.asname or alias.name] = f"{origin}.{alias.name}"
         # Aliases of aliases: each round resolves one more.
-        assigned = list(_assigned_names(tree))
+        assigned = list(_assigned_names(nodes))
         for _ in range(3):
+            self._known.clear()
             for name, value in assigned:
                 dotted = self.of(value)
                 if dotted and name not in self._bound:
                     self._bound[name] = dotted
+        self._known.clear()
+
+    def bound(self, name: str) -> str | None:
+        """Return the dotted name that a name of the module was imported by."""
+        return self._bound.get(name)
+
+    def all(self) -> list[str]:
+        """Return the dotted names and modules that the module imports."""
+        return [*self._bound.values(), *self.wildcards]
+
+    def follow(self, change: Callable[[str], str]) -> None:
+        """Change what names were imported by to what that stands for."""
+        self._bound = {name: change(dotted) for name, dotted in self._bound.items()}
+        self._known.clear()
 
     def of(self, node: ast.AST) -> str | None:
         """Return the dotted name that an expression stands for, or None; our module is that of Flax."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._of_anew(node)
+        return self._known[id(node)]
+
+    def _of_anew(self, node: ast.AST) -> str | None:
         dotted = self._of(node)
         is_ours = dotted is not None and f"{dotted}.".startswith(f"{_OURS}.")
         return _API + dotted[len(_OURS) :] if dotted is not None and is_ours else dotted
@@ -44,8 +67,12 @@ class Names:
         if isinstance(node, ast.Name):
             return self._bound.get(node.id) or self._from_wildcard(node.id)
         if isinstance(node, ast.Attribute):
-            base = self.of(node.value)
-            return f"{base}.{node.attr}" if base else None
+            names = []
+            while isinstance(node, ast.Attribute):  # no recursion: generated code has long ones
+                names.append(node.attr)
+                node = node.value
+            base = self.of(node)
+            return ".".join([base, *reversed(names)]) if base else None
         if isinstance(node, ast.Call):
             return self._of_call(node)
         return None
@@ -70,6 +97,14 @@ def last_name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def written(node: ast.AST) -> str:
+    """Return the code of an expression, or "" if it is nested too deeply to be written."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return ""
+
+
 # Names of flax.training.checkpoints, and the kind of finding that a call of each is.
 CHECKPOINT_API = {
     "save_checkpoint": "save",
@@ -84,7 +119,7 @@ CHECKPOINT_API = {
 }
 
 
-def _assigned_names(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+def _assigned_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from .findings import KINDS, NOTHING, Kind
-from .module_scan import Use, scan_module, uses_legacy_api
+from .module_scan import Use, scan_modules
 
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
 _SUFFIXES = {".py", ".ipynb"}
@@ -45,6 +45,7 @@ class ScanReport:
     findings: tuple[Finding, ...]  # By file and line
     files: int  # How many files were read
     unreadable: tuple[tuple[str, str], ...]  # Files that are no Python code, with the reason
+    not_followed: tuple[Finding, ...] = ()  # Calls of which nobody knows what they do to checkpoints, or to what
 
     @property
     def actions(self) -> tuple[Finding, ...]:
@@ -60,6 +61,7 @@ class _Source:
     text: str
     tree: ast.Module
     cell_starts: tuple[int, ...] = ()  # the lines before each cell
+    shown: str = ""  # a notebook's text as it is written, line by line
 
     def finding(self, use: Use) -> Finding:
         """Return a use with its place in the file."""
@@ -67,7 +69,8 @@ class _Source:
         line = use.line - (self.cell_starts[cell - 1] if cell else 0)
         code = self.text.split("\n")[use.line - 1]
         column = len(code.encode()[: use.column].decode())
-        return Finding(self.path, cell, line, column, use.kind, code.strip())
+        shown = self.shown.split("\n")[use.line - 1] if self.shown else code
+        return Finding(self.path, cell, line, column, use.kind, shown.strip())
 
 
 def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
@@ -80,11 +83,16 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
     for file in files:
         try:
             sources.append(_read(file))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
             unreadable.append((str(file), f"{type(error).__name__}: {error}"))
-    in_project = any(uses_legacy_api(source.tree) for source in sources)
-    found = [source.finding(use) for source in sources for use in scan_module(source.tree, in_project=in_project)]
-    return ScanReport(tuple(found), len(files), tuple(unreadable))
+    found: list[Finding] = []
+    lost: list[Finding] = []
+    for source, scanned in zip(sources, scan_modules([(one.path, one.tree) for one in sources]), strict=True):
+        found += map(source.finding, scanned.uses)
+        lost += map(source.finding, scanned.lost)
+        if scanned.error:
+            unreadable.append((source.path, f"{type(scanned.error).__name__}: {scanned.error}"))
+    return ScanReport(tuple(found), len(files), tuple(unreadable), tuple(lost))
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -113,25 +121,43 @@ def _read_notebook(file: Path) -> _Source:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise ValueError("not a notebook of format 4: it has no list of cells")  # noqa: TRY004 - a file, no argument
-    code = [_cell_code(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    starts = tuple(accumulate((cell.count("\n") for cell in code), initial=0))[:-1]
-    text = "".join(code)
-    return _Source(str(file), text, _parse(text), starts)
+    written = [_cell_lines(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    starts = tuple(accumulate(map(len, written), initial=0))[:-1]
+    text = "".join(map(_cell_code, written))
+    shown = "".join(f"{line}\n" for lines in written for line in lines)
+    return _Source(str(file), text, _parse(text), starts, shown)
 
 
-def _cell_code(cell: dict[str, object]) -> str:
-    """Return the Python of a cell, with as many lines; IPython's own commands become ``pass``."""
+def _cell_lines(cell: dict[str, object]) -> list[str]:
     source = cell.get("source")
     text = "".join(map(str, source)) if isinstance(source, list) else str(source or "")
     # Not str.splitlines, which also cuts text at form feeds and at separators of Unicode.
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
-    lines = [re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line) for line in lines]
-    code = "".join(f"{line}\n" for line in lines)
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+
+
+def _cell_code(lines: list[str]) -> str:
+    """Return the Python of a cell, with as many lines; nothing where the rest is not Python."""
+    code = "".join(f"{_line_of_cell(line)}\n" for line in lines)
     try:
         _parse(code)
     except SyntaxError:
         return "\n" * len(lines)
     return code
+
+
+def _line_of_cell(line: str) -> str:
+    """Return the Python of a line: a shell command is what IPython makes of it, its other commands ``pass``."""
+    shell = re.match(r"(\s*)(?:\w+\s*=\s*)?!(.+)", line)
+    if shell:
+        command = re.sub(r"\$(\w+)", r"{\1}", shell[2])
+        for prefix in ("f", ""):  # not every brace is an expression
+            code = f"get_ipython().system({prefix}{command!r})"
+            try:
+                ast.parse(code)
+            except SyntaxError:
+                continue
+            return shell[1] + code
+    return re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line)
 
 
 def _parse(text: str) -> ast.Module:

@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from .findings import CHANGE, CHECK, KINDS, NOTHING
+from .findings import CHANGE, CHECK, KINDS, NOT_FOLLOWED, NOTHING
 from .project import Finding, ScanReport
 
+_MOST_PLACES = 5  # that were not followed, where not all are asked for
 _HANG = 4  # spaces before what continues a line, besides its own
 _SARIF_LEVEL = {CHANGE: "error", CHECK: "warning", NOTHING: "note"}
 _HEADINGS = {
@@ -33,15 +34,35 @@ def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None
             sorted(found, key=lambda one: list(KINDS).index(one.kind)), lambda one: one.kind
         ):
             _print_kind(kind, list(places), console, list_all=verbose or action != NOTHING)
+    _print_not_followed(report, console, list_all=verbose)
     for path, reason in report.unreadable:
         console.print(f"[yellow]Not read:[/] {escape(path)}: {escape(reason)}", soft_wrap=True)
     changes = sum(finding.about.action == CHANGE for finding in report.findings)
     files = len({finding.path for finding in report.findings})
     uses = f"{len(report.findings)} uses in {files}; {changes} to change, {len(report.actions) - changes} to look at"
+    if report.not_followed:
+        uses += f", {len(report.not_followed)} not followed"
+    if report.unreadable:
+        uses += f", {len(report.unreadable)} not read"
     console.print(
         f"{report.files} file{'s' * (report.files != 1)}; {uses if files else 'no use of flax.training.checkpoints'}.",
         highlight=False,
     )
+
+
+def _print_not_followed(report: ScanReport, console: Console, *, list_all: bool) -> None:
+    """Print the places where the scan lost sight of checkpoints; of many only the first."""
+    lost = report.not_followed
+    if not lost:
+        return
+    console.print("[bold yellow]Not followed: look yourself whether these handle checkpoints[/]")
+    for kind, title in NOT_FOLLOWED.items():
+        places = [place for place in lost if place.kind == kind]
+        if places:
+            _print(console, 2, f"[bold]{title}[/] [dim]({len(places)})[/]")
+            _print_places(places if list_all else places[:_MOST_PLACES], console)
+            if len(places) > _MOST_PLACES and not list_all:
+                _print(console, 6, f"[dim]and {len(places) - _MOST_PLACES} more: --verbose lists them[/]")
 
 
 def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all: bool) -> None:
@@ -54,7 +75,11 @@ def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all:
         _print(console, 4, f"[dim]flag on:[/] {escape(about.flax)}")
     if about.remedy:
         _print(console, 4, f"[dim]instead:[/] {escape(about.remedy)}")
-    for place in places if list_all else ():
+    _print_places(places if list_all else [], console)
+
+
+def _print_places(places: list[Finding], console: Console) -> None:
+    for place in places:
         console.print(
             f"      {escape(where(place))}  {escape(place.code)}", highlight=False, no_wrap=True, overflow="ellipsis"
         )
@@ -84,6 +109,9 @@ def to_json(report: ScanReport) -> dict[str, Any]:
         "files": report.files,
         "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
         "findings": [{**dataclasses.asdict(found), **found.about._asdict()} for found in report.findings],
+        "not_followed": [
+            {**dataclasses.asdict(lost), "title": NOT_FOLLOWED[lost.kind]} for lost in report.not_followed
+        ],
     }
 
 
@@ -96,26 +124,38 @@ def to_sarif(report: ScanReport, version: str) -> dict[str, Any]:
         {"id": kind, "shortDescription": {"text": about.title}, "help": {"text": about.remedy or about.shim}}
         for kind, about in KINDS.items()
     ]
+    rules += [
+        {"id": f"not-followed-{kind}", "shortDescription": {"text": title}, "help": {"text": "look yourself"}}
+        for kind, title in NOT_FOLLOWED.items()
+    ]
+    results = [_result(found) for found in report.findings]
+    results += [
+        _place(lost, f"not-followed-{lost.kind}", "note", NOT_FOLLOWED[lost.kind]) for lost in report.not_followed
+    ]
     driver = {"name": "flax-ckpt scan", "version": version, "rules": rules}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": [_result(found) for found in report.findings]}],
+        "runs": [{"tool": {"driver": driver}, "results": results}],
     }
 
 
 def _result(found: Finding) -> dict[str, Any]:
     about = found.about
-    cell = f"Cell {found.cell}: " if found.cell else ""
     remedy = f" Instead: {about.remedy}." if about.remedy else ""
-    text = f"{cell}{about.title}. With the flag on: {about.shim}.{remedy}"
+    text = f"{about.title}. With the flag on: {about.shim}.{remedy}"
+    return _place(found, found.kind, _SARIF_LEVEL[about.action], text)
+
+
+def _place(found: Finding, rule: str, level: str, text: str) -> dict[str, Any]:
+    cell = f"Cell {found.cell}: " if found.cell else ""
     location = {
         "artifactLocation": {"uri": found.path.replace("\\", "/")},
         "region": {"startLine": found.line, "startColumn": found.column + 1},
     }
     return {
-        "ruleId": found.kind,
-        "level": _SARIF_LEVEL[about.action],
-        "message": {"text": text},
+        "ruleId": rule,
+        "level": level,
+        "message": {"text": f"{cell}{text}"},
         "locations": [{"physicalLocation": location}],
     }

@@ -13,7 +13,7 @@ from rich.console import Console
 from flax_ckpt_compat import __version__
 from flax_ckpt_compat._scan.findings import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
-from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
+from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif, where
 
 from ._command_base import FailedError, echo, is_terminal, print_json
 
@@ -26,22 +26,24 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
     if as_json or as_sarif:
         print_json(to_sarif(report, __version__) if as_sarif else to_json(report))
     elif do_fix:
-        _fix(report, yes=yes)
+        is_written = _fix(report, yes=yes)
         report = scan(code)
+        if is_written:
+            _tell_of_flax(report)
     if not (as_json or as_sarif):
         print_report(report, Console(soft_wrap=not is_terminal(sys.stdout)), verbose=verbose)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
-    if report.unreadable and not report.findings:
-        sys.exit(FailedError.exit_code)
     has_changes = any(found.about.action == CHANGE for found in report.findings)
+    if report.unreadable and not has_changes:  # nobody knows what they do
+        sys.exit(FailedError.exit_code)
     if has_changes and not (as_json or as_sarif or do_fix):
         echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
     return has_changes
 
 
-def _fix(report: ScanReport, *, yes: bool) -> None:
-    """Show the changes as a diff and write them, each file at once."""
+def _fix(report: ScanReport, *, yes: bool) -> bool:
+    """Show the changes as a diff and write them, each file at once; return whether they are written."""
     try:
         from flax_ckpt_compat._scan.fix import fix
     except ImportError as error:
@@ -59,9 +61,21 @@ def _fix(report: ScanReport, *, yes: bool) -> None:
         echo(
             "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."
         )
-    if changed and (yes or click.confirm(f"Write {len(changed)} files?")):
-        for where, text in changed.items():
-            _replace(where, text)
+    if not changed or not (yes or click.confirm(f"Write {len(changed)} files?")):
+        return False
+    for name, text in changed.items():
+        _replace(name, text)
+    return True
+
+
+def _tell_of_flax(report: ScanReport) -> None:
+    """Name the files that still use Flax's own module after their imports were changed."""
+    left = [found for found in report.findings if found.kind == "import" and found.cell is None]
+    if left:
+        echo(
+            f"Still Flax's own module, so not this library: {', '.join(map(where, left))}. "
+            "Put `import flax_ckpt_compat; flax_ckpt_compat.install()` before these lines."
+        )
 
 
 def _replace(path: Path, text: str) -> None:

@@ -32,7 +32,9 @@ def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: boo
     aliases and settings of the flag, and the code around them that expects a checkpoint to be one file:
     os.remove, shutil.copy, open, globs, uploads.
 
-    Exit code 0 if nothing has to change, 1 if something has, 2 if CODE cannot be read.
+    Paths are followed from file to file: pass a whole project at once.
+
+    Exit code 0 if nothing has to change, 1 if something has, 2 if a file of CODE cannot be read.
     """
     from ._scan import run
 

@@ -14,18 +14,10 @@ from rich.console import Console
 from flax_ckpt_compat._scan.project import scan
 from flax_ckpt_compat._scan.report import print_report
 from flax_ckpt_compat.cli import main
+from tests.scan.corpus import planted
 from tests.support.interpreters import run_python
 
 PROGRAMS = Path(__file__).parent / "programs"
-
-
-def planted(file: Path) -> list[tuple[int, str]]:
-    """Return the kinds that comments of a program announce, by line."""
-    return [
-        (number, kind)
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        for kind in (re.findall(r"[\w-]+", line.partition("# expect:")[2]))
-    ]
 
 
 @pytest.mark.parametrize("file", sorted((PROGRAMS / "uses").glob("*.py")), ids=lambda file: file.stem)
@@ -125,17 +117,16 @@ def test_fixed_program_runs(tmp_path: Path) -> None:
         ("from flax.training import train_state\n", "from flax.training import train_state\n"),
         (
             "from flax.training.checkpoints import _checkpoint_path, save_checkpoint as save  # both\n",
-            "from flax.training.checkpoints import _checkpoint_path  # both\n"
-            "from flax_ckpt_compat.checkpoints import save_checkpoint as save\n",
+            "from flax_ckpt_compat.checkpoints import _checkpoint_path, save_checkpoint as save  # both\n",
         ),
         (
             "from flax.training import checkpoints as c\nc._checkpoint_path('d', 1)\n",
-            "from flax.training import checkpoints as c\nc._checkpoint_path('d', 1)\n",
+            "from flax_ckpt_compat import checkpoints as c\nc._checkpoint_path('d', 1)\n",
         ),
     ],
 )
 def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
-    """Imports come from us; what else they import, and helpers that only Flax has, stay where they were."""
+    """Imports come from us, underscored helpers too; what else they import stays where it was."""
     file = tmp_path / "code.py"
     file.write_text(code)
     assert fixed_by_us(code, scan([file]).findings) == fixed
@@ -286,6 +277,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return CliRunner().invoke(main, ["scan", *arguments])
 
     monkeypatch.chdir(tmp_path)
+    assert command("broken.py").exit_code == 2
     found = command(".")
     assert found.exit_code == 1 and "train.py:19  os.remove(oldest)" in found.stdout and "broken.py" in found.stdout
     as_json = json.loads(command("train.py", "--json").stdout)
@@ -296,8 +288,114 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"startLine": 19, "startColumn": 13}
     ]
     assert command("train.py", "--fix", "--yes").exit_code == 0
+    assert command("train.py").exit_code == 0
+    assert command("train.py", "broken.py").exit_code == 2  # nothing to change in what was read, and one was not
     assert "from flax_ckpt_compat import checkpoints" in file.read_text()
     assert command("nowhere.py").exit_code == 2
     (tmp_path / "empty").mkdir()
     nothing = command("empty")
     assert nothing.exit_code == 2 and "pass the files or folders of your code" in nothing.stderr
+
+
+def _scan_code(tmp_path: Path, **files: str) -> Any:
+    for name, code in files.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    return scan([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("# coding: rot13\nvzcbeg bf\n", "rot13"),
+        ("# coding: nothing-of-that-name\n", "encoding"),
+        ("x = '\0'\n", "null"),
+        ("x = " + "(" * 300 + ")" * 300 + "\n", "parenthes"),
+        ("def f(:\n", "SyntaxError"),
+    ],
+)
+def test_one_file_does_not_stop_a_project(broken: str, reason: str, tmp_path: Path) -> None:
+    """It is named with the reason, and the others are scanned."""
+    report = _scan_code(tmp_path, broken=broken, train=f"import os\n{_USED}\n")
+    assert [(one.line, one.kind) for one in report.findings if one.kind == "remove"] == [(4, "remove")]
+    ((path, why),) = report.unreadable
+    assert path == str(tmp_path / "broken.py") and reason in why
+
+
+@pytest.mark.parametrize(
+    "deep",
+    ["x = " + "[" * 190 + "]" * 190, "x = " + " + ".join(["'a'"] * 900), "x = a" + ".b" * 400 + "\nx()"],
+    ids=["lists", "sums", "attributes"],
+)
+def test_deep_code_is_scanned(deep: str, tmp_path: Path) -> None:
+    """Code that is nested deeply hides nothing in its file, or in others."""
+    report = _scan_code(tmp_path, train=f"import os\n{deep}\n{_USED}\n", other=f"{deep}\n")
+    assert "remove" in [one.kind for one in report.findings] and not report.unreadable
+
+
+def test_what_was_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clean result names the calls after which it says nothing, in each form of the report."""
+    code = """\
+import os, shutil
+from flax.training import checkpoints
+from company import registry
+
+def save(workdir, state):
+    registry.note(checkpoints.save_checkpoint(workdir, state, 1))
+
+def clean(path, log):
+    os.remove(path)
+    os.remove(os.path.join(log, "log.txt"))
+"""
+    report = _scan_code(tmp_path, train=code)
+    assert [(one.line, one.kind) for one in report.not_followed] == [(6, "call"), (9, "path")]
+    monkeypatch.chdir(tmp_path)
+    out = CliRunner().invoke(main, ["scan", "train.py"])
+    assert out.exit_code == 0 and "0 to change, 0 to look at, 2 not followed" in out.stdout
+    assert "train.py:9  os.remove(path)" in out.stdout
+    as_json = json.loads(CliRunner().invoke(main, ["scan", str(tmp_path), "--json"]).stdout)
+    assert [one["line"] for one in as_json["not_followed"]] == [6, 9]
+    sarif = json.loads(CliRunner().invoke(main, ["scan", str(tmp_path), "--sarif"]).stdout)
+    rules = [one["ruleId"] for one in sarif["runs"][0]["results"]]
+    assert "not-followed-call" in rules and "not-followed-path" in rules
+
+
+@pytest.mark.parametrize(
+    ("code", "is_relative"),
+    [
+        ("checkpoints.save_checkpoint('runs', s, 1)", True),
+        ("checkpoints.restore_checkpoint('runs/' + name, s)", True),
+        ("checkpoints.restore_checkpoint(f'{root}/runs', s)", False),
+        ("checkpoints.save_checkpoint(os.path.abspath('runs'), s, 1)", False),
+        ("checkpoints.save_checkpoint('gs://bucket/run', s, 1)", False),
+        ("RUNS = './runs'\ncheckpoints.save_checkpoint(os.path.join(RUNS, name), s, 1)", True),
+        ("flags.DEFINE_string('workdir', 'runs/a', 'help')\ncheckpoints.save_checkpoint(FLAGS.workdir, s, 1)", True),
+        ("p.add_argument('--work-dir', default='/tmp/a')\ncheckpoints.save_checkpoint(args.work_dir, s, 1)", False),
+        ("p.add_argument('-w', '--work-dir', default='a')\ncheckpoints.save_checkpoint(args.work_dir, s, 1)", True),
+    ],
+)
+def test_relative_paths(code: str, is_relative: bool, tmp_path: Path) -> None:
+    """With them, Flax alone does not restore directories: the way back is closed."""
+    report = _scan_code(tmp_path, train=f"import os\nfrom flax.training import checkpoints\n{code}\n")
+    assert ("relative-path" in [one.kind for one in report.findings]) == is_relative
+
+
+def test_shell_commands_of_notebooks(tmp_path: Path) -> None:
+    """They are the commands of IPython that they become, and shown as they are written."""
+    cells = ["from flax.training import checkpoints\npath = checkpoints.latest_checkpoint('d')"]
+    cells += ["!cp {path} /backup\n!cp -r {path} /backup", "files = !ls\n!rm $path\n!echo '{'"]
+    code = [{"cell_type": "code", "source": text} for text in cells]
+    (tmp_path / "look.ipynb").write_text(json.dumps({"cells": code}))
+    found = [(one.cell, one.line, one.kind, one.code) for one in scan([tmp_path]).findings if one.cell != 1]
+    assert found == [(2, 1, "shell-copy", "!cp {path} /backup"), (3, 2, "shell-remove", "!rm $path")]
+
+
+def test_fix_tells_what_stays_on_flax(tmp_path: Path) -> None:
+    """An import that --fix cannot change is named; a file that it changed is wholly ours, helpers included."""
+    (tmp_path / "by_name.py").write_text("import importlib\nc = importlib.import_module('flax.training.checkpoints')\n")
+    (tmp_path / "helper.py").write_text(
+        "from flax.training import checkpoints as c\nprint(c._checkpoint_path('d', 1))\n"
+    )
+    out = CliRunner().invoke(main, ["scan", str(tmp_path), "--fix", "--yes"])
+    assert "Still Flax's own module" in out.output and "by_name.py:2" in out.output
+    assert (tmp_path / "helper.py").read_text().startswith("from flax_ckpt_compat import checkpoints as c")
+    assert run_python((tmp_path / "helper.py").read_text())[0] == "d/checkpoint_1\n"

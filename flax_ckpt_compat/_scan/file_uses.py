@@ -1,0 +1,244 @@
+"""Find the code that expects a checkpoint to be one file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from .evaluation import Evaluation
+from .guards import guards
+from .library import ARCHIVE
+from .listings import ALL, DIRECTORIES, FILES
+from .modules import Module
+from .names import last_name, written
+from .values import CHECKPOINT, ENTRY, LIBRARY, MENTION, Value, texts
+
+# Calls that expect a file, by the last names of the function, and methods of paths that do.
+CALLS = {
+    "remove": {"os.remove", "os.unlink", "gfile.remove", "gfile.Remove", "io.remove"},
+    "copy": {"shutil.copy", "shutil.copy2", "shutil.copyfile", "gfile.copy", "gfile.Copy", "io.copy", "os.link"},
+    "open": {"open", "io.open", "gfile.GFile", "gfile.Open", "io.GFile", "epath.open", "fsspec.open", "gzip.open"}
+    | {"bz2.open", "codecs.open", "filecmp.cmp", "fileinput.input", "io.read_file", "linecache.getlines", "lzma.open"}
+    | {"np.fromfile", "np.load", "np.memmap", "numpy.fromfile", "numpy.load", "numpy.memmap", "os.truncate"},
+    "is-file": {"path.isfile"},
+    "size": {"path.getsize", "os.stat", "gfile.stat"},
+    "glob": {"glob.glob", "glob.iglob", "gfile.glob", "gfile.Glob", "io.glob"},
+}
+METHODS = {
+    "remove": {"unlink"},
+    "copy": {"hardlink_to", "copy_file"},
+    "open": {"open", "read_bytes"},
+    "is-file": {"is_file"},
+    "size": {"stat"},
+    "upload": {"add_file", "upload_file", "upload_from_filename", "fput_object"},
+    "glob": {"glob", "rglob", "iglob"},
+}
+_OF_ARGUMENT = {"upload", "glob"}  # methods whose argument is the checkpoint
+_OF_ENTRIES = {"remove", "copy", "is-file", "upload"}  # what fails on any entry of a run directory
+_SIZES = {"st_size", "length", "size"}
+_RE_FUNCTIONS = {"findall", "finditer", "fullmatch", "match", "search"}
+_NUMBER_TESTS = {"isdecimal", "isdigit", "isnumeric"}
+_RE_TESTS = {"match", "search", "fullmatch"}  # say only yes or no where their pattern has no group
+_GROUP = re.compile(r"(?<!\\)\((?!\?[:=!<](?!=|!))|\(\?P<")
+_SHELL = {
+    "os.system",
+    "os.popen",
+    *(f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen")),
+}
+_SHELL |= {"subprocess.getoutput", "sh.cp", "get_ipython.system"}
+# Commands that expect files, unless an option says that they go down into directories.
+_COMMANDS = {
+    "shell-copy": re.compile(r"\b(cp|scp|gsutil|rsync)\b"),
+    "shell-remove": re.compile(r"(?<!gsutil )(?<!s3 )\b(rm|unlink)\b"),
+    "open": re.compile(r"\b(cat|gzip|md5sum|sha1sum|sha256sum|xz|zstd)\b"),
+}
+_RECURSIVE = re.compile(r"(^|\s)(-\w*[raR]\w*|--recursive|--archive|mv)\b")
+_FILE_FIRST = {"isdir", "is_dir", "IsDirectory"}
+
+Found = Iterator[tuple[str, ast.AST]]
+
+
+class FileUses:
+    """What one module does with checkpoints as files."""
+
+    def __init__(self, evaluation: Evaluation, module: Module) -> None:
+        self._evaluation, self._module, self._names = evaluation, module, module.names
+
+    def found(self) -> Found:
+        """Give each use, as the kind of finding and the node."""
+        for node in self._module.nodes:
+            if isinstance(node, ast.Call):
+                yield from ((kind, node) for kind in self._of_call(node))
+            elif isinstance(node, ast.While) and self._polls(node):
+                yield "poll", node
+        for listing in self._evaluation.listings.by_id.values():
+            if listing.module is self._module and listing.has_checkpoints and listing.gives in (ALL, FILES):
+                yield ("glob" if listing.gives == ALL else "file-names"), listing.call
+
+    def _of_call(self, node: ast.Call) -> Iterator[str]:
+        """Give the kinds of file operation that a call performs on a checkpoint."""
+        for kind, values in self._operations(node):
+            if self._is_used(kind, values, node) and not self._is_spared(kind, node):
+                yield kind
+        yield from self._of_shell(node)
+        if self._parses(node):
+            yield "parse-name"
+        if self._removes_directories(node):
+            yield "remove-folders"
+
+    def _operations(self, node: ast.Call) -> Iterator[tuple[str, list[ast.expr]]]:
+        """Give the file operations of a call, and of functions that are passed to it, with what they are done to."""
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        kind = self.kind_of(node.func)
+        if kind == "copy":
+            values = values[:1]  # it may overwrite the other one
+        if kind:
+            yield kind, values
+        elif isinstance(node.func, ast.Attribute):
+            method = next((kind for kind, methods in METHODS.items() if node.func.attr in methods), None)
+            if method:
+                yield method, values if method in _OF_ARGUMENT else [node.func.value]
+            if node.func.attr == "write" and self._is_archive(node.func.value):
+                yield "upload", values[:1]
+        passed = [
+            (one, kind) for one in values if isinstance(one, ast.Name | ast.Attribute) and (kind := self.kind_of(one))
+        ]
+        for function, of_it in passed:
+            others = [one for one in values if one is not function]
+            inner = [part for one in others for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            yield of_it, inner or receiver
+
+    def kind_of(self, function: ast.expr) -> str | None:
+        """Return the kind of file operation that a function of a library performs, or None."""
+        dotted = self._names.of(function) or (
+            written(function) if isinstance(function, ast.Name | ast.Attribute) else ""
+        )
+        tail = ".".join(dotted.split(".")[-2:])
+        return next((kind for kind, calls in CALLS.items() if tail in calls), None)
+
+    def _is_used(self, kind: str, nodes: list[ast.expr], node: ast.Call) -> bool:
+        values = [self._evaluation.value(self._module, one) for one in nodes]
+        if kind == "glob":
+            return any(map(self._evaluation.is_checkpoint, values))
+        if any(map(_is_mode_to_write, [*nodes, *node.args, *(keyword.value for keyword in node.keywords)])):
+            return False
+        if kind == "size" and last_name(node.func) == "stat" and not self._asks_size(node):
+            return False
+        if any(map(self._evaluation.is_checkpoint, values)):
+            return True
+        if any(map(self._evaluation.is_link, values)):
+            return kind not in {"remove"}
+        return kind in _OF_ENTRIES and any(map(self.is_entry_of_run, values))
+
+    def is_entry_of_run(self, value: Value) -> bool:
+        """Return whether a value is any entry of a directory that checkpoints are saved to."""
+        listings = self._evaluation.listings.by_id
+        listed = [listings[int(tag.of)] for tag in value if tag.kind == ENTRY and not tag.place and not tag.piece]
+        return any(one.of_run and one.gives == ALL for one in listed)
+
+    def _is_spared(self, kind: str, node: ast.Call) -> bool:
+        """Return whether a call is made only where ``os.path.isdir`` said no, as in fixed code."""
+        if kind == "is-file":
+            return False
+        for test, is_true in guards(self._module, node):
+            first = test.values[0] if isinstance(test, ast.BoolOp) else test
+            if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.Not):
+                first, is_true = first.operand, not is_true
+            if not is_true and isinstance(first, ast.Call) and last_name(first.func) in _FILE_FIRST:
+                return True
+        return False
+
+    def _asks_size(self, node: ast.Call) -> bool:
+        """Return whether the size is used of what ``stat`` returns."""
+        parent = self._module.parents.get(id(node))
+        if isinstance(parent, ast.Attribute):
+            return parent.attr in _SIZES
+        names = {target.id for target in getattr(parent, "targets", ()) if isinstance(target, ast.Name)}
+        attributes = [one for one in self._module.nodes if isinstance(one, ast.Attribute) and one.attr in _SIZES]
+        return any(isinstance(one.value, ast.Name) and one.value.id in names for one in attributes)
+
+    def _is_archive(self, node: ast.expr) -> bool:
+        return any(tag == (LIBRARY, ARCHIVE, (), False) for tag in self._evaluation.value(self._module, node))
+
+    def _of_shell(self, node: ast.Call) -> Iterator[str]:
+        dotted = self._names.of(node.func) or written(node.func).replace("()", "")
+        if dotted not in _SHELL or not node.args:
+            return
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
+        values = [self._evaluation.value(self._module, part) for part in parts]
+        if not any(tag.kind in (CHECKPOINT, MENTION) for value in values for tag in value):
+            return
+        words = " ".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+        words = " ".join([words, *(one for value in values for one in texts(value))])
+        for kind, commands in _COMMANDS.items():
+            if commands.search(words) and not _RECURSIVE.search(words):
+                yield kind
+
+    def _parses(self, node: ast.Call) -> bool:
+        """Return whether a call makes a number of a checkpoint's name, or takes it apart by a regular expression."""
+        dotted = self._names.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
+        values = [self._evaluation.value(self._module, arg) for arg in node.args]
+        if dotted in {"int", "float"}:
+            held = any(tag.kind == CHECKPOINT and not tag.place for value in values for tag in value)
+            return (held or any(map(self._evaluation.is_checkpoint, values))) and not self._is_number(node)
+        name = last_name(node.func)
+        if name not in _RE_FUNCTIONS or not isinstance(node.func, ast.Attribute):
+            return False
+        of_module = dotted.startswith("re.")
+        if not values:
+            return False
+        subjects = values[1:] if of_module else values[:1]
+        pattern = values[0] if of_module else self._evaluation.value(self._module, node.func.value)
+        is_asked = any(map(self._evaluation.is_checkpoint, subjects)) or self._looks_for_checkpoints(node)
+        only_asks = name in _RE_TESTS and bool(texts(pattern)) and not any(map(_GROUP.search, texts(pattern)))
+        return is_asked and not only_asks
+
+    def _is_number(self, node: ast.Call) -> bool:
+        """Return whether a test has found that a text is a number: then no name makes it fail."""
+        asked = [part for test, is_true in guards(self._module, node) if is_true for part in ast.walk(test)]
+        return any(isinstance(part, ast.Call) and last_name(part.func) in _NUMBER_TESTS for part in asked)
+
+    def _looks_for_checkpoints(self, node: ast.Call) -> bool:
+        """Return whether a match tells the checkpoints among the entries of a listing."""
+        before = [self._evaluation.before_tests(self._module, arg) for arg in node.args]
+        numbers = {int(tag.of) for value in before for tag in value if tag.kind == ENTRY}
+        listings = self._evaluation.listings
+        told = [number for number in numbers if listings.says(self._module, node, True, number) == "checkpoint"]
+        for number in told:
+            listings.by_id[number].has_checkpoints = True
+        return bool(told)
+
+    def _removes_directories(self, node: ast.Call) -> bool:
+        """Return whether a call removes the directories in a run directory: checkpoints are among them."""
+        if last_name(node.func) not in {"rmtree", "rmdir", "DeleteRecursively"}:
+            return False
+        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        values = [self._evaluation.value(self._module, one) for one in [*receiver, *node.args]]
+        listings = self._evaluation.listings.by_id
+        listed = [listings[int(tag.of)] for value in values for tag in value if tag.kind == ENTRY and not tag.place]
+        of_run = [one for one in listed if one.of_run and one.gives in (ALL, DIRECTORIES)]
+        if not of_run:
+            return False
+        asked = [
+            last_name(part.func)
+            for test, _ in guards(self._module, node)
+            for part in ast.walk(test)
+            if isinstance(part, ast.Call)
+        ]
+        tolerant = any(keyword.arg == "ignore_errors" for keyword in node.keywords)
+        return tolerant or bool(_FILE_FIRST & set(asked)) or any(one.gives == DIRECTORIES for one in of_run)
+
+    def _polls(self, node: ast.While) -> bool:
+        calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+        asked = [call for call in calls if last_name(call.func) in {"exists", "Exists", "isfile", "is_file"}]
+        values = [value for call in asked for value in (*call.args, getattr(call.func, "value", None))]
+        held = any(self._evaluation.holds(self._module, value) for value in values)
+        return held and any(last_name(call.func) == "sleep" for call in calls)
+
+
+def _is_mode_to_write(node: ast.expr) -> bool:
+    """Return whether an argument opens a file to write it: then it is not a checkpoint of the legacy API."""
+    mode = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(mode, str) and bool(re.fullmatch(r"[wax][bt+]*", mode))

@@ -1,0 +1,7 @@
+from typing import NamedTuple
+
+
+class Saved(NamedTuple):
+    step: int
+    path: str
+    loss: float
