@@ -67,7 +67,7 @@ _SYNONYMS = {
     "forward_lstm": "fwd_lstm", "backward_lstm": "bwd_lstm", "bridge": "bridge_dense", "lstm": "LSTMCell_0",
     "mixer": "ssm", "backbone": "trunk", "in_proj": "input_proj", "bottom_mlp": "dense_arch", "top_mlp": "over_arch",
     "node_encoder": "node_enc", "edge_encoder": "edge_enc", "edge_fn": "edge_mlp", "node_fn": "node_mlp",
-    "token_mixing": "token_mlp", "channel_mixing": "channel_mlp", "pre_head_layer_norm": "pre_head_norm", "head": "logits",
+    "token_mixing": "token_mlp", "channel_mixing": "channel_mlp", "pre_head_layer_norm": "pre_head_norm", "head": "logits",  # noqa: E501
     "encoder": "enc", "decoder": "dec", "codebook": "quantizer", "dwconv": "depthwise", "pwconv1": "expand",
     "pwconv2": "contract", "online": "online_net", "target": "target_net", "projector": "proj", "neck": "fpn",
     "class_embed": "cls_head", "bbox_embed": "bbox_head", "scale_net": "log_scale_net", "shift_net": "translate_net",
@@ -82,8 +82,8 @@ _ROWS = {
 }  # fmt: skip
 _UNLIKE = {
     "pos_proj": "post_proj", "start_head": "head_2", "end_head": "tail_2", "class_embed": "embedding",
-    "pre_norm": "prediction_norm", "value_head": "attn", "score": "mask_head", "pooler": "retriever", "codebook": "prior",
-    "projector": "reward_head", "predictor": "segmenter", "bbox_embed": "keypoint_head", "text_projection": "audio_adapter",
+    "pre_norm": "prediction_norm", "value_head": "attn", "score": "mask_head", "pooler": "retriever", "codebook": "prior",  # noqa: E501
+    "projector": "reward_head", "predictor": "segmenter", "bbox_embed": "keypoint_head", "text_projection": "audio_adapter",  # noqa: E501
     "to_rgb": "to_depth", "visual_projection": "video_proj", "bridge": "speaker", "router": "bias_net",
     "node_decoder": "energy_head", "time_embedding": "label_embed", "lm_head": "value_head", "mean": "gate",
     "log_std": "temperature", "classifier": "domain_adapter", "class_embedding": "mask_token", "gamma": "drop_rate",
@@ -179,7 +179,7 @@ def unlist(model: Module, r: Any) -> None:
                 for name, child in list(above.items()):
                     if child is holder:
                         _put(above, [x for old, c in above.items() for x in (
-                            [(f"{name}_{n}", layer) for n, layer in holder.items()] if old == name else [(old, c)])])  # fmt: skip
+                            [(f"{name}_{n}", layer) for n, layer in holder.items()] if old == name else [(old, c)])])  # fmt: skip  # noqa: E501
             return
     if rows:
         holder, stem, names = r.choice(rows)
@@ -409,7 +409,7 @@ def nested(model: Module, r: Any) -> None:
 
 EDITS: dict[str, Edit] = {
     edit.__name__: edit for edit in (
-        rename_words, rename_rows, rename_any, wrap, unwrap, stack, unlist, from_one, two_levels, fuse, head, vocabulary,
+        rename_words, rename_rows, rename_any, wrap, unwrap, stack, unlist, from_one, two_levels, fuse, head, vocabulary,  # noqa: E501
         torch_names, transpose_one, split_heads, unit_axes, copies, big_table, add, drop, replace, move_bias, factors,
         packed, experts, deeper, shallower, boxes, nested,
     )

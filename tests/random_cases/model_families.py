@@ -232,7 +232,7 @@ def codec(a: Arrays, r: Any) -> Module:
         "encoder": {**{f"conv_{n}": a.conv(3, 4, 4) for n in range(r.choice([2, 3]))}, "mean": a.dense(4, 3),
                     "logvar": a.dense(4, 3)},
         "codebook": a.embed(16, 3),
-        "decoder": {"dense": a.dense(3, 4), **{f"deconv_{n}": a.conv(3, 4, 4) for n in range(2)}, "out": a.conv(1, 4, 3)},
+        "decoder": {"dense": a.dense(3, 4), **{f"deconv_{n}": a.conv(3, 4, 4) for n in range(2)}, "out": a.conv(1, 4, 3)},  # noqa: E501
     }  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def byol(a: Arrays, r: Any) -> Module:
 def detector(a: Arrays, r: Any) -> Module:
     """A backbone, a pyramid and heads."""
     stages = {f"stage_{n}": {"conv": a.conv(3, 4, 4), "norm": a.norm(4)} for n in range(r.choice([2, 3]))}
-    return {"backbone": {"stem": a.conv(3, 3, 4), **stages}, "neck": {f"lateral_{n}": a.conv(1, 4, 6) for n in range(2)},
+    return {"backbone": {"stem": a.conv(3, 3, 4), **stages}, "neck": {f"lateral_{n}": a.conv(1, 4, 6) for n in range(2)},  # noqa: E501
             "class_embed": a.dense(6, 4), "bbox_embed": a.dense(6, 4), "query_embed": a(9, 6)}  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def qa(a: Arrays, r: Any) -> Module:
     """A reader with several heads of equal shapes."""
     d = 5
     return {"embed": a.embed(12, d), "reader": {"fc1": a.dense(d, 2 * d), "fc2": a.dense(2 * d, d)},
-            "pos_proj": a.dense(d, d), "start_head": a.dense(d, 3), "end_head": a.dense(d, 3), "value_head": a.dense(d, 2),
+            "pos_proj": a.dense(d, d), "start_head": a.dense(d, 3), "end_head": a.dense(d, 3), "value_head": a.dense(d, 2),  # noqa: E501
             "pre_norm": a.norm(d)}  # fmt: skip
 
 
@@ -298,12 +298,12 @@ def lora(a: Arrays, r: Any) -> Module:
 def moe(a: Arrays, r: Any) -> Module:
     """Experts that lie stacked."""
     d = 4
-    layers = {f"layers_{n}": {"router": a.dense(d, 3, bias=False), "wi": {"kernel": a(3, d, 8)}, "wo": {"kernel": a(3, 8, d)},
+    layers = {f"layers_{n}": {"router": a.dense(d, 3, bias=False), "wi": {"kernel": a(3, d, 8)}, "wo": {"kernel": a(3, 8, d)},  # noqa: E501
                               "norm": {"scale": a(d)}} for n in range(r.choice([2, 3]))}  # fmt: skip
     return {"token_embedder": a.embed(14, d), **layers, "final_norm": {"scale": a(d)}}
 
 
 FAMILIES: dict[str, Callable[[Arrays, Any], Module]] = {
-    one.__name__: one for one in (agent, gan, bert, resnet, t5, llama, clip, diffusion, speech, mamba, recommender, graph,
+    one.__name__: one for one in (agent, gan, bert, resnet, t5, llama, clip, diffusion, speech, mamba, recommender, graph,  # noqa: E501
                                   mixer, codec, convnext, byol, detector, flow, qa, flat, lora, moe)
 }  # fmt: skip

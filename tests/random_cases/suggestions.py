@@ -85,7 +85,7 @@ def optimizer(kind: str, params: Any) -> Any:
         return {"0": _adam(params), "1": {**old, "avg_value": np.float32("nan"), "plateau_count": np.float32("nan"),
                                           "best_value": np.float32(40), "cooldown": np.float32("nan")}}  # fmt: skip
     if kind == "multi steps":
-        return {"mini_step": np.float32(1), "gradient_step": np.float32(3), "inner_opt_state": {"0": _adam(params), "1": {}},
+        return {"mini_step": np.float32(1), "gradient_step": np.float32(3), "inner_opt_state": {"0": _adam(params), "1": {}},  # noqa: E501
                 "acc_grads": mapped(lambda x: x * 5, params)}  # fmt: skip
     return {"0": {"trace": mapped(lambda x: x * 4, params)}, "1": {}}
 
@@ -241,7 +241,7 @@ def evaluated(leaf: Any, values: dict[Any, Any]) -> Any:
 
 
 def judged(one: Case, stored: Node, target: Node, suggestion: Suggestion) -> tuple[bool, str]:
-    """Whether all steps give each leaf its value; and a leaf that gets a wrong one by the rules that are not comments."""
+    """Whether all steps give each leaf its value; and a leaf that gets a wrong one by the rules that are not comments."""  # noqa: E501
     values = {path: leaf for path, leaf in iter_leaves(state_dict.describe(one.old)) if leaf is not None}
     wrong = ""
     outcomes = []
@@ -283,7 +283,7 @@ def is_missing(stored: Node, target: Node) -> bool:
 
 
 def verdict(one: Case) -> tuple[str, Suggestion | None, str]:
-    """``certain right``, ``guess wrong``, ``none``, or ``same`` where nothing is missing; the proposal; a wrong leaf."""
+    """``certain right``, ``guess wrong``, ``none``, or ``same`` where nothing is missing; the proposal; a wrong leaf."""  # noqa: E501
     stored, target = one.trees
     if not is_missing(stored, target):
         return "same", None, ""
