@@ -84,7 +84,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
-        against = doubts(stored, target, state.tree, state.steps, remaining)
+        against = doubts(stored, target, state.tree, state.steps, remaining, state.named)
         sentences = tuple(printable(doubt, one_line=True) for doubt in against)
         proposal = Suggestion(state.steps, not against, tuple(map(show_path, remaining)), sentences)
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):

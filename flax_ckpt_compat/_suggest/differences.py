@@ -191,11 +191,15 @@ class Gap:
 
     def _aligned(self) -> list[tuple[str, str]]:
         """Return the pairs of old and new names: equal contents first, then the most similar."""
-        groups: dict[object, tuple[list[str], list[str]]] = {}
-        for side, children in enumerate((self.gone, self.new)):
-            for name, node in children.items():
-                groups.setdefault(self.memo.print(node), ([], []))[side].append(name)
-        pairs = [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
+        pairs: list[tuple[str, str]] = []
+        for print_of in (self.memo.named, self.memo.print):
+            groups: dict[object, tuple[list[str], list[str]]] = {}
+            done = {(name, side) for pair in pairs for side, name in enumerate(pair)}
+            for side, children in enumerate((self.gone, self.new)):
+                for name, node in children.items():
+                    if (name, side) not in done:
+                        groups.setdefault(print_of(node), ([], []))[side].append(name)
+            pairs += [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
         pairs = [(old, new) for old, new in pairs if self.memo.has_arrays(self.gone[old]) or akin(old, new)]
         olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
         news = list(self.new.keys() - {new for _, new in pairs})

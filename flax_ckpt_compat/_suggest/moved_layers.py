@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,10 +10,32 @@ from typing import NamedTuple
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.leaf_features import Look, bare
-from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, unnumbered, words
+from flax_ckpt_compat._suggest.names import (
+    BY_FLAX,
+    akin,
+    is_named_anew,
+    may_be_one,
+    natural,
+    unnumbered,
+    words,
+)
 
 _PAIRWISE = 20
 _WINDOW = 8
+# Number of leaves of a subtree that no other one resembles by chance.
+_MANY = 12
+# Layouts of torch, of which the axes of an array in Flax's are a permutation.
+_TORCH = (
+    (1, 0),
+    (2, 1, 0),
+    (3, 2, 0, 1),
+    (2, 3, 0, 1),
+    (2, 3, 1, 0),
+    (4, 3, 0, 1, 2),
+    (3, 4, 0, 1, 2),
+    (2, 3, 4, 1, 0),
+)
+_WEIGHTS = frozenset(("weight", "weights", "w"))
 Leaves = frozenset[tuple[str, Look]]  # names and looks
 Layers = dict[Path, Leaves]
 
@@ -42,7 +65,10 @@ def judges(
     found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
     moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
     unused, kept = _layers(idle), _layers(fresh)
-    return _names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)
+    return (
+        *(_names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)),
+        *(_transposed(moved), _crossed(moved)),
+    )
 
 
 def _layers(looks: dict[Path, Look]) -> Layers:
@@ -61,7 +87,11 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
     for (old, new), members in groups.items():
         changes = {core(_inside(one.old), _inside(one.new)): one for one in reversed(members)}
         in_row = _is_shifted(list(changes))
+        # A name is evidence against a partner where there could be others, and not for a model as a whole.
+        is_whole = sum(len(one.leaves) for one in members) >= _MANY and all(not one.is_leaf for one in members)
         for change, one in changes.items():
+            if is_whole and is_named_anew(*change):
+                continue
             if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
                 yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
         one = members[0]
@@ -71,6 +101,43 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
         oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
         if not oblong and not akin("_".join(old), "_".join(new)):
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
+
+
+def _transposed(moved: Sequence[Moved]) -> Iterator[str]:
+    """Yield a doubt if a weight becomes a kernel of a shape that torch's transposed one has, too."""
+    turned = [
+        one
+        for one in moved
+        if one.is_leaf and {one.old[-1], one.new[-1]} & _WEIGHTS and "kernel" in (one.old[-1], one.new[-1])
+    ]
+    # In one model all lie alike, and those whose sides differ tell how.
+    if any(not _is_symmetric(shape) for one in turned for _, (shape, _) in one.leaves if len(shape) > 1):
+        return
+    for one in turned:
+        if any(_is_symmetric(shape) for _, (shape, _) in one.leaves):
+            yield f"{show_path(one.old)} has the shape of {show_path(one.new)} transposed or not; torch's weights are"
+
+
+def _is_symmetric(shape: tuple[int, ...]) -> bool:
+    """Return whether an array of torch's layout has the same shape in Flax's."""
+    orders = (order for order in _TORCH if len(order) == len(shape))
+    return any(tuple(shape[axis] for axis in order) == shape for order in orders)
+
+
+def _crossed(moved: Sequence[Moved]) -> Iterator[str]:
+    """Yield a doubt if a row gets another name and another order, although its layers have shapes in common."""
+    rows: dict[tuple[Path, Path, tuple[str, Look]], dict[int, tuple[int, Moved]]] = {}
+    for one in moved:
+        old, new = core(one.old, one.new)
+        if old and new and (ours := numbered(old[-1])) and (theirs := numbered(new[-1])):
+            for leaf in one.leaves:
+                key = (unnumbered(one.old), unnumbered(one.new), leaf)
+                rows.setdefault(key, {})[ours[1]] = (theirs[1], one)
+    for row in rows.values():
+        ordered = [row[number] for number in sorted(row)]
+        for (before, one), (after, other) in itertools.pairwise(ordered):
+            if before > after:
+                yield f"{show_path(one.old)} and {show_path(other.old)} would change their order"
 
 
 def _is_shifted(changes: Sequence[tuple[Path, Path]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -83,7 +84,8 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
-    return _kept(pairing, _typed_keys(pairing, state))
+    state = _typed_keys(pairing, state)
+    return dataclasses.replace(_kept(pairing, state), named=state.tree)
 
 
 def _typed_keys(pairing: Pairing, state: State) -> State:
@@ -109,6 +111,7 @@ def _kept(pairing: Pairing, state: State) -> State:
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
     groups: dict[tuple[str, bool], list[str]] = {}
+    # Printed as a comment: a whole part of the model, and what the checkpoint has values for.
     for path in topmost(pairing.target, lacking):
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
         if there is None:
@@ -118,7 +121,7 @@ def _kept(pairing: Pairing, state: State) -> State:
         else:
             reason = f"stored {look(there)[0]}, target {look(wanted)[0]}"
         is_whole = isinstance(wanted, Branch) and any(isinstance(one, Branch) for one in wanted.children.values())
-        groups.setdefault((reason, is_whole), []).append(literal("/".join(path)))
+        groups.setdefault((reason, is_whole or there is not None), []).append(literal("/".join(path)))
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
