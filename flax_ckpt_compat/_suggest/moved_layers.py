@@ -270,6 +270,12 @@ def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh
 def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
     """Yield the rows of numbered names in which a layer keeps its number, or changes it."""
     numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
-    for place, name in enumerate(path):
-        if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:
-            yield path[:place], found[0], path[place + 1 :]
+    # Below a number, levels may come and go.
+    in_order = [found[1] for name in other if (found := numbered(name))]
+    places = [place for place, name in enumerate(path) if numbered(name)]
+    in_order = in_order if len(in_order) == len(places) else []
+    for order, place in enumerate(places):
+        stem, number = numbered(path[place]) or ("", 0)
+        same = (number, path[place + 1 :]) in numbers or in_order[order : order + 1] == [number]
+        if same == kept:
+            yield path[:place], stem, path[place + 1 :]

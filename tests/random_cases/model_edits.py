@@ -331,25 +331,30 @@ def move_bias(model: Module, r: Any) -> None:
             return
 
 
+def _lost(array: np.ndarray) -> float:
+    """What becomes of an array that cannot be computed from the stored ones: new if it was new before."""
+    return np.nan if np.isnan(array).all() else np.inf
+
+
 def factors(model: Module, r: Any) -> None:
     """A kernel becomes a product of two."""
     layers = [one[n] for one, n in _layers(model) if "kernel" in one[n] and one[n]["kernel"].ndim == 2]
     if layers:
         layer = r.choice(layers)
+        value = _lost(layer["kernel"])
         rows, columns = layer.pop("kernel").shape
-        layer["left"], layer["right"] = (
-            np.full((rows, 2), np.inf, np.float32),
-            np.full((2, columns), np.inf, np.float32),
-        )
+        layer["left"] = np.full((rows, 2), value, np.float32)
+        layer["right"] = np.full((2, columns), value, np.float32)
 
 
 def packed(model: Module, r: Any) -> None:
     """Kernels are packed into fewer numbers."""
     for one in list(modules(model)):
         if "kernel" in one and not isinstance(one["kernel"], dict) and one["kernel"].ndim == 2:
+            value = _lost(one["kernel"])
             rows, columns = one.pop("kernel").shape
-            one["qweight"] = np.full((rows, (columns + 7) // 8), np.inf, np.float32)
-            one["scales"] = np.full((1, columns), np.inf, np.float32)
+            one["qweight"] = np.full((rows, (columns + 7) // 8), value, np.float32)
+            one["scales"] = np.full((1, columns), value, np.float32)
 
 
 def experts(model: Module, r: Any) -> None:
@@ -357,7 +362,7 @@ def experts(model: Module, r: Any) -> None:
     layers = [one[n] for one, n in _layers(model) if "kernel" in one[n] and one[n]["kernel"].ndim == 2]
     if layers:
         layer = r.choice(layers)
-        layer["kernel"] = np.full((5, *layer["kernel"].shape), np.inf, np.float32)
+        layer["kernel"] = np.full((5, *layer["kernel"].shape), _lost(layer["kernel"]), np.float32)
 
 
 def deeper(model: Module, r: Any) -> None:
