@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -37,7 +39,7 @@ _VOCABULARIES = frozenset(("lm", "mlm", "vocab", "vocabulary", "token", "tokens"
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Outcome:
     """Effect of a proposal."""
 
@@ -49,6 +51,17 @@ class Outcome:
     had: Roles  # in the checkpoint
     has: Roles  # in the target
     other_shapes: dict[Path, LeafHandle]  # paths of kept leaves → what is stored for them, in another shape
+
+    @functools.cached_property
+    def last_numbers(self) -> dict[tuple[Path, str], int]:
+        """Return the highest numbers of rows, by place and text before the number, in both trees."""
+        found: dict[tuple[Path, str], int] = {}
+        for path in itertools.chain(self.goal, self.stored):
+            for place, name in enumerate(path):
+                if row := numbered(name):
+                    key = path[:place], row[0]
+                    found[key] = max(found.get(key, 0), row[1])
+        return found
 
 
 def doubts(
@@ -152,13 +165,8 @@ def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], o
         return True
     # Every numbered name has the highest number of its row, in both trees.
     rows = [(place, found) for place, name in enumerate(layer) if (found := numbered(name))]
-    others = [other for paths in (outcome.goal, outcome.stored) for other in paths] if numbered(layer[-1]) else []
-    return bool(others) and not any(
-        other[:place] == path[:place] and (row := numbered(other[place])) and row[0] == stem and row[1] > number
-        for place, (stem, number) in rows
-        for other in others
-        if len(other) > place
-    )
+    last = outcome.last_numbers if numbered(layer[-1]) else {}
+    return bool(last) and all(last[path[:place], stem] <= number for place, (stem, number) in rows)
 
 
 def _copies(outcome: Outcome, fresh: dict[Path, Look], target: Node) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
@@ -12,11 +11,13 @@ from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.text_formatting import count_of_leaves
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import stacked_layers
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look
-from flax_ckpt_compat._suggest.names import akin, pair_up
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look
+from flax_ckpt_compat._suggest.names import akin, natural, pair_up
 from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
 
 _MAX_PAIRS = 900
+# Number of partners that are tried for a row or a stack: more are no evidence for any of them.
+_MAX_LIKELY = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,10 +108,15 @@ class Gap:
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
         for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
+            wholes = self._by_leaf(others) if found else {}
             for row in found:
+                if len(set(map(self.memo.print, row.nodes))) != 1:
+                    continue
                 layer, axes = self.memo.contents(row.nodes[0]), {}
-                for name, whole in others.items() if len(set(map(self.memo.print, row.nodes))) == 1 else ():
-                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(whole)):
+                looks = stacked_layers.leaves_of_stack(layer, len(row.nodes))
+                likely = dict.fromkeys(name for leaf in looks for name in wholes.get(leaf, ())[:_MAX_LIKELY])
+                for name in natural(name for name in likely if name in others):
+                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(others[name])):
                         axes[name] = axis
                 if not axes:
                     continue
@@ -121,19 +127,40 @@ class Gap:
                 else:
                     self._take([name], row.siblings)
                     yield stacked_layers.unstacked(name, row, *axes[name])
+        yield from self._restacks()
+
+    def _by_leaf(self, children: dict[str, Node]) -> dict[tuple[str, Look], list[str]]:
+        """Return the names of the children that have a leaf of a name and look."""
+        found: dict[tuple[str, Look], list[str]] = {}
+        for name, node in children.items():
+            for leaf in self.memo.contents(node):
+                found.setdefault(leaf, []).append(name)
+        return found
+
+    def _restacks(self) -> Iterator[list[ProposedRule]]:
+        """Yield the steps for stacks whose layers moved to another axis."""
+        layers: dict[object, list[str]] = {}
+        for name, node in self.new.items():
+            for axis, layer in stacked_layers.layers_by_axis(self.memo.contents(node)).items():
+                layers.setdefault((axis, layer), []).append(name)
         for old in list(self.gone):
             ours = self.memo.contents(self.gone[old])
+            found = stacked_layers.layers_by_axis(ours)
+            near = [
+                name for axis, layer in found.items() for name in layers.get((1 - axis, layer), ()) if name in self.new
+            ]
             moved = {
-                name: stacked_layers.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()
+                name: stacked_layers.moved_axis(ours, self.memo.contents(self.new[name])) for name in near[:_MAX_LIKELY]
             }
-            if near := [name for name, axes in moved.items() if axes]:
-                new = _nearest(old, near)
+            if clear := [name for name, axes in moved.items() if axes]:
+                new = _nearest(old, clear)
                 self._take([old], [new])
                 yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""
         for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
+            prints = set(map(self.memo.print, children.values()))
             for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
                 if not isinstance(whole, Branch):
                     continue
@@ -146,7 +173,7 @@ class Gap:
                     names, inner = [*names, name], child
                     held = self._held(children, inner, len(others))
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
-                same = self.memo.print(whole) in map(self.memo.print, children.values())
+                same = self.memo.print(whole) in prints
                 only = len(children) == 1 and children.keys() == inner.children.keys()
                 if not held or "/" in "".join(names) or (same and not only):
                     continue
@@ -172,8 +199,11 @@ class Gap:
 
     def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
         """Return the children that are in another branch, by names or, if half of them match, by contents."""
-        below = {name: self.memo.contents(child) for name, child in inner.children.items()}
-        named = [name for name, child in children.items() if self.memo.contents(child) & below.get(name, Counter())]
+        named = [
+            name
+            for name, child in inner.children.items()
+            if name in children and self.memo.contents(children[name]) & self.memo.contents(child)
+        ]
         if named or self.common or len(children) < 2 or others > 1:
             return named
         prints = {self.memo.print(child) for child in inner.children.values()}

@@ -20,8 +20,10 @@ from flax_ckpt_compat._suggest.names import (
     words,
 )
 
-_PAIRWISE = 20
-_WINDOW = 8
+# Of how many layers of one shape all pairs are compared; of more, those that are near each other in natural order.
+_PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
+# Number of others that may fit a layer and yet be told from it by their places.
+_MAX_FITTING = 64
 # Number of leaves of a subtree that no other one resembles by chance.
 _MANY = 12
 # Layouts of torch, of which the axes of an array in Flax's are a permutation.
@@ -175,7 +177,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
     for group in groups.values():
         by_old = {"\0".join((*one.old, "\1", *one.new)): change for change, one in group.items()}
         ordered = [by_old[key] for key in natural(by_old)]
-        reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
+        reach = len(ordered) if len(ordered) <= _PAIRWISE else max(1, min(_WINDOW, _COMPARISONS // len(ordered)))
         for number, change in enumerate(ordered):
             for other in ordered[number + 1 : number + 1 + reach]:
                 one, two = group[change], group[other]
@@ -223,21 +225,34 @@ def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
 
 def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
     """Yield a doubt for a moved layer if an unused stored layer, or one that the target keeps, fits equally well."""
+    by_leaf = _by_leaf(idle), _by_leaf(fresh)
     for one in moved:
-        for layers, right, there in ((idle, one.old, one.new), (fresh, one.new, one.old)):
-            for path in _fitting(one, layers):
+        for layers, leaves, right, there in (
+            (idle, by_leaf[0], one.old, one.new),
+            (fresh, by_leaf[1], one.new, one.old),
+        ):
+            for number, path in enumerate(_fitting(one, layers, leaves)):
                 ours, theirs = ((_same_start(end, there), _same_start(end[::-1], there[::-1])) for end in (right, path))
-                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1]:
+                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1] or number > _MAX_FITTING:
                     yield f"{show_path(path)} fits {show_path(there)} as well as {show_path(right)} does"
+                    break
 
 
-def _fitting(one: Moved, layers: Layers) -> Iterator[Path]:
-    names = {name for name, _ in one.leaves}
+def _by_leaf(layers: Layers) -> dict[tuple[str, Look], list[Path]]:
+    """Return the layers that have a leaf of a name and look; below ``""`` the leaves of a look."""
+    found: dict[tuple[str, Look], list[Path]] = {}
     for path, leaves in layers.items():
-        if one.is_leaf:
-            yield from ((*path, name) for name, seen in leaves if ("", seen) in one.leaves)
+        for name, seen in leaves:
+            found.setdefault((name, seen), []).append(path)
+            found.setdefault(("", seen), []).append((*path, name))
+    return found
+
+
+def _fitting(one: Moved, layers: Layers, by_leaf: dict[tuple[str, Look], list[Path]]) -> Iterator[Path]:
+    names = {name for name, _ in one.leaves}
+    for path in dict.fromkeys(itertools.chain.from_iterable(by_leaf.get(leaf, ()) for leaf in one.leaves)):
         # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
-        elif one.leaves & leaves and names <= {name for name, _ in leaves}:
+        if one.is_leaf or names <= {name for name, _ in layers[path]}:
             yield path
 
 

@@ -60,7 +60,12 @@ _MAX_PAIRS = 2500
 
 def unnumbered(path: Path) -> Path:
     """Return a key path with ``#`` for the numbers in it."""
-    return tuple(re.sub(r"\d+", "#", name) for name in path)
+    return tuple(map(_unnumbered, path))
+
+
+@functools.lru_cache(10_000)
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def natural(names: Iterable[str]) -> list[str]:

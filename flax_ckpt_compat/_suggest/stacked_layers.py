@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node
-from flax_ckpt_compat._suggest.leaf_features import Contents
+from flax_ckpt_compat._suggest.leaf_features import Contents, Look
 
 _AXES = (0, 1, 2, 3, -1)
 
@@ -123,6 +124,28 @@ def _axis(axis: int) -> dict[str, int]:
     return {"axis": axis} if axis else {}
 
 
+def leaves_of_stack(layer: Contents, count: int) -> set[tuple[str, Look]]:
+    """Return the leaves that a stack of so many layers can have, on any axis."""
+    return set().union(*(_with_axis(layer, count, axis) for axis in _AXES))
+
+
+def layers_by_axis(stack: Contents) -> dict[int, frozenset[Any]]:
+    """Return, for axis 0 and 1 of a stack, the number of layers and what each of them holds; hashable."""
+    found = {}
+    for axis in (0, 1):
+        counts = {shape[axis] if len(shape) > axis else 0 for _, (shape, _) in stack}
+        if len(counts) == 1 and 0 not in counts:
+            found[axis] = frozenset({("", counts.pop()), *_without_axis(stack, axis).items()})
+    return found
+
+
+def _without_axis(stack: Contents, axis: int) -> Contents:
+    layer: Contents = Counter()
+    for (name, (shape, kind)), many in stack.items():
+        layer[name, ((*shape[:axis], *shape[axis + 1 :]), kind)] += many
+    return layer
+
+
 def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] | None:
     """Return the axis of a subtree that holds the layers of a row, and a doubt if another axis fits."""
     if layer.total() != whole.total():
@@ -144,9 +167,7 @@ def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
     found = []
     for before, after in ((0, 1), (1, 0)) if old != new else ():
         counts = {shape[before] if len(shape) > before else 0 for _, (shape, _) in old}
-        layer: Contents = Counter()
-        for (name, (shape, kind)), many in old.items():
-            layer[name, ((*shape[:before], *shape[before + 1 :]), kind)] += many
+        layer = _without_axis(old, before)
         if len(counts) == 1 and 0 not in counts and _with_axis(layer, counts.pop(), after) == new:
             found.append((before, after))
     return found[0] if len(found) == 1 else None

@@ -31,6 +31,7 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         raise RuleError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
     names = [_patterns.whole_names(one) for one in given]
+    plain = _patterns.plain_names(given)
     fills = [_patterns.filled(name, text) for name, text in zip(names, given.values(), strict=True)]
 
     def apply(stored: Node, _: Node) -> Node:
@@ -39,7 +40,7 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         def renamed(path: Path) -> tuple[Path]:
             new: list[str] = []
             done = 0
-            for number, first, after, match in _patterns.matches(names, path):
+            for number, first, after, match in _patterns.matches(names, path, plain):
                 unmatched.pop(number, None)
                 new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
                 done = after
