@@ -50,6 +50,9 @@ class TreePlan:
     options: RestoreOptions
     target: state_dict.TargetTree | None  # the user's tree, or None
     tree: Node  # the checkpoint's tree after the rules
+    # Of a checkpoint of several items: the tree of all of them, after the rules, and all their targets. Rules name
+    # leaves in these.
+    all_items: tuple[Node, Node] | None = None
     leaves: list[LeafPlan] = dataclasses.field(default_factory=list)  # every leaf of the result, in its order
     # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole
     # tree at the root.
@@ -90,7 +93,7 @@ class TreePlan:
         if self.target is None or not (self.missing or self.shapes):
             return None
         try:
-            return _suggest.suggest(self.tree, self.target.node)
+            return _suggest.suggest(*(self.all_items or (self.tree, self.target.node)))
         except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
             _log.debug("no suggestion for %s", self.path, exc_info=True)
             return None

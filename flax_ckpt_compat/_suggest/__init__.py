@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
+from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]
@@ -64,7 +67,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
-    stored, target = _in_order(stored), _in_order(target)
+    stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
     pairing = Pairing(target)
     lacking = len(pairing.missing(stored))
     if not lacking:
@@ -90,6 +93,14 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best
+
+
+def _here(path: Path, leaf: Any) -> Any:
+    """Return a leaf that is named after its place, wherever it was before rules that were given, or in its item."""
+    if isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None:
+        kind, name = LeafKind.ARRAY, "/".join(path)
+        return LeafHandle(path, kind, leaf.shape, leaf.dtype, 0, name, leaf.handles[0].reader, None)
+    return dataclasses.replace(leaf, path=path) if isinstance(leaf, LeafHandle) and leaf.path != path else leaf
 
 
 def _in_order(node: Branch) -> Branch:
