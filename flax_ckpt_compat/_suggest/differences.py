@@ -44,8 +44,10 @@ class Level:
 
 def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> bool:
     """Return whether the nodes of one name have no leaf in common."""
+    if not isinstance(stored, Branch) and not isinstance(target, Branch):
+        return not fits(look(stored), look(target))
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
-        return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
+        return True
     one, other = memo.contents(stored), memo.contents(target)
     if not one or not other:
         return bool(one or other)

@@ -18,6 +18,7 @@ from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
+_NO_MOMENTS = "no moments"
 
 
 def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
@@ -72,6 +73,8 @@ def finished(pairing: Pairing, state: State) -> State:
         if not pairing.missing(state.tree, at):
             continue
         text, fields = literal("/".join(at)), _fields(node_at(pairing.target, at))
+        if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
+            continue  # numbers alone, of which `_kept` names those that are new
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
             tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
@@ -103,7 +106,8 @@ def _typed_keys(pairing: Pairing, state: State) -> State:
 def _fields(node: Node) -> str:
     """Return the names under which an optimizer keeps its arrays."""
     found = [name for path, leaf in leaves_at(node) for name in path if name in MOMENTS or name == "count"]
-    return ", ".join(dict.fromkeys(found)) or "no moments"
+    found = found if MOMENTS.intersection(found) else []
+    return ", ".join(dict.fromkeys(found)) or _NO_MOMENTS
 
 
 def _kept(pairing: Pairing, state: State) -> State:
