@@ -126,7 +126,9 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: Res
     plans = {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
     if isinstance(tree, Branch):
         # An item without a target is restored as it is.
-        wanted = {name: target_trees[name].node if name in target_trees else tree.children.get(name) for name in targets}
+        wanted = {
+            name: target_trees[name].node if name in target_trees else tree.children.get(name) for name in targets
+        }
         for plan in plans.values():
             plan.all_items = tree, Branch(wanted)
     return plans

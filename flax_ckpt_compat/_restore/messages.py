@@ -76,12 +76,17 @@ def changed_optimizer(guess: Any) -> str:
 
     Their states are matched by the names of their fields, so that no value gets into another one's place."""
     sources = [step.rule.source for step in guess.steps]
-    if guess.remaining or not all(source.startswith("rules.optimizer_state(") for source in sources):
+    carried = [source for source in sources if source.startswith("rules.optimizer_state(")]
+    begun = [source for source in sources if source.startswith("rules.copy(")]
+    if guess.remaining or not carried or len(carried) + len(begun) < len(sources):
         return ""
-    return (
-        f"The optimizer is another one. {', '.join(sources)} carries over the state that both have, and keeps the "
-        f"target's for the rest; but {guess.doubts[0]}."
+    text = (
+        f"The optimizer is another one. {', '.join(carried)} carries over the state that both have, and keeps the "
+        "target's for the rest"
     )
+    if begun:
+        return f"{text}; add {', '.join(begun)} where each step was one update, so that the new schedule goes on."
+    return f"{text}; but {guess.doubts[0]}."
 
 
 def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:

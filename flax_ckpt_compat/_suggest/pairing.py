@@ -171,8 +171,10 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
                 prefix + pattern: to if prefix in ("", "^") else r"\1/" + to.replace(r"\1", r"\2")
                 for pattern, to in change.patterns.items()
             }
-            if len(group) > _SEPARATE or any(olds.get(name, change) is not change for name in change.new) or any(
-                name in other.new for other in group.values() if other is not change for name in change.old
+            if (
+                len(group) > _SEPARATE
+                or any(olds.get(name, change) is not change for name in change.new)
+                or any(name in other.new for other in group.values() if other is not change for name in change.old)
             ):
                 together |= patterns
             else:

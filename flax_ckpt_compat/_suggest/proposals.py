@@ -11,7 +11,7 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, leaves_at, look
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
@@ -87,8 +87,30 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
-    state = _typed_keys(pairing, state)
+    state = _typed_keys(pairing, _counted(pairing, state))
     return dataclasses.replace(_kept(pairing, state), named=state.tree)
+
+
+def _counted(pairing: Pairing, state: State) -> State:
+    """Return the state after steps that begin new schedules at the stored step, beside moments that are restored."""
+    have = pairing.looks(state.tree)
+    kept = [path for path, seen in have.items() if seen == KEPT and path[-1] == "count" and path in pairing.goal]
+    for root in sorted(pairing.roles.roots):
+        inside = {path for path in have if path[: len(root)] == root}
+        step = (*root[:-1], "step")
+        if have.get(step) != pairing.goal.get(step) or step not in have:
+            continue
+        if not any(have[path] != KEPT and MOMENTS.intersection(path) for path in inside):
+            continue
+        for path in kept:
+            siblings = node_at(pairing.target, path[:-1])
+            if path in inside and list(siblings.children) == ["count"]:
+                count = "/".join(path)
+                doubt = f"{count} would begin anew, and begins at the stored step if each step was one update"
+                reason = "a new schedule goes on at the stored step"
+                copied = ProposedRule(rules.copy(literal("/".join(step)), plain(count)), reason, doubt)
+                state = pairing.tried(state, [copied]) or state
+    return state
 
 
 def _typed_keys(pairing: Pairing, state: State) -> State:

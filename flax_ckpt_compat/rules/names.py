@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
@@ -78,7 +82,8 @@ def copy(source: str, to: Replacement) -> Apply:
 
     Args:
         source: pattern of whole key paths in the checkpoint.
-        to: key path of the copy, as in ``re.sub``; the values are read once and share no memory.
+        to: key path of the copy, as in ``re.sub``; the values are read once and share no memory. A Python number
+            becomes an array where the target has one: ``copy("step", "opt_state/1/count")`` lets a new schedule go on.
 
     Raises:
         TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
@@ -93,9 +98,22 @@ def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
     def apply(stored: Node, target: Node) -> Node:
         found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        return _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
+        tree = _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
+        for start, end in ends.items() if stays else ():
+            if (number := _as_array(node_at(stored, start), node_at(target, end))) is not None:
+                tree = _edit_tree.put(tree, end, number)
+        return tree
 
     return apply
+
+
+def _as_array(leaf: Node, wanted: Node) -> Derived | None:
+    """Return a stored number as the array that the target has for its copy, such as a schedule's count; else None."""
+    shape, dtype = shape_and_dtype(wanted)
+    is_number = isinstance(leaf, LeafHandle) and leaf.kind in (LeafKind.INT, LeafKind.FLOAT, LeafKind.BOOL)
+    if not is_number or shape != () or not isinstance(dtype, np.dtype) or isinstance(wanted, np.generic):
+        return None
+    return Derived((leaf,), lambda value: np.asarray(value, dtype), (), dtype, f"a number as {dtype}")
 
 
 @rule
