@@ -185,6 +185,45 @@ def unwrap(name: str, at: str = "") -> Apply:
     return apply
 
 
+@rule
+def nest(separator: str = "/", at: str = "") -> Apply:
+    """Split names that hold a whole key path into levels: with ``nest(".")``, ``a.b.c`` becomes ``a/b/c``.
+
+    Args:
+        separator: text between the names of the levels.
+        at: pattern of whole key paths of subtrees in the checkpoint, below which names are split; empty for all.
+
+    Raises:
+        TransformError: no separator, or a bad pattern; when applied: the checkpoint has no such path, or no such name
+            below it.
+        NameCollisionError: when applied: two leaves would get the same name, or one the name of a subtree.
+    """
+    if not separator:
+        raise RuleError("the separator is empty")
+    _patterns.compiled(at)
+
+    def apply(stored: Node, _: Node) -> Node:
+        starts, found = _patterns.select(stored, [at]), False
+
+        def split(path: Path) -> list[Path]:
+            nonlocal found
+            start = _edit_tree.prefix_in(path, starts)
+            if start is None:
+                return [path]
+            below = path[len(start) :]
+            found = found or any(separator in name for name in below)
+            return [start + tuple(part for name in below for part in filter(None, name.split(separator)))]
+
+        tree = _edit_tree.remap(stored, split)
+        if not found:
+            raise RuleError(
+                f"no name in the checkpoint has {separator!r} in it; {_patterns.near_names(separator, stored)}"
+            )
+        return tree
+
+    return apply
+
+
 def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]]) -> None:
     for path in paths:
         node = node_at(stored, path)
