@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
@@ -12,8 +12,9 @@ from flax_ckpt_compat._core.text_formatting import count_of_leaves
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look
-from flax_ckpt_compat._suggest.names import akin, natural, pair_up
+from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
 from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
+from flax_ckpt_compat._suggest.torch_layouts import is_torch_name, is_transposed
 
 _MAX_PAIRS = 900
 # Number of partners that are tried for a row or a stack: more are no evidence for any of them.
@@ -90,6 +91,7 @@ class Gap:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
+            yield from self._fusions()
             yield from self._levels()
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
@@ -175,6 +177,18 @@ class Gap:
                 new = _nearest(old, clear)
                 self._take([old], [new])
                 yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
+
+    def _fusions(self) -> Iterator[list[ProposedRule]]:
+        """Yield the steps for projections that became one, or one that became several."""
+        for parts, wholes, fusing in ((self.gone, self.new, True), (self.new, self.gone, False)):
+            names = projections(parts)
+            for name in list(wholes) if names else ():
+                axes = stacked_layers.joined_axes([parts[part] for part in names], wholes[name], self.memo)
+                if not axes:
+                    continue
+                self._take(*((names, [name]) if fusing else ([name], names)))
+                yield [stacked_layers.fused(names, name, axes, fusing=fusing)]
+                break
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""
@@ -263,7 +277,17 @@ class Gap:
                 pairs.append((old, new))
                 olds.remove(old)
                 news.remove(new)
+        pairs += self._turned(olds, news)
         return [(old, new) for old, new in pairs if old != new and "/" not in old + new]
+
+    def _turned(self, olds: Sequence[str], news: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the weight of torch's, transposed, that became a kernel."""
+        for old, new in itertools.product(olds, news) if len(olds) * len(news) <= _MAX_PAIRS else ():
+            ours, theirs = self.gone[old], self.new[new]
+            is_leaf = not isinstance(ours, Branch) and not isinstance(theirs, Branch)
+            if is_leaf and is_torch_name(old, new) and is_transposed(look(ours)[0], look(theirs)[0]):
+                yield old, new
+                return
 
 
 def _nearest(name: str, names: list[str]) -> str:

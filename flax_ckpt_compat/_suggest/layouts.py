@@ -14,15 +14,8 @@ from flax_ckpt_compat._suggest.leaf_features import bare, leaves_at
 from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
+from flax_ckpt_compat._suggest.torch_layouts import TORCH_ORDERS, is_torch_name, permuted
 
-# Orders of axes between torch's weights and Flax's kernels, by the number of axes.
-TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
-    2: ((1, 0),),
-    3: ((2, 1, 0),),
-    4: ((2, 3, 1, 0), (3, 2, 0, 1), (2, 3, 0, 1)),
-    5: ((2, 3, 4, 1, 0), (4, 3, 0, 1, 2), (3, 4, 0, 1, 2)),
-}
-WEIGHTS = frozenset(("weight", "weights", "w"))
 _MAX_NAMES = 12
 
 
@@ -33,21 +26,6 @@ class Misshapen:
     path: Path
     handle: LeafHandle
     wanted: tuple[int, ...]
-
-
-def permuted(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with its axes in another order."""
-    return tuple(shape[axis] for axis in order)
-
-
-def is_symmetric(shape: tuple[int, ...]) -> bool:
-    """Return whether an array of torch's layout has the same shape in Flax's."""
-    return any(permuted(shape, order) == shape for order in TORCH_ORDERS.get(len(shape), ()))
-
-
-def is_torch_name(one: str, other: str) -> bool:
-    """Return whether one name is that of torch's weights, and the other Flax's of kernels."""
-    return "kernel" in (one, other) and not WEIGHTS.isdisjoint((one, other))
 
 
 def laid_out(pairing: Pairing, state: State) -> State:

@@ -19,6 +19,7 @@ from flax_ckpt_compat._suggest.names import (
     unnumbered,
     words,
 )
+from flax_ckpt_compat._suggest.torch_layouts import is_symmetric, is_torch_name
 
 # Of how many layers of one shape all pairs are compared; of more, those that are near each other in natural order.
 _PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
@@ -26,18 +27,6 @@ _PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
 _MAX_FITTING = 64
 # Number of leaves of a subtree that no other one resembles by chance.
 _MANY = 12
-# Layouts of torch, of which the axes of an array in Flax's are a permutation.
-_TORCH = (
-    (1, 0),
-    (2, 1, 0),
-    (3, 2, 0, 1),
-    (2, 3, 0, 1),
-    (2, 3, 1, 0),
-    (4, 3, 0, 1, 2),
-    (3, 4, 0, 1, 2),
-    (2, 3, 4, 1, 0),
-)
-_WEIGHTS = frozenset(("weight", "weights", "w"))
 Leaves = frozenset[tuple[str, Look]]  # names and looks
 Layers = dict[Path, Leaves]
 
@@ -107,23 +96,13 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
 
 def _transposed(moved: Sequence[Moved]) -> Iterator[str]:
     """Yield a doubt if a weight becomes a kernel of a shape that torch's transposed one has, too."""
-    turned = [
-        one
-        for one in moved
-        if one.is_leaf and {one.old[-1], one.new[-1]} & _WEIGHTS and "kernel" in (one.old[-1], one.new[-1])
-    ]
+    turned = [one for one in moved if one.is_leaf and is_torch_name(one.old[-1], one.new[-1])]
     # In one model all lie alike, and those whose sides differ tell how.
-    if any(not _is_symmetric(shape) for one in turned for _, (shape, _) in one.leaves if len(shape) > 1):
+    if any(not is_symmetric(shape) for one in turned for _, (shape, _) in one.leaves if len(shape) > 1):
         return
     for one in turned:
-        if any(_is_symmetric(shape) for _, (shape, _) in one.leaves):
+        if any(is_symmetric(shape) for _, (shape, _) in one.leaves):
             yield f"{show_path(one.old)} has the shape of {show_path(one.new)} transposed or not; torch's weights are"
-
-
-def _is_symmetric(shape: tuple[int, ...]) -> bool:
-    """Return whether an array of torch's layout has the same shape in Flax's."""
-    orders = (order for order in _TORCH if len(order) == len(shape))
-    return any(tuple(shape[axis] for axis in order) == shape for order in orders)
 
 
 def _crossed(moved: Sequence[Moved]) -> Iterator[str]:

@@ -51,6 +51,7 @@ _SHORT = {
     "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
     "cls": "class", "tok": "token", "neg": "negative", "disc": "discriminator", "up": "upsampl", "down": "downsampl",
 }  # fmt: skip
+_PROJECTIONS = (("query", "key", "value"), ("gate", "up"))
 _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
     _set("bias beta b"),
@@ -185,6 +186,24 @@ def _alike(one: str, other: str) -> bool:
 def is_copy(name: str) -> bool:
     """Return whether a name says that it is a copy of something else, such as an average."""
     return bool(words(name) & _COPIES)
+
+
+def projections(names: Iterable[str]) -> list[str]:
+    """Return those of several names that are query, key and value, or gate and up, in this order; none if unclear."""
+    given = list(names)
+    for roles in _PROJECTIONS:
+        found = [[name for name in given if _role(name) == role] for role in roles]
+        if all(len(names) == 1 for names in found):
+            return [name for (name,) in found]
+    return []
+
+
+def _role(name: str) -> str:
+    """Return the only word of a name that says which projection it is, such as ``query`` for ``q_proj`` or ``wq``."""
+    found = words(name) - _KINDS.keys() - _CLASSES.keys() - _SAY_NOTHING
+    word = next(iter(found)) if len(found) == 1 else ""
+    word = word[1:] if len(word) == 2 and word[0] == "w" else word
+    return _LETTERS.get(word, word)
 
 
 def share_a_word(one: str, other: str) -> bool:

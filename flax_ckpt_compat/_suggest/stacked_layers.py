@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node
-from flax_ckpt_compat._suggest.leaf_features import Contents, Look
+from flax_ckpt_compat._suggest.leaf_features import Contents, Look, SubtreeMemo
 
 _AXES = (0, 1, 2, 3, -1)
 
@@ -108,6 +108,40 @@ def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedR
     step = ProposedRule(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
     from_0 = dataclasses.replace(new, first=0)
     return [step, *([rename(renamed(from_0, new), f"numbered from {new.first}")] if new.first else [])]
+
+
+def joined_axes(parts: Sequence[Node], whole: Node, memo: SubtreeMemo) -> dict[int, list[int]]:
+    """Return the axes, from the end, on which several subtrees make up another one, with the lengths of the parts."""
+    looks = [dict(leaf for leaf in memo.contents(part)) for part in parts]
+    joined = dict(leaf for leaf in memo.contents(whole))
+    if not joined or any(one.keys() != joined.keys() for one in looks):
+        return {}
+    found: dict[int, list[int]] = {}
+    for axis in (-1, -2):
+        lengths = [
+            [shape[axis] if len(shape) >= -axis else 0 for shape, _ in (one[name] for one in looks)] for name in joined
+        ]
+        if all(_is_joined([one[name][0] for one in looks], joined[name][0], axis) for name in joined):
+            found[axis] = lengths[0]
+    return found
+
+
+def _is_joined(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], axis: int) -> bool:
+    if any(len(part) != len(whole) or len(part) < -axis for part in parts):
+        return False
+    rests = {(*part[:axis], *part[len(part) + axis + 1 :]) for part in (*parts, whole)}
+    return len(rests) == 1 and sum(part[axis] for part in parts) == whole[axis]
+
+
+def fused(names: Sequence[str], whole: str, axes: dict[int, list[int]], *, fusing: bool) -> ProposedRule:
+    """Return the rule that joins projections, or divides one."""
+    axis, lengths = next(iter(axes.items()))
+    doubt = f"the parts of {whole} may lie head by head, which the shapes do not tell"
+    reason = f"{whole} is as long as {', '.join(names)} together"
+    if fusing:
+        return ProposedRule(rules.fuse(list(names), whole, axis=axis), reason, doubt)
+    sizes = {"sizes": lengths} if len(set(lengths)) > 1 else {}
+    return ProposedRule(rules.split(literal(whole), list(names), axis=axis, **sizes), reason, doubt)
 
 
 def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
