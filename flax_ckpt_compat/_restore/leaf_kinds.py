@@ -213,16 +213,16 @@ def module_difference(tree: Any) -> KindDifference | None:
     return None
 
 
-def explain(differences: Sequence[KindDifference], source: str, *, refused: bool) -> str:
-    """Return the message for leaves of another kind: a folded list, then the remedies."""
+def explain(differences: Sequence[KindDifference], source: str, *, refused: bool, cause: str = "") -> str:
+    """Return the message for leaves of another kind: a folded list, then the remedies, or ``cause`` if there is one."""
     count = len(differences)
     first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     are_cut = all(difference.is_longer for difference in differences)
     lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
     lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
-    lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
-    lines += _unboxing(differences)
-    if refused:
+    lines += [cause] if cause else dict.fromkeys(one.hint for one in differences if one.hint)
+    lines += [] if cause else _unboxing(differences)
+    if refused and not cause:
         leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box]
         if leaves and len(leaves) <= _MAX_NAMED:
             named = ", ".join(repr(literal(show_path(path))) for path in leaves)

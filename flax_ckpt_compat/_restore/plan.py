@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import Row
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, is_array, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SHORT_BYTES = 64 * 2**20
-_WITH_SHAPES = (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR, LeafKind.PRNG_KEY)
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -82,8 +81,7 @@ class TreePlan:
     def arrays(self) -> int:
         """Return the number of target arrays that come from stored ones."""
         return sum(
-            isinstance(leaf.source, LeafHandle) and leaf.source.kind in _WITH_SHAPES and hasattr(leaf.target, "shape")
-            for leaf in self.leaves
+            hasattr(leaf.target, "shape") and (is_array(leaf.source) or is_key(leaf.source)) for leaf in self.leaves
         )
 
     def suggest(self) -> Any:

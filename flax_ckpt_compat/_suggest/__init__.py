@@ -42,6 +42,17 @@ class Suggestion:
         return [step.rule for step in self.steps if not self._is_comment(step)]
 
     @property
+    def keeps_all(self) -> bool:
+        """Return whether it takes nothing from the checkpoint that is not there under its name."""
+        return all(step.rule.source.startswith("rules.from_target") for step in self.steps)
+
+    @property
+    def is_about_layout(self) -> bool:
+        """Return whether nothing is missing, and all that is uncertain is in which order values lie in an array."""
+        own = {printable(step.doubt, one_line=True) for step in self.steps if step.doubt}
+        return bool(self.doubts) and not self.remaining and own >= set(self.doubts)
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Return a sort key, the best first: leaves still missing, doubts, steps."""
         return len(self.remaining), len(self.doubts), len(self.steps)

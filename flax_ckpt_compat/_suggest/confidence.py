@@ -27,7 +27,7 @@ from flax_ckpt_compat._suggest.leaf_features import (
     leaves_at,
     look,
 )
-from flax_ckpt_compat._suggest.names import is_copy, share_a_word, words
+from flax_ckpt_compat._suggest.names import is_copy, share_a_word, unnumbered, words
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
@@ -106,7 +106,18 @@ def _outcome(stored: Node, target: Node, tree: Node, named: Node) -> Outcome:
             if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
                 names = zip(handles[0].path, handles[1].path, strict=False)
                 result.pairs[path] = tuple(one if one == other else one.rstrip("0123456789") for one, other in names)
+                if unnumbered(handles[0].path) != unnumbered(handles[1].path):
+                    result.pairs[path] = path  # several layers are joined, about which the rule has its own doubt
             result.stored.setdefault(result.pairs[path], look(handles[0]))
+    # Likewise a layer that is divided into several, of other names than those of a row.
+    parts: dict[Path, set[Path]] = {}
+    for new, old in result.pairs.items():
+        parts.setdefault(old, set()).add(unnumbered(new))
+    divided = {old for old, news in parts.items() if len(news) > 1}
+    for new, old in result.pairs.items():
+        if old in divided and not result.has.is_optimizer(new) and look(node_at(tree, new)) != result.stored[old]:
+            result.pairs[new] = new
+            result.stored.setdefault(new, result.stored[old])
     return result
 
 

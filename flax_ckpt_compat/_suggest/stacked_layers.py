@@ -138,10 +138,11 @@ def fused(names: Sequence[str], whole: str, axes: dict[int, list[int]], *, fusin
     axis, lengths = next(iter(axes.items()))
     doubt = f"the parts of {whole} may lie head by head, which the shapes do not tell"
     reason = f"{whole} is as long as {', '.join(names)} together"
+    more: dict[str, Any] = {"axis": axis} if axis != -1 else {}
     if fusing:
-        return ProposedRule(rules.fuse(list(names), whole, axis=axis), reason, doubt)
-    sizes = {"sizes": lengths} if len(set(lengths)) > 1 else {}
-    return ProposedRule(rules.split(literal(whole), list(names), axis=axis, **sizes), reason, doubt)
+        return ProposedRule(rules.fuse(list(names), whole, **more), reason, doubt)
+    more |= {"sizes": lengths} if len(set(lengths)) > 1 else {}
+    return ProposedRule(rules.split(literal(whole), list(names), **more), reason, doubt)
 
 
 def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
