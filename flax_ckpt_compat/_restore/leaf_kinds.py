@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import Row, listed
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
@@ -276,6 +276,30 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
         )
     _log.warning("%s; its raw data is restored. To use it as a key, %s", reason, remedy)
     return np.array(key.data)
+
+
+def check_computed(name: str, value: Any, target: Any, path: str, policy: str) -> None:
+    """Apply the policy for kinds to what a user's function returned for a leaf of the target: None, if it lacks one.
+
+    ``name`` and ``path`` are the leaf's and the checkpoint's, for the message."""
+    wanted = target_kind(target)
+    fitting: dict[TargetKind, tuple[type, ...]] = {
+        TargetKind.ARRAY: (np.ndarray, jax.Array),
+        TargetKind.NUMBER: (bool, int, float, complex, np.generic),
+        TargetKind.TEXT: (str,),
+        TargetKind.BYTES: (bytes, bytearray, memoryview),
+    }
+    is_scalar = wanted is TargetKind.NUMBER and getattr(value, "shape", None) == ()
+    if policy == "ignore" or wanted not in fitting or isinstance(value, fitting[wanted]) or is_scalar:
+        return
+    found = "None, as functions without a return do" if value is None else f"{type(value).__name__}: {value!r:.60}"
+    message = (
+        f"{path}: {name}: the function returned {found}, and the target has {_show_target(target, wanted)}. Return "
+        "the new value from it"
+    )
+    if policy == "error":
+        raise KindMismatchError(f"{message}, or set kind_mismatch='warn'.", path=path, leaf=name)
+    _log.warning("%s; what it returned is the result.", message)
 
 
 def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
