@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
-from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
+from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
@@ -153,6 +153,9 @@ class _Run:
                 return prng_keys.join_key(value, shardings.of(leaf.target))
         if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
             value = np.array(value)
+        if source.shape is None and leaf.target is not None:
+            policy = self._plan.options.settings.kind_mismatch
+            leaf_kinds.check_computed(describe_derived(leaf.path, source), value, leaf.target, self._path, policy)
         if not isinstance(value, np.ndarray) and (not is_jax_array(value) or prng_keys.is_prng_key(value)):
             return value
         if source.shape is None:

@@ -145,7 +145,15 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: Res
     """Plan the items that a target names."""
     target_trees = {name: TargetTree(part) for name, part in targets.items() if part is not None}
     tree = _tree_of_items(opened, target_trees, options)
-    return {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
+    plans = {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
+    if isinstance(tree, Branch):
+        # An item without a target is restored as it is.
+        wanted = {
+            name: target_trees[name].node if name in target_trees else tree.children.get(name) for name in targets
+        }
+        for plan in plans.values():
+            plan.all_items = tree, Branch(wanted)
+    return plans
 
 
 def _tree_of_items(opened: opening.Opened, targets: Mapping[str, TargetTree], options: RestoreOptions) -> Node:

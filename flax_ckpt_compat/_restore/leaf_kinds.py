@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import Row, listed
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
@@ -202,16 +202,16 @@ def _is_instance(value: Any, module: str, name: str) -> bool:
     return isinstance(kind, type) and isinstance(value, kind)
 
 
-def explain(differences: Sequence[KindDifference], source: str, *, refused: bool) -> str:
-    """Return the message for leaves of another kind: a folded list, then the remedies."""
+def explain(differences: Sequence[KindDifference], source: str, *, refused: bool, cause: str = "") -> str:
+    """Return the message for leaves of another kind: a folded list, then the remedies, or ``cause`` if there is one."""
     count = len(differences)
     first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     are_cut = all(difference.is_longer for difference in differences)
     lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
     lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
-    lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
-    lines += _unboxing(differences)
-    if refused:
+    lines += [cause] if cause else dict.fromkeys(one.hint for one in differences if one.hint)
+    lines += [] if cause else _unboxing(differences)
+    if refused and not cause:
         leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box]
         if leaves and len(leaves) <= _MAX_NAMED:
             named = ", ".join(repr(literal(show_path(path))) for path in leaves)
@@ -265,6 +265,30 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
         )
     _log.warning("%s; its raw data is restored. To use it as a key, %s", reason, remedy)
     return np.array(key.data)
+
+
+def check_computed(name: str, value: Any, target: Any, path: str, policy: str) -> None:
+    """Apply the policy for kinds to what a user's function returned for a leaf of the target: None, if it lacks one.
+
+    ``name`` and ``path`` are the leaf's and the checkpoint's, for the message."""
+    wanted = target_kind(target)
+    fitting: dict[TargetKind, tuple[type, ...]] = {
+        TargetKind.ARRAY: (np.ndarray, jax.Array),
+        TargetKind.NUMBER: (bool, int, float, complex, np.generic),
+        TargetKind.TEXT: (str,),
+        TargetKind.BYTES: (bytes, bytearray, memoryview),
+    }
+    is_scalar = wanted is TargetKind.NUMBER and getattr(value, "shape", None) == ()
+    if policy == "ignore" or wanted not in fitting or isinstance(value, fitting[wanted]) or is_scalar:
+        return
+    found = "None, as functions without a return do" if value is None else f"{type(value).__name__}: {value!r:.60}"
+    message = (
+        f"{path}: {name}: the function returned {found}, and the target has {_show_target(target, wanted)}. Return "
+        "the new value from it"
+    )
+    if policy == "error":
+        raise KindMismatchError(f"{message}, or set kind_mismatch='warn'.", path=path, leaf=name)
+    _log.warning("%s; what it returned is the result.", message)
 
 
 def is_ambiguous(handle: LeafHandle, target: Any) -> bool:

@@ -12,9 +12,8 @@ from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
-from flax_ckpt_compat._restore import layer_counts
+from flax_ckpt_compat._restore import common_causes, layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
-from flax_ckpt_compat._trees import prng_keys
 
 _MAX_STORED = 200
 _MAX_TOPS = 4
@@ -76,12 +75,17 @@ def changed_optimizer(guess: Any) -> str:
 
     Their states are matched by the names of their fields, so that no value gets into another one's place."""
     sources = [step.rule.source for step in guess.steps]
-    if guess.remaining or not all(source.startswith("rules.optimizer_state(") for source in sources):
+    carried = [source for source in sources if source.startswith("rules.optimizer_state(")]
+    begun = [source for source in sources if source.startswith("rules.copy(")]
+    if guess.remaining or not carried or len(carried) + len(begun) < len(sources):
         return ""
-    return (
-        f"The optimizer is another one. {', '.join(sources)} carries over the state that both have, and keeps the "
-        f"target's for the rest; but {guess.doubts[0]}."
+    text = (
+        f"The optimizer is another one. {', '.join(carried)} carries over the state that both have, and keeps the "
+        "target's for the rest"
     )
+    if begun:
+        return f"{text}; add {', '.join(begun)} where each step was one update, so that the new schedule goes on."
+    return f"{text}; but {guess.doubts[0]}."
 
 
 def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
@@ -102,20 +106,31 @@ def _from_target(target: Node, paths: Iterable[Path]) -> str:
 
 
 def other_shapes(
-    shapes: Sequence[ShapeDifference], source: str, target: Node, *, arrays: int, refused: bool, suggestion: str = ""
+    shapes: Sequence[ShapeDifference],
+    source: str,
+    target: Node,
+    *,
+    arrays: int,
+    refused: bool,
+    cause: str = "",
+    suggestion: str = "",
 ) -> str:
     """Return the folded list of shapes that differ, and the remedies.
 
     ``arrays`` is the number of stored arrays that the target asks for. If ``refused``, the restore fails; else the
-    stored arrays are returned. ``suggestion`` has rules that map the checkpoint, or is empty."""
-    keys = {path for path, was, want in shapes if _is_raw(was, want) and prng_keys.is_prng_key(node_at(target, path))}
+    stored arrays are returned. ``cause`` explains all that differs, and ``suggestion`` has rules that map the
+    checkpoint; or they are empty."""
+    keys = {one[0] for one in shapes if common_causes.is_raw_key(one, target)}
     rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    known = replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else _other_keys(shapes, target))
-    lines.append(known or layer_counts.stacked(shapes, target) or _changed(shapes, target, arrays))
-    lines += [suggestion] if suggestion else []
+    cause = cause or common_causes.of_shapes(shapes, target, arrays) or _other_keys(shapes, target)
+    cause = cause or layer_counts.stacked(shapes, target)
+    if cause or not suggestion:
+        lines.append(cause or _changed(shapes, target, arrays))
+    else:
+        lines.append(suggestion)
     if refused:
         lines.append(
             "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
@@ -123,19 +138,8 @@ def other_shapes(
     return "\n".join(lines)
 
 
-_KEYS = (
-    "The checkpoint holds raw keys where the target has typed ones: add rules.wrap_key_data(pattern) to the "
-    "transforms, or give the target jax.random.key_data(key)."
-)
-
-
 def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> str:
     return f"stored {was}, target {want}" if not is_key else f"stored raw data {was}, target typed keys of shape {want}"
-
-
-def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
-    """Return whether a stored shape can be that of PRNG key data: one more axis, of length two or four."""
-    return len(was) == len(want) + 1 and was[-1] in (2, 4)
 
 
 def _other_keys(shapes: Sequence[ShapeDifference], target: Node) -> str:
@@ -149,39 +153,6 @@ def _other_keys(shapes: Sequence[ShapeDifference], target: Node) -> str:
         "They look like raw PRNG keys of another implementation: 2 numbers are one of threefry2x32, 4 of rbg. Make the "
         f"target's with the one that was saved (jax_default_prng_impl), or begin with new keys: {rule}."
     )
-
-
-def replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
-    """Return the remedy if all arrays on one side have one more leading axis of the same length, as for pmap."""
-    if len(shapes) < arrays:
-        return ""
-    both = [(was[0], want[0]) for _, was, want in shapes if was and want and was[1:] == want[1:]]
-    # Without the axis, a replicated state has numbers such as its step; else this may be the number of layers.
-    ranks = {len(was) for _, was, _ in shapes}
-    if len(both) == len(shapes) and len(set(both)) == 1 and 1 in ranks and len(ranks) > 1:
-        had, has = both[0]
-        return (
-            f"Every stored array has a leading axis of {had}, the target's of {has}, as from "
-            "flax.jax_utils.replicate on another number of devices: add rules.unreplicate() to the transforms, restore "
-            "into flax.jax_utils.unreplicate(target), and replicate afterwards."
-        )
-    if (axis := _leading_axis((want, was) for _, was, want in shapes)) is not None:
-        return (
-            f"Every array of the target has a leading axis of {axis} that the stored one lacks, as from "
-            "flax.jax_utils.replicate: restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
-        )
-    if (axis := _leading_axis((was, want) for _, was, want in shapes)) is not None:
-        return (
-            f"Every stored array has a leading axis of {axis} that the target's lacks, as of a state saved "
-            "without flax.jax_utils.unreplicate: add rules.unreplicate() to the transforms."
-        )
-    return ""
-
-
-def _leading_axis(pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> int | None:
-    """Return the length of the leading axis that all first shapes have beside the second ones; None if they differ."""
-    lengths = {longer[0] if longer and longer[1:] == shorter else None for longer, shorter in pairs}
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _changed(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> str:

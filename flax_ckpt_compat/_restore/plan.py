@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import Row
 from flax_ckpt_compat._core.location import Location
@@ -15,11 +15,10 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, is_array, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SHORT_BYTES = 64 * 2**20
-_WITH_SHAPES = (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR, LeafKind.PRNG_KEY)
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -50,6 +49,9 @@ class TreePlan:
     options: RestoreOptions
     target: state_dict.TargetTree | None  # the user's tree, or None
     tree: Node  # the checkpoint's tree after the rules
+    # Of a checkpoint of several items: the tree of all of them, after the rules, and all their targets. Rules name
+    # leaves in these.
+    all_items: tuple[Node, Node] | None = None
     leaves: list[LeafPlan] = dataclasses.field(default_factory=list)  # every leaf of the result, in its order
     # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole
     # tree at the root.
@@ -84,8 +86,7 @@ class TreePlan:
     def arrays(self) -> int:
         """Return the number of target arrays that come from stored ones."""
         return sum(
-            isinstance(leaf.source, LeafHandle) and leaf.source.kind in _WITH_SHAPES and hasattr(leaf.target, "shape")
-            for leaf in self.leaves
+            hasattr(leaf.target, "shape") and (is_array(leaf.source) or is_key(leaf.source)) for leaf in self.leaves
         )
 
     def suggest(self) -> Any:
@@ -95,7 +96,7 @@ class TreePlan:
         if self.target is None or not (self.missing or self.shapes):
             return None
         try:
-            return _suggest.suggest(self.tree, self.target.node)
+            return _suggest.suggest(*(self.all_items or (self.tree, self.target.node)))
         except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
             _log.debug("no suggestion for %s", self.path, exc_info=True)
             return None

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._restore import layer_counts, leaf_kinds, messages
+from flax_ckpt_compat._restore import common_causes, layer_counts, leaf_kinds, messages
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Number of stored leaves above which errors carry no suggestion.
 _MANY = 1500
+# Length of a proposal, in characters, beyond which errors carry none.
+_MAX_TEXT = 4000
 
 # An error's class and its factory: messages with suggestions take long, and a plan needs none.
 Refusal = tuple[type[errors.CheckpointError], Callable[[], errors.CheckpointError]]
@@ -83,7 +85,7 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
 
 
 def _kinds_error(plan: TreePlan, differences: Sequence[leaf_kinds.KindDifference]) -> errors.KindMismatchError:
-    message = leaf_kinds.explain(differences, plan.path, refused=True)
+    message = leaf_kinds.explain(differences, plan.path, refused=True, cause=common_causes.explain(plan))
     return errors.KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
 
 
@@ -94,15 +96,18 @@ def _shapes_error(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> errors.S
 
 def _with_remedy(plan: TreePlan, problem: errors.CheckpointError) -> errors.CheckpointError:
     """Return the error; one about a single sharding also says how to restore into a replicated state."""
-    remedy = messages.replicated(plan.shapes, plan.arrays) if isinstance(problem, errors.ShapeMismatchError) else ""
+    remedy = (
+        common_causes.replicated(plan.shapes, plan.arrays) if isinstance(problem, errors.ShapeMismatchError) else ""
+    )
     return errors.ShapeMismatchError(f"{problem}\n{remedy}", path=plan.path, leaf=problem.leaf) if remedy else problem
 
 
 def _explain_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool) -> str:
     assert plan.target is not None
-    suggestion = _suggestion(plan) if refused else ""
+    cause = common_causes.explain(plan)
+    suggestion = _suggestion(plan) if refused and not cause else ""
     return messages.other_shapes(
-        shapes, plan.path, plan.target.node, arrays=plan.arrays, refused=refused, suggestion=suggestion
+        shapes, plan.path, plan.target.node, arrays=plan.arrays, refused=refused, cause=cause, suggestion=suggestion
     )
 
 
@@ -111,9 +116,13 @@ def _suggestion(plan: TreePlan) -> str:
     if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
         return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
     suggestion = plan.suggest()
-    if suggestion is None or not suggestion.confident:
-        return messages.changed_optimizer(suggestion) if suggestion is not None else ""
-    if len(suggestion.steps) > MAX_SHOWN:
-        return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
+    if suggestion is None or suggestion.keeps_all:
+        return ""
+    if not (suggestion.confident or suggestion.is_about_layout):
+        return messages.changed_optimizer(suggestion)
+    if len(suggestion.steps) > MAX_SHOWN or len(str(suggestion)) > _MAX_TEXT:
+        return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""
-    return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"
+    but = f", but {suggestion.doubts[0]}: check the result" if suggestion.doubts else ""
+    where = f"{after} (orbax_transforms= in restore_checkpoint)"
+    return f"These rules would map it to the target{where}{but}:\n{suggestion}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
+from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]
@@ -39,6 +42,17 @@ class Suggestion:
         return [step.rule for step in self.steps if not self._is_comment(step)]
 
     @property
+    def keeps_all(self) -> bool:
+        """Return whether it takes nothing from the checkpoint that is not there under its name."""
+        return all(step.rule.source.startswith("rules.from_target") for step in self.steps)
+
+    @property
+    def is_about_layout(self) -> bool:
+        """Return whether nothing is missing, and all that is uncertain is in which order values lie in an array."""
+        own = {printable(step.doubt, one_line=True) for step in self.steps if step.doubt}
+        return bool(self.doubts) and not self.remaining and own >= set(self.doubts)
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Return a sort key, the best first: leaves still missing, doubts, steps."""
         return len(self.remaining), len(self.doubts), len(self.steps)
@@ -64,7 +78,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
-    stored, target = _in_order(stored), _in_order(target)
+    stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
     pairing = Pairing(target)
     lacking = len(pairing.missing(stored))
     if not lacking:
@@ -84,12 +98,20 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
-        against = doubts(stored, target, state.tree, state.steps, remaining)
+        against = doubts(stored, target, state.tree, state.steps, remaining, state.named)
         sentences = tuple(printable(doubt, one_line=True) for doubt in against)
         proposal = Suggestion(state.steps, not against, tuple(map(show_path, remaining)), sentences)
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best
+
+
+def _here(path: Path, leaf: Any) -> Any:
+    """Return a leaf that is named after its place, wherever it was before rules that were given, or in its item."""
+    if isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None:
+        kind, name = LeafKind.ARRAY, "/".join(path)
+        return LeafHandle(path, kind, leaf.shape, leaf.dtype, 0, name, leaf.handles[0].reader, None)
+    return dataclasses.replace(leaf, path=path) if isinstance(leaf, LeafHandle) and leaf.path != path else leaf
 
 
 def _in_order(node: Branch) -> Branch:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import moved_layers
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
@@ -18,23 +20,26 @@ from flax_ckpt_compat._suggest.leaf_features import (
     Look,
     Roles,
     Spot,
+    SubtreeMemo,
     bare,
     fits,
     flatten,
     leaves_at,
     look,
 )
-from flax_ckpt_compat._suggest.names import words
+from flax_ckpt_compat._suggest.names import is_copy, share_a_word, unnumbered, words
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 # Layers of which the number of outputs is that of the classes, and belongs to the task.
-_HEADS = frozenset(("head", "heads", "classifier", "logits", "out", "output", "prediction", "predictor", "predictions"))
+_HEADS = frozenset(
+    ("head", "heads", "classifier", "logits", "out", "output", "prediction", "predictor", "predictions", "score")
+)
 _VOCABULARIES = frozenset(("lm", "mlm", "vocab", "vocabulary", "token", "tokens", "embed", "embedding", "embedder"))
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Outcome:
     """Effect of a proposal."""
 
@@ -45,40 +50,74 @@ class Outcome:
     goal: dict[Path, Look]
     had: Roles  # in the checkpoint
     has: Roles  # in the target
+    other_shapes: dict[Path, LeafHandle]  # paths of kept leaves → what is stored for them, in another shape
+
+    @functools.cached_property
+    def last_numbers(self) -> dict[tuple[Path, str], int]:
+        """Return the highest numbers of rows, by place and text before the number, in both trees."""
+        found: dict[tuple[Path, str], int] = {}
+        for path in itertools.chain(self.goal, self.stored):
+            for place, name in enumerate(path):
+                if row := numbered(name):
+                    key = path[:place], row[0]
+                    found[key] = max(found.get(key, 0), row[1])
+        return found
 
 
-def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]) -> list[str]:
-    """Return the doubts about the steps that produced ``tree`` and still lack leaves; none if certain."""
+def doubts(
+    stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path], named: Node
+) -> list[str]:
+    """Return the doubts about the steps that produced ``tree`` and still lack leaves; none if certain.
+
+    ``named`` is the tree before the target's own values were put in."""
     if lacking:
         return [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    outcome = _outcome(stored, target, tree)
+    outcome = _outcome(stored, target, tree, named)
     idle = {path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     judges = [
         *moved_layers.judges(own, outcome.stored, idle, fresh),
-        *(_same_size(fresh, idle), _resized(outcome, fresh), _copies(outcome, fresh), _foreign(outcome, fresh, idle)),
+        *(
+            _same_size(fresh, idle),
+            _resized(outcome, fresh),
+            _copies(outcome, fresh, target),
+            _foreign(outcome, fresh, idle),
+        ),
         *(_apart(outcome), _twice(outcome), _dropped(outcome)),
     ]
     found = dict.fromkeys(step.doubt for step in steps if step.doubt)
     return [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]  # one doubt of each kind says enough
 
 
-def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
+def _outcome(stored: Node, target: Node, tree: Node, named: Node) -> Outcome:
     """Return the source of each leaf after rules have produced ``tree`` from the checkpoint."""
     goal = flatten(target)
-    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
+    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target), {})
     for path, leaf in leaves_at(tree):
         if goal.get(path, EMPTY) == EMPTY:
             continue
         if look(leaf) == KEPT:
             result.kept[path] = goal[path]
+            if isinstance(there := node_at(named, path), LeafHandle):
+                result.other_shapes[path] = there
         elif handles := handles_of(leaf):
             result.pairs[path] = handles[0].path
             if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
                 names = zip(handles[0].path, handles[1].path, strict=False)
                 result.pairs[path] = tuple(one if one == other else one.rstrip("0123456789") for one, other in names)
+                if unnumbered(handles[0].path) != unnumbered(handles[1].path):
+                    result.pairs[path] = path  # several layers are joined, about which the rule has its own doubt
             result.stored.setdefault(result.pairs[path], look(handles[0]))
+    # Likewise a layer that is divided into several, of other names than those of a row.
+    parts: dict[Path, set[Path]] = {}
+    for new, old in result.pairs.items():
+        parts.setdefault(old, set()).add(unnumbered(new))
+    divided = {old for old, news in parts.items() if len(news) > 1}
+    for new, old in result.pairs.items():
+        if old in divided and not result.has.is_optimizer(new) and look(node_at(tree, new)) != result.stored[old]:
+            result.pairs[new] = new
+            result.stored.setdefault(new, result.stored[old])
     return result
 
 
@@ -92,12 +131,12 @@ def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]
 
 
 def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if as many values as stay initial are stored under names that the target lacks."""
-    foreign = {path: math.prod(shape) for path, (shape, _) in idle.items() if shape and path not in outcome.goal}
-    kept = sum(math.prod(shape) for shape, _ in fresh.values() if shape)
-    if foreign and kept and kept / 4 <= sum(foreign.values()) <= kept * 4:
-        path = max(foreign, key=foreign.__getitem__)
-        yield f"{show_path(path)} and others of the checkpoint are not used, and as much stays as the target has it"
+    """Yield a doubt if arrays stay initial while stored ones are not used: one may be what became of the other."""
+    resized = {handle.path for handle in outcome.other_shapes.values()}
+    left = next((path for path, (shape, _) in idle.items() if shape and path not in resized), None)
+    new = next((path for path, (shape, _) in fresh.items() if shape and path not in outcome.other_shapes), None)
+    if left is not None and new is not None:
+        yield f"{show_path(left)} is not used, and {show_path(new)} would stay as the target has it"
 
 
 def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
@@ -115,8 +154,8 @@ def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]
 
 def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
     """Yield a doubt if the checkpoint has a new leaf in another size; heads belong to the task."""
-    for path, (shape, _) in fresh.items():
-        there = outcome.stored.get(path, (shape, ""))[0]
+    for path, handle in outcome.other_shapes.items():
+        there, shape = look(handle)[0], fresh.get(path, EMPTY)[0]
         if shape and there != shape and not _is_new_head(path, there, shape, outcome):
             yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
 
@@ -137,25 +176,31 @@ def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], o
         return True
     # Every numbered name has the highest number of its row, in both trees.
     rows = [(place, found) for place, name in enumerate(layer) if (found := numbered(name))]
-    others = [other for paths in (outcome.goal, outcome.stored) for other in paths] if numbered(layer[-1]) else []
-    return bool(others) and not any(
-        other[:place] == path[:place] and (row := numbered(other[place])) and row[0] == stem and row[1] > number
-        for place, (stem, number) in rows
-        for other in others
-        if len(other) > place
-    )
+    last = outcome.last_numbers if numbered(layer[-1]) else {}
+    return bool(last) and all(last[path[:place], stem] <= number for place, (stem, number) in rows)
 
 
-def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt for a new collection that looks like a copy of another, such as averaged parameters."""
-    tops: dict[str, dict[Path, Look]] = {}
-    for path, seen in outcome.goal.items():
-        tops.setdefault(path[0], {})[path[1:]] = seen
-    for name, leaves in tops.items():
-        if len(leaves) > 1 and all((name, *path) in fresh for path in leaves):
-            for other, others in tops.items():
-                if other != name and leaves == others:
-                    yield f"{name} looks like a copy of {other}, which from_target does not make"
+def _copies(outcome: Outcome, fresh: dict[Path, Look], target: Node) -> Iterator[str]:
+    """Yield a doubt for a new subtree that looks like a copy of another, such as averaged parameters."""
+    memo = SubtreeMemo()
+    alike: dict[int, list[Path]] = {}
+    for path, branch in iter_branches(target) if fresh else ():
+        if path and not outcome.has.is_optimizer(path):
+            alike.setdefault(memo.named(branch), []).append(path)
+    for path in topmost(target, fresh.keys()):
+        node = node_at(target, path)
+        if not isinstance(node, Branch) or sum(memo.contents(node).values()) < 2:
+            continue
+        siblings = [name for name in node_at(target, path[:-1]).children if name != path[-1]]
+        if is_copy(path[-1]) and any(share_a_word(path[-1], name) for name in siblings):
+            yield f"{show_path(path)} is called a copy, which from_target does not make"
+        for other in alike[memo.named(node)]:
+            if other != path and (_has_layers(node) or share_a_word(path[-1], other[-1])):
+                yield f"{show_path(path)} looks like a copy of {show_path(other)}, which from_target does not make"
+
+
+def _has_layers(node: Branch) -> bool:
+    return any(isinstance(child, Branch) for child in node.children.values())
 
 
 def _apart(outcome: Outcome) -> Iterator[str]:
@@ -165,6 +210,8 @@ def _apart(outcome: Outcome) -> Iterator[str]:
         field, suffix = outcome.had.spot(old)
         if field in MOMENTS or field == "count":
             taken.setdefault((field, suffix), []).append((old, new))
+    # Counts go with the moments beside them, if these are of a parameter that no other optimizer has.
+    sure = {_state(old, new) for group in taken.values() if len(group) == 1 for old, new in group if old[-1] != "count"}
     tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     for group in taken.values():
         for number, (old, new) in enumerate(group):
@@ -172,8 +219,11 @@ def _apart(outcome: Outcome) -> Iterator[str]:
                 with_params = {(old[0], new[0]), (other_old[0], other_new[0])} <= tops and old[0] != other_old[0]
                 if (with_params and (old[0], other_new[0]) not in tops) or (old, other_old) == (new, other_new):
                     continue
+                if {(old[:-1], new[:-1]), (other_old[:-1], other_new[:-1])} <= sure:
+                    continue
                 # One below the other, as a count of the whole and one of a part.
-                nested = (len(old) < len(other_old)) == (len(new) < len(other_new))
+                deeper_old, deeper_new = len(other_old) - len(old), len(other_new) - len(new)
+                nested = deeper_old * deeper_new > 0
                 if not moved_layers.told_apart((old, new), (other_old, other_new), nested=nested):
                     yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
     for path in outcome.unused:
@@ -181,6 +231,12 @@ def _apart(outcome: Outcome) -> Iterator[str]:
         for old, new in taken.get((spot.field, spot.suffix), ()) if spot.field in MOMENTS else ():
             if old != new:
                 yield f"{show_path(path)} fits {show_path(new)} as well as {show_path(old)} does"
+
+
+def _state(old: Path, new: Path) -> tuple[Path, Path]:
+    """Return the paths of the optimizer's states that two moments belong to."""
+    ends = [next((place for place, name in enumerate(path) if name in MOMENTS), len(path)) for path in (old, new)]
+    return old[: ends[0]], new[: ends[1]]
 
 
 def _twice(outcome: Outcome) -> Iterator[str]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.text_formatting import count_of_leaves
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import stacked_layers
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look
-from flax_ckpt_compat._suggest.names import akin, pair_up
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look
+from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
 from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
+from flax_ckpt_compat._suggest.torch_layouts import is_torch_name, is_transposed
 
 _MAX_PAIRS = 900
+# Number of partners that are tried for a row or a stack: more are no evidence for any of them.
+_MAX_LIKELY = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +45,10 @@ class Level:
 
 def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> bool:
     """Return whether the nodes of one name have no leaf in common."""
+    if not isinstance(stored, Branch) and not isinstance(target, Branch):
+        return not fits(look(stored), look(target))
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
-        return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
+        return True
     one, other = memo.contents(stored), memo.contents(target)
     if not one or not other:
         return bool(one or other)
@@ -62,14 +66,32 @@ class Gap:
         self.ours, self.theirs = stored.children, target.children
         both = self.ours.keys() & self.theirs.keys()
         same = {name for name in both if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)}
+        same -= self._exchanged(both) if path else set()
         self.common = len(same)
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
+
+    def _exchanged(self, both: set[str]) -> set[str]:
+        """Return the names whose layers differ although each of the two is there under another name.
+
+        Layers of which some shapes are equal, such as a bias, are otherwise taken for changed ones."""
+        strained = [name for name in both if self.memo.print(self.ours[name]) != self.memo.print(self.theirs[name])]
+        alone = [{*strained, *(side.keys() - both)} for side in (self.ours, self.theirs)]
+        ours, theirs = (
+            {self.memo.print(side[name]) for name in names}
+            for side, names in zip((self.ours, self.theirs), alone, strict=True)
+        )
+        return {
+            name
+            for name in strained
+            if self.memo.print(self.ours[name]) in theirs and self.memo.print(self.theirs[name]) in ours
+        }
 
     def others(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
+            yield from self._fusions()
             yield from self._levels()
             for old, new in self._aligned():
                 yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
@@ -107,10 +129,15 @@ class Gap:
     def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
         for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
+            wholes = self._by_leaf(others) if found else {}
             for row in found:
+                if len(set(map(self.memo.print, row.nodes))) != 1:
+                    continue
                 layer, axes = self.memo.contents(row.nodes[0]), {}
-                for name, whole in others.items() if len(set(map(self.memo.print, row.nodes))) == 1 else ():
-                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(whole)):
+                looks = stacked_layers.leaves_of_stack(layer, len(row.nodes))
+                likely = dict.fromkeys(name for leaf in looks for name in wholes.get(leaf, ())[:_MAX_LIKELY])
+                for name in natural(name for name in likely if name in others):
+                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(others[name])):
                         axes[name] = axis
                 if not axes:
                     continue
@@ -121,19 +148,52 @@ class Gap:
                 else:
                     self._take([name], row.siblings)
                     yield stacked_layers.unstacked(name, row, *axes[name])
+        yield from self._restacks()
+
+    def _by_leaf(self, children: dict[str, Node]) -> dict[tuple[str, Look], list[str]]:
+        """Return the names of the children that have a leaf of a name and look."""
+        found: dict[tuple[str, Look], list[str]] = {}
+        for name, node in children.items():
+            for leaf in self.memo.contents(node):
+                found.setdefault(leaf, []).append(name)
+        return found
+
+    def _restacks(self) -> Iterator[list[ProposedRule]]:
+        """Yield the steps for stacks whose layers moved to another axis."""
+        layers: dict[object, list[str]] = {}
+        for name, node in self.new.items():
+            for axis, layer in stacked_layers.layers_by_axis(self.memo.contents(node)).items():
+                layers.setdefault((axis, layer), []).append(name)
         for old in list(self.gone):
             ours = self.memo.contents(self.gone[old])
+            found = stacked_layers.layers_by_axis(ours)
+            near = [
+                name for axis, layer in found.items() for name in layers.get((1 - axis, layer), ()) if name in self.new
+            ]
             moved = {
-                name: stacked_layers.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()
+                name: stacked_layers.moved_axis(ours, self.memo.contents(self.new[name])) for name in near[:_MAX_LIKELY]
             }
-            if near := [name for name, axes in moved.items() if axes]:
-                new = _nearest(old, near)
+            if clear := [name for name, axes in moved.items() if axes]:
+                new = _nearest(old, clear)
                 self._take([old], [new])
                 yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
+
+    def _fusions(self) -> Iterator[list[ProposedRule]]:
+        """Yield the steps for projections that became one, or one that became several."""
+        for parts, wholes, fusing in ((self.gone, self.new, True), (self.new, self.gone, False)):
+            names = projections(parts)
+            for name in list(wholes) if names else ():
+                axes = stacked_layers.joined_axes([parts[part] for part in names], wholes[name], self.memo)
+                if not axes:
+                    continue
+                self._take(*((names, [name]) if fusing else ([name], names)))
+                yield [stacked_layers.fused(names, name, axes, fusing=fusing)]
+                break
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""
         for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
+            prints = set(map(self.memo.print, children.values()))
             for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
                 if not isinstance(whole, Branch):
                     continue
@@ -146,7 +206,7 @@ class Gap:
                     names, inner = [*names, name], child
                     held = self._held(children, inner, len(others))
                 # What holds the same as a child is that child itself, unless it holds the only child by its name.
-                same = self.memo.print(whole) in map(self.memo.print, children.values())
+                same = self.memo.print(whole) in prints
                 only = len(children) == 1 and children.keys() == inner.children.keys()
                 if not held or "/" in "".join(names) or (same and not only):
                     continue
@@ -172,8 +232,11 @@ class Gap:
 
     def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
         """Return the children that are in another branch, by names or, if half of them match, by contents."""
-        below = {name: self.memo.contents(child) for name, child in inner.children.items()}
-        named = [name for name, child in children.items() if self.memo.contents(child) & below.get(name, Counter())]
+        named = [
+            name
+            for name, child in inner.children.items()
+            if name in children and self.memo.contents(children[name]) & self.memo.contents(child)
+        ]
         if named or self.common or len(children) < 2 or others > 1:
             return named
         prints = {self.memo.print(child) for child in inner.children.values()}
@@ -191,11 +254,15 @@ class Gap:
 
     def _aligned(self) -> list[tuple[str, str]]:
         """Return the pairs of old and new names: equal contents first, then the most similar."""
-        groups: dict[object, tuple[list[str], list[str]]] = {}
-        for side, children in enumerate((self.gone, self.new)):
-            for name, node in children.items():
-                groups.setdefault(self.memo.print(node), ([], []))[side].append(name)
-        pairs = [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
+        pairs: list[tuple[str, str]] = []
+        for print_of in (self.memo.named, self.memo.print):
+            groups: dict[object, tuple[list[str], list[str]]] = {}
+            done = {(name, side) for pair in pairs for side, name in enumerate(pair)}
+            for side, children in enumerate((self.gone, self.new)):
+                for name, node in children.items():
+                    if (name, side) not in done:
+                        groups.setdefault(print_of(node), ([], []))[side].append(name)
+            pairs += [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
         pairs = [(old, new) for old, new in pairs if self.memo.has_arrays(self.gone[old]) or akin(old, new)]
         olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
         news = list(self.new.keys() - {new for _, new in pairs})
@@ -210,7 +277,17 @@ class Gap:
                 pairs.append((old, new))
                 olds.remove(old)
                 news.remove(new)
+        pairs += self._turned(olds, news)
         return [(old, new) for old, new in pairs if old != new and "/" not in old + new]
+
+    def _turned(self, olds: Sequence[str], news: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the weight of torch's, transposed, that became a kernel."""
+        for old, new in itertools.product(olds, news) if len(olds) * len(news) <= _MAX_PAIRS else ():
+            ours, theirs = self.gone[old], self.new[new]
+            is_leaf = not isinstance(ours, Branch) and not isinstance(theirs, Branch)
+            if is_leaf and is_torch_name(old, new) and is_transposed(look(ours)[0], look(theirs)[0]):
+                yield old, new
+                return
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,10 +10,23 @@ from typing import NamedTuple
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.leaf_features import Look, bare
-from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, unnumbered, words
+from flax_ckpt_compat._suggest.names import (
+    BY_FLAX,
+    akin,
+    is_named_anew,
+    may_be_one,
+    natural,
+    unnumbered,
+    words,
+)
+from flax_ckpt_compat._suggest.torch_layouts import is_symmetric, is_torch_name
 
-_PAIRWISE = 20
-_WINDOW = 8
+# Of how many layers of one shape all pairs are compared; of more, those that are near each other in natural order.
+_PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
+# Number of others that may fit a layer and yet be told from it by their places.
+_MAX_FITTING = 64
+# Number of leaves of a subtree that no other one resembles by chance.
+_MANY = 12
 Leaves = frozenset[tuple[str, Look]]  # names and looks
 Layers = dict[Path, Leaves]
 
@@ -42,7 +56,10 @@ def judges(
     found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
     moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
     unused, kept = _layers(idle), _layers(fresh)
-    return _names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)
+    return (
+        *(_names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)),
+        *(_transposed(moved), _crossed(moved)),
+    )
 
 
 def _layers(looks: dict[Path, Look]) -> Layers:
@@ -61,7 +78,11 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
     for (old, new), members in groups.items():
         changes = {core(_inside(one.old), _inside(one.new)): one for one in reversed(members)}
         in_row = _is_shifted(list(changes))
+        # A name is evidence against a partner where there could be others, and not for a model as a whole.
+        is_whole = sum(len(one.leaves) for one in members) >= _MANY and all(not one.is_leaf for one in members)
         for change, one in changes.items():
+            if is_whole and is_named_anew(*change):
+                continue
             if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
                 yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
         one = members[0]
@@ -71,6 +92,33 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
         oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
         if not oblong and not akin("_".join(old), "_".join(new)):
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
+
+
+def _transposed(moved: Sequence[Moved]) -> Iterator[str]:
+    """Yield a doubt if a weight becomes a kernel of a shape that torch's transposed one has, too."""
+    turned = [one for one in moved if one.is_leaf and is_torch_name(one.old[-1], one.new[-1])]
+    # In one model all lie alike, and those whose sides differ tell how.
+    if any(not is_symmetric(shape) for one in turned for _, (shape, _) in one.leaves if len(shape) > 1):
+        return
+    for one in turned:
+        if any(is_symmetric(shape) for _, (shape, _) in one.leaves):
+            yield f"{show_path(one.old)} has the shape of {show_path(one.new)} transposed or not; torch's weights are"
+
+
+def _crossed(moved: Sequence[Moved]) -> Iterator[str]:
+    """Yield a doubt if a row gets another name and another order, although its layers have shapes in common."""
+    rows: dict[tuple[Path, Path, tuple[str, Look]], dict[int, tuple[int, Moved]]] = {}
+    for one in moved:
+        old, new = core(one.old, one.new)
+        if old and new and (ours := numbered(old[-1])) and (theirs := numbered(new[-1])):
+            for leaf in one.leaves:
+                key = (unnumbered(one.old), unnumbered(one.new), leaf)
+                rows.setdefault(key, {})[ours[1]] = (theirs[1], one)
+    for row in rows.values():
+        ordered = [row[number] for number in sorted(row)]
+        for (before, one), (after, other) in itertools.pairwise(ordered):
+            if before > after:
+                yield f"{show_path(one.old)} and {show_path(other.old)} would change their order"
 
 
 def _is_shifted(changes: Sequence[tuple[Path, Path]]) -> bool:
@@ -108,7 +156,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
     for group in groups.values():
         by_old = {"\0".join((*one.old, "\1", *one.new)): change for change, one in group.items()}
         ordered = [by_old[key] for key in natural(by_old)]
-        reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
+        reach = len(ordered) if len(ordered) <= _PAIRWISE else max(1, min(_WINDOW, _COMPARISONS // len(ordered)))
         for number, change in enumerate(ordered):
             for other in ordered[number + 1 : number + 1 + reach]:
                 one, two = group[change], group[other]
@@ -156,21 +204,34 @@ def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
 
 def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
     """Yield a doubt for a moved layer if an unused stored layer, or one that the target keeps, fits equally well."""
+    by_leaf = _by_leaf(idle), _by_leaf(fresh)
     for one in moved:
-        for layers, right, there in ((idle, one.old, one.new), (fresh, one.new, one.old)):
-            for path in _fitting(one, layers):
+        for layers, leaves, right, there in (
+            (idle, by_leaf[0], one.old, one.new),
+            (fresh, by_leaf[1], one.new, one.old),
+        ):
+            for number, path in enumerate(_fitting(one, layers, leaves)):
                 ours, theirs = ((_same_start(end, there), _same_start(end[::-1], there[::-1])) for end in (right, path))
-                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1]:
+                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1] or number > _MAX_FITTING:
                     yield f"{show_path(path)} fits {show_path(there)} as well as {show_path(right)} does"
+                    break
 
 
-def _fitting(one: Moved, layers: Layers) -> Iterator[Path]:
-    names = {name for name, _ in one.leaves}
+def _by_leaf(layers: Layers) -> dict[tuple[str, Look], list[Path]]:
+    """Return the layers that have a leaf of a name and look; below ``""`` the leaves of a look."""
+    found: dict[tuple[str, Look], list[Path]] = {}
     for path, leaves in layers.items():
-        if one.is_leaf:
-            yield from ((*path, name) for name, seen in leaves if ("", seen) in one.leaves)
+        for name, seen in leaves:
+            found.setdefault((name, seen), []).append(path)
+            found.setdefault(("", seen), []).append((*path, name))
+    return found
+
+
+def _fitting(one: Moved, layers: Layers, by_leaf: dict[tuple[str, Look], list[Path]]) -> Iterator[Path]:
+    names = {name for name, _ in one.leaves}
+    for path in dict.fromkeys(itertools.chain.from_iterable(by_leaf.get(leaf, ()) for leaf in one.leaves)):
         # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
-        elif one.leaves & leaves and names <= {name for name, _ in leaves}:
+        if one.is_leaf or names <= {name for name, _ in layers[path]}:
             yield path
 
 
@@ -203,6 +264,12 @@ def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh
 def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
     """Yield the rows of numbered names in which a layer keeps its number, or changes it."""
     numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
-    for place, name in enumerate(path):
-        if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:
-            yield path[:place], found[0], path[place + 1 :]
+    # Below a number, levels may come and go.
+    in_order = [found[1] for name in other if (found := numbered(name))]
+    places = [place for place, name in enumerate(path) if numbered(name)]
+    in_order = in_order if len(in_order) == len(places) else []
+    for order, place in enumerate(places):
+        stem, number = numbered(path[place]) or ("", 0)
+        same = (number, path[place + 1 :]) in numbers or in_order[order : order + 1] == [number]
+        if same == kept:
+            yield path[:place], stem, path[place + 1 :]

@@ -23,8 +23,15 @@ _CLASSES = {
     "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "mlp": "mlp", "ffn": "mlp", "lstm": "lstm",
     "gru": "gru", "rnn": "rnn", "attention": "attention", "attn": "attention", "mha": "attention", "norm": "norm",
     "bn": "batch norm", "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm",
-    "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm",
+    "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm", "ff": "mlp", "feedforward": "mlp",
 }  # fmt: skip
+# Words that say what kind of thing it is, not which one; and what may stand beside them without saying more.
+_KINDS = {
+    "head": "dense conv mlp", "proj": "dense conv mlp", "projection": "dense conv mlp", "embed": "dense conv embed",
+    "embedding": "dense conv embed", "embeddings": "dense conv embed", "embedder": "dense conv embed",
+    "emb": "dense conv embed", "table": "embed",
+}  # fmt: skip
+_OF_EMBEDDINGS, _OF_HEADS = _set("token tokens tok word words vocab vocabulary shared wte"), _set("lm")
 _NORMS = _set("batch layer group rms instance")
 # In names that linen gives, these belong to the class.
 _OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
@@ -33,11 +40,18 @@ _COPIES = _set("ema avg average averaged target teacher student shadow slow mome
 _TELLING = _COPIES | _set(
     "online fast source image text audio video left right up down forward backward fwd bwd in out input output pre "
     "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
-    "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval"
+    "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
+    "vision visual speech language start end top bottom"
 )
 # Words of the field for one thing.
 _SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
 _LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
+# Short forms that are no beginning of the word, or also one of another word: ``pos`` is not short for ``post``.
+_SHORT = {
+    "pos": "positi", "out": "output", "in": "input", "fwd": "forward", "bwd": "backward", "img": "image", "txt": "text",
+    "cls": "class", "tok": "token", "neg": "negative", "disc": "discriminator", "up": "upsampl", "down": "downsampl",
+}  # fmt: skip
+_PROJECTIONS = (("query", "key", "value"), ("gate", "up"))
 _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
     _set("bias beta b"),
@@ -47,7 +61,12 @@ _MAX_PAIRS = 2500
 
 def unnumbered(path: Path) -> Path:
     """Return a key path with ``#`` for the numbers in it."""
-    return tuple(re.sub(r"\d+", "#", name) for name in path)
+    return tuple(map(_unnumbered, path))
+
+
+@functools.lru_cache(10_000)
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def natural(names: Iterable[str]) -> list[str]:
@@ -127,7 +146,18 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False
 def _same_class(old: str, new: str) -> bool:
     one, other = _read(old)[0], _read(new)[0]
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
-    return not one or not other or one == other or any_norm
+    if one == other or any_norm:
+        return True
+    ours, theirs = _classes(old), _classes(new)
+    return not ours or not theirs or not ours.isdisjoint(theirs)
+
+
+def _classes(name: str) -> frozenset[str]:
+    """Return the classes that a name can be of: that in it, or those that its kind of thing has; none if any."""
+    one, found = _read(name)
+    if one:
+        return frozenset((one,))
+    return frozenset().union(*(_KINDS[word].split() for word in found if word in _KINDS))
 
 
 def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
@@ -136,13 +166,55 @@ def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
         return not (old | new) & _COPIES
     more_old = {word for word in old if not any(_alike(word, other) for other in new)}
     more_new = {word for word in new if not any(_alike(word, other) for other in old)}
-    return not (more_old and more_new) and not (more_old | more_new) & _TELLING
+    more = more_old | more_new
+    if (more_old and more_new) or more & _TELLING:
+        return False
+    # Beside a word for the kind of thing, another one says which: ``class_embed`` is not ``embedding``.
+    least = old if len(old) < len(new) else new
+    is_kind_alone = bool(more) and least <= _KINDS.keys()
+    return not is_kind_alone or more <= (_OF_HEADS if "head" in least else _OF_EMBEDDINGS)
 
 
 def _alike(one: str, other: str) -> bool:
-    """Return whether two words are one: a letter that the field knows, the beginning of the other."""
+    """Return whether two words are one: a letter that the field knows, a short form, the beginning of the other."""
     short, long = sorted((_LETTERS.get(one, one), _LETTERS.get(other, other)), key=len)
-    return short == long or (len(short) > 1 and long.startswith(short))
+    if short == long or short + "s" == long or (short in _SHORT and long.startswith(_SHORT[short])):
+        return True
+    return len(short) > 2 and short not in _TELLING and long.startswith(short)
+
+
+def is_copy(name: str) -> bool:
+    """Return whether a name says that it is a copy of something else, such as an average."""
+    return bool(words(name) & _COPIES)
+
+
+def projections(names: Iterable[str]) -> list[str]:
+    """Return those of several names that are query, key and value, or gate and up, in this order; none if unclear."""
+    given = list(names)
+    for roles in _PROJECTIONS:
+        found = [[name for name in given if _role(name) == role] for role in roles]
+        if all(len(names) == 1 for names in found):
+            return [name for (name,) in found]
+    return []
+
+
+def _role(name: str) -> str:
+    """Return the only word of a name that says which projection it is, such as ``query`` for ``q_proj`` or ``wq``."""
+    found = words(name) - _KINDS.keys() - _CLASSES.keys() - _SAY_NOTHING
+    word = next(iter(found)) if len(found) == 1 else ""
+    word = word[1:] if len(word) == 2 and word[0] == "w" else word
+    return _LETTERS.get(word, word)
+
+
+def share_a_word(one: str, other: str) -> bool:
+    """Return whether two names have a word in common that says which thing it is."""
+    return bool(_read(one)[1] & _read(other)[1])
+
+
+def is_named_anew(old: Path, new: Path) -> bool:
+    """Return whether the words of two names contradict each other in no way that the field knows."""
+    ours, theirs = (frozenset().union(*map(words, names)) for names in (old, new))
+    return not (ours | theirs) & _COPIES and not (ours & _TELLING and theirs & _TELLING)
 
 
 def _other_number(old: Path, new: Path) -> bool:

@@ -10,11 +10,14 @@ from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Roles, SubtreeMemo, fits, flatten
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain, rename
 
 _ROUNDS = 8
+_KNOWN = 4
+# Renames of one round: more than a few make one mapping, and too many are no evidence for any.
+_SEPARATE, _MAX_RENAMES = 24, 300
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +27,7 @@ class State:
     tree: Node  # of handles and what the rules made of them
     steps: tuple[ProposedRule, ...]
     matched: int  # number of the target's leaves that are found with their shape
+    named: Node = None  # the tree before the target's own values were put in, once they were
 
 
 class Pairing:
@@ -32,6 +36,7 @@ class Pairing:
     def __init__(self, target: Node):
         self.target, self.goal = target, flatten(target)
         self.roles, self.memo = Roles(target), SubtreeMemo()
+        self._looks: dict[int, tuple[Node, dict[Path, Look]]] = {}  # of the latest trees, which are asked for often
 
     def start(self, stored: Node) -> State:
         """Return the state before any step."""
@@ -47,8 +52,16 @@ class Pairing:
                 return None
         return State(tree, (*state.steps, *steps), self._matched(tree))
 
+    def looks(self, tree: Node) -> dict[Path, Look]:
+        """Return `flatten` of a tree."""
+        if id(tree) not in self._looks:
+            if len(self._looks) > _KNOWN:
+                del self._looks[next(iter(self._looks))]
+            self._looks[id(tree)] = tree, flatten(tree)
+        return self._looks[id(tree)][1]
+
     def _matched(self, tree: Node) -> int:
-        have = flatten(tree)
+        have = self.looks(tree)
         return sum(
             (there := have.get(path)) is not None and there[1] != "kept" and fits(there, seen)
             for path, seen in self.goal.items()
@@ -57,12 +70,13 @@ class Pairing:
 
     def missing(self, tree: Node, at: Path = ()) -> list[Path]:
         """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
-        have, goal = flatten(tree, at), flatten(self.target, at)
+        have = self.looks(tree)
         inner = {path[:end] for path in have for end in range(len(path))}
         return [
-            (*at, *path)
-            for path, seen in goal.items()
-            if (path not in have and path not in inner) or (seen != EMPTY and not fits(have.get(path, EMPTY), seen))
+            path
+            for path, seen in self.goal.items()
+            if path[: len(at)] == at
+            and ((path not in have and path not in inner) or (seen != EMPTY and not fits(have.get(path, EMPTY), seen)))
         ]
 
     def paired(self, state: State) -> State:
@@ -143,6 +157,8 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
     for change in sorted(changes, key=lambda one: len(one.path)):
         homes.setdefault(str(change.patterns), set()).add(change.path)
         kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
+    if len(kinds) > _MAX_RENAMES:
+        return
     found: dict[str, dict[str, Change]] = {}
     for (key, _), change in kinds.items():
         prefix = _prefix(change, homes[key], places, own)
@@ -155,14 +171,17 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
                 prefix + pattern: to if prefix in ("", "^") else r"\1/" + to.replace(r"\1", r"\2")
                 for pattern, to in change.patterns.items()
             }
-            if any(olds.get(name, change) is not change for name in change.new) or any(
-                name in other.new for other in group.values() if other is not change for name in change.old
+            if (
+                len(group) > _SEPARATE
+                or any(olds.get(name, change) is not change for name in change.new)
+                or any(name in other.new for other in group.values() if other is not change for name in change.old)
             ):
                 together |= patterns
             else:
                 yield [rename(patterns, change.reason)]
         if together:
-            yield [rename(together, "in one step, because some new names are old names of others")]
+            many = f"{len(group)} names" if len(group) > _SEPARATE else "some new names are old names of others"
+            yield [rename(together, f"in one step, because {many}" if "are" in many else many)]
 
 
 def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +10,17 @@ import numpy as np
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, leaves_at, look
+from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, topmost
+from flax_ckpt_compat._suggest.layouts import laid_out
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, flatten, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, plain
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
+_MAX_ENDS = 12
+_NO_MOMENTS = "no moments"
 
 
 def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
@@ -24,12 +28,52 @@ def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
     optimizer = stored.children.get("optimizer")
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
         yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
-    ends = [[path[-1] == "value" for path, leaf in leaves_at(tree) if look(leaf) != EMPTY] for tree in (stored, target)]
-    had, has = (sum(end) / max(len(end), 1) for end in ends)
-    if has > 0.9 and had < 0.5:
-        yield ProposedRule(rules.rename("([^/]+)$", r"\1/value"), "every leaf of the target is called value")
-    elif had > 0.9 and has < 0.5:
-        yield ProposedRule(rules.rename("([^/]+)/value$", r"\1"), "every stored leaf is called value")
+    yield from _nested(stored, target)
+    yield from _boxes(stored, target)
+
+
+def _nested(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
+    """Yield the step for names that hold a whole key path, as in torch's state dicts."""
+    for separator in ("/", "."):
+        joined = [any(separator in name for name in path) for path, _ in leaves_at(stored)]
+        is_in_target = any(separator in name for path, _ in leaves_at(target) for name in path)
+        if sum(joined) * 2 > len(joined) and not is_in_target:
+            yield ProposedRule(rules.nest(separator), f"stored names are key paths joined with {separator}")
+            return
+
+
+def _boxes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
+    """Yield the step for a level around arrays that one tree has: ``value`` in NNX's states, boxes with metadata."""
+    ours, theirs = ({path: seen for path, seen in flatten(tree).items() if seen != EMPTY} for tree in (stored, target))
+    for inner, outer, is_new in ((ours, theirs, True), (theirs, ours, False)):
+        boxed = [path for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen]
+        names = {path[-1] for path in boxed}
+        everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]
+        if everywhere[0] < 0.5 and everywhere[1] > 0.9:
+            pattern, name = "([^/]+)", "value"
+        elif boxed and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
+            name = names.pop()
+            pattern = _ends_of([path[:-1] for path in boxed], [path for path in inner if (*path, name) not in outer])
+        else:
+            continue
+        if pattern and is_new:
+            yield ProposedRule(
+                rules.rename(f"{pattern}$", rf"\1/{plain(name)}"), f"the target has {name} around arrays"
+            )
+        elif pattern:
+            yield ProposedRule(
+                rules.rename(f"{pattern}/{literal(name)}$", r"\1"), f"the checkpoint has {name} around arrays"
+            )
+        return
+
+
+def _ends_of(paths: Sequence[Path], others: Sequence[Path]) -> str:
+    """Return a pattern, with a group, for the ends of some key paths and no others; empty if there is no short one."""
+    for count in (1, 2):
+        ends = {"/".join(path[-count:]) for path in paths}
+        if len(ends) <= _MAX_ENDS and ends.isdisjoint("/".join(path[-count:]) for path in others):
+            return f"({either(ends)})"
+    return ""
 
 
 def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[ProposedRule, ...]]:
@@ -66,11 +110,14 @@ def _ends(node: Node) -> Counter[tuple[str, Look]]:
 
 def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
+    state = laid_out(pairing, state)
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
         if not pairing.missing(state.tree, at):
             continue
         text, fields = literal("/".join(at)), _fields(node_at(pairing.target, at))
+        if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
+            continue  # numbers alone, of which `_kept` names those that are new
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
             tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
@@ -83,7 +130,30 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
-    return _kept(pairing, _typed_keys(pairing, state))
+    state = _typed_keys(pairing, _counted(pairing, state))
+    return dataclasses.replace(_kept(pairing, state), named=state.tree)
+
+
+def _counted(pairing: Pairing, state: State) -> State:
+    """Return the state after steps that begin new schedules at the stored step, beside moments that are restored."""
+    have = pairing.looks(state.tree)
+    kept = [path for path, seen in have.items() if seen == KEPT and path[-1] == "count" and path in pairing.goal]
+    for root in sorted(pairing.roles.roots):
+        inside = {path for path in have if path[: len(root)] == root}
+        step = (*root[:-1], "step")
+        if have.get(step) != pairing.goal.get(step) or step not in have:
+            continue
+        if not any(have[path] != KEPT and MOMENTS.intersection(path) for path in inside):
+            continue
+        for path in kept:
+            siblings = node_at(pairing.target, path[:-1])
+            if path in inside and list(siblings.children) == ["count"]:
+                count = "/".join(path)
+                doubt = f"{count} would begin anew, and begins at the stored step if each step was one update"
+                reason = "a new schedule goes on at the stored step"
+                copied = ProposedRule(rules.copy(literal("/".join(step)), plain(count)), reason, doubt)
+                state = pairing.tried(state, [copied]) or state
+    return state
 
 
 def _typed_keys(pairing: Pairing, state: State) -> State:
@@ -101,7 +171,8 @@ def _typed_keys(pairing: Pairing, state: State) -> State:
 def _fields(node: Node) -> str:
     """Return the names under which an optimizer keeps its arrays."""
     found = [name for path, leaf in leaves_at(node) for name in path if name in MOMENTS or name == "count"]
-    return ", ".join(dict.fromkeys(found)) or "no moments"
+    found = found if MOMENTS.intersection(found) else []
+    return ", ".join(dict.fromkeys(found)) or _NO_MOMENTS
 
 
 def _kept(pairing: Pairing, state: State) -> State:
@@ -109,6 +180,7 @@ def _kept(pairing: Pairing, state: State) -> State:
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
     groups: dict[tuple[str, bool], list[str]] = {}
+    # Printed as a comment: a whole part of the model, and what the checkpoint has values for.
     for path in topmost(pairing.target, lacking):
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
         if there is None:
@@ -118,7 +190,7 @@ def _kept(pairing: Pairing, state: State) -> State:
         else:
             reason = f"stored {look(there)[0]}, target {look(wanted)[0]}"
         is_whole = isinstance(wanted, Branch) and any(isinstance(one, Branch) for one in wanted.children.values())
-        groups.setdefault((reason, is_whole), []).append(literal("/".join(path)))
+        groups.setdefault((reason, is_whole or there is not None), []).append(literal("/".join(path)))
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]

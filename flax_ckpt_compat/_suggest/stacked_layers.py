@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node
-from flax_ckpt_compat._suggest.leaf_features import Contents
+from flax_ckpt_compat._suggest.leaf_features import Contents, Look, SubtreeMemo
 
 _AXES = (0, 1, 2, 3, -1)
 
@@ -109,6 +110,41 @@ def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedR
     return [step, *([rename(renamed(from_0, new), f"numbered from {new.first}")] if new.first else [])]
 
 
+def joined_axes(parts: Sequence[Node], whole: Node, memo: SubtreeMemo) -> dict[int, list[int]]:
+    """Return the axes, from the end, on which several subtrees make up another one, with the lengths of the parts."""
+    looks = [dict(leaf for leaf in memo.contents(part)) for part in parts]
+    joined = dict(leaf for leaf in memo.contents(whole))
+    if not joined or any(one.keys() != joined.keys() for one in looks):
+        return {}
+    found: dict[int, list[int]] = {}
+    for axis in (-1, -2):
+        lengths = [
+            [shape[axis] if len(shape) >= -axis else 0 for shape, _ in (one[name] for one in looks)] for name in joined
+        ]
+        if all(_is_joined([one[name][0] for one in looks], joined[name][0], axis) for name in joined):
+            found[axis] = lengths[0]
+    return found
+
+
+def _is_joined(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], axis: int) -> bool:
+    if any(len(part) != len(whole) or len(part) < -axis for part in parts):
+        return False
+    rests = {(*part[:axis], *part[len(part) + axis + 1 :]) for part in (*parts, whole)}
+    return len(rests) == 1 and sum(part[axis] for part in parts) == whole[axis]
+
+
+def fused(names: Sequence[str], whole: str, axes: dict[int, list[int]], *, fusing: bool) -> ProposedRule:
+    """Return the rule that joins projections, or divides one."""
+    axis, lengths = next(iter(axes.items()))
+    doubt = f"the parts of {whole} may lie head by head, which the shapes do not tell"
+    reason = f"{whole} is as long as {', '.join(names)} together"
+    more: dict[str, Any] = {"axis": axis} if axis != -1 else {}
+    if fusing:
+        return ProposedRule(rules.fuse(list(names), whole, **more), reason, doubt)
+    more |= {"sizes": lengths} if len(set(lengths)) > 1 else {}
+    return ProposedRule(rules.split(literal(whole), list(names), **more), reason, doubt)
+
+
 def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
     """Return the rules that move the layers of a stack to another axis."""
     reason = f"the layers lie on axis {axes[0]} of {old}, on axis {axes[1]} of the target's {new}"
@@ -121,6 +157,28 @@ def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
 
 def _axis(axis: int) -> dict[str, int]:
     return {"axis": axis} if axis else {}
+
+
+def leaves_of_stack(layer: Contents, count: int) -> set[tuple[str, Look]]:
+    """Return the leaves that a stack of so many layers can have, on any axis."""
+    return set().union(*(_with_axis(layer, count, axis) for axis in _AXES))
+
+
+def layers_by_axis(stack: Contents) -> dict[int, frozenset[Any]]:
+    """Return, for axis 0 and 1 of a stack, the number of layers and what each of them holds; hashable."""
+    found = {}
+    for axis in (0, 1):
+        counts = {shape[axis] if len(shape) > axis else 0 for _, (shape, _) in stack}
+        if len(counts) == 1 and 0 not in counts:
+            found[axis] = frozenset({("", counts.pop()), *_without_axis(stack, axis).items()})
+    return found
+
+
+def _without_axis(stack: Contents, axis: int) -> Contents:
+    layer: Contents = Counter()
+    for (name, (shape, kind)), many in stack.items():
+        layer[name, ((*shape[:axis], *shape[axis + 1 :]), kind)] += many
+    return layer
 
 
 def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] | None:
@@ -144,9 +202,7 @@ def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
     found = []
     for before, after in ((0, 1), (1, 0)) if old != new else ():
         counts = {shape[before] if len(shape) > before else 0 for _, (shape, _) in old}
-        layer: Contents = Counter()
-        for (name, (shape, kind)), many in old.items():
-            layer[name, ((*shape[:before], *shape[before + 1 :]), kind)] += many
+        layer = _without_axis(old, before)
         if len(counts) == 1 and 0 not in counts and _with_axis(layer, counts.pop(), after) == new:
             found.append((before, after))
     return found[0] if len(found) == 1 else None

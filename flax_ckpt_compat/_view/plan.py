@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._restore import layer_counts
+from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
@@ -45,6 +45,7 @@ class Plan:
         why: the error's message, or empty if the leaves already show the reason. If just the number of layers differs,
             that.
         unused_nbytes: size in memory of the unused stored leaves, in bytes.
+        function: name of the function that is previewed, for the text.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Plan:
     raises: str | None
     why: str = ""
     unused_nbytes: int = 0
+    function: str = "restore"
     _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
@@ -84,7 +86,7 @@ class Plan:
     def __reduce__(self) -> Any:
         # The report only, without the trees and the target's arrays.
         kept = (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
-        return Plan, (*kept, self.unused_nbytes)
+        return Plan, (*kept, self.unused_nbytes, self.function)
 
 
 def plan_restore(
@@ -191,7 +193,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     nbytes, trees = sum(needed.values()), tuple(plans.items.values())
     refusal = _refusal(plans)
-    return Plan(opened.path, opened.format, tuple(leaves), tuple(unused), nbytes, *refusal, unused_nbytes, trees)
+    return Plan(opened.path, opened.format, tuple(leaves), tuple(unused), nbytes, *refusal, unused_nbytes, _plans=trees)
 
 
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
@@ -199,6 +201,6 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     for tree_plan in plans.items.values():
         for kind, error in refusals(tree_plan):
             is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
-            why = layer_counts.explain(tree_plan) if is_shown else str(error())
+            why = common_causes.explain(tree_plan) if is_shown else str(error())
             return kind.__name__, f"{why} {plans.fits}".strip()
     return None, ""

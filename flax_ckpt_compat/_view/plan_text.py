@@ -62,10 +62,11 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
     for row, cells in zip(rows, all_cells, strict=True):
         names = [_at_slashes(cell, widths[column]) for column, cell in enumerate(cells[:2])]
         table.add_row(*map(Text, (*names, cells[2])), style=row.detail[0])
+    # On a terminal, what stands last is seen first.
     yield Text(title(plan))
-    yield from map(text, verdict(plan))
     yield table
     yield from map(text, _rest(plan, more))
+    yield from map(text, verdict(plan))
 
 
 def _column_widths(cells: Sequence[Sequence[str]], width: int) -> tuple[int, int]:
@@ -118,21 +119,33 @@ def title(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> Iterator[str]:
-    """Yield the error that a restore raises, and proposed rules."""
+    """Yield what the function that is previewed does, and proposed rules."""
     if plan.raises is not None:
-        yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
+        yield f"{plan.function} raises {plan.raises}{_unlike(plan)}" + (f": {plan.why}" if plan.why else ".")
+    elif plan.missing:
+        yield f"{plan.function} succeeds, and what is missing keeps the target's values."
     elif any(leaf.is_reshaped for leaf in plan.leaves):
-        yield "Where shapes differ, the result has the stored shape."
+        yield f"{plan.function} succeeds. Where shapes differ, the result has the stored shape."
+    else:
+        yield f"{plan.function} succeeds."
     is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
     if plan.missing and plan.suggestion is None and not is_explained:
         yield "Nothing that is stored resembles what is missing."
     if plan.suggestion is not None and (plan.suggestion.confident or not is_explained):
         sure = "These rules would map it"
+        if plan.suggestion.keeps_all:
+            sure = "Nothing that is stored fits there. Where the target's own values are wanted"
         if not plan.suggestion.confident:
             doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
             sure = f"A guess, to be checked leaf by leaf{doubt}"
         is_long = len(plan.suggestion.steps) > _MAX_STEPS
         yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"
+
+
+def _unlike(plan: Plan) -> str:
+    """Return in which way ``restore_checkpoint``, whose defaults are milder, does something else; or empty."""
+    is_mild = plan.raises in ("ShapeMismatchError", "KindMismatchError") and plan.function == "restore"
+    return " (restore_checkpoint warns, and returns what is stored)" if is_mild else ""
 
 
 def _rest(plan: Plan, more: str) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from typing import Any
 
 import click
 
@@ -21,11 +23,24 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 @click.argument("path")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Returns the state to restore into; may be abstract.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to restore with.")
+@click.option(
+    "--restore-checkpoint",
+    "as_flax",
+    is_flag=True,
+    help="Preview restore_checkpoint, which warns of other shapes and kinds, instead of restore.",
+)
 @step_option
 @prefix_option
 @json_option("a JSON object with a row for each leaf")
 def command(
-    path: str, target: str | None, transforms: str | None, step: str | None, prefix: str, *, as_json: bool
+    path: str,
+    target: str | None,
+    transforms: str | None,
+    step: str | None,
+    prefix: str,
+    *,
+    as_flax: bool,
+    as_json: bool,
 ) -> bool:
     """Show where each leaf of a target would come from, and what a restore would raise.
 
@@ -33,14 +48,18 @@ def command(
     FUNCTION called without arguments. Arrays are not read. If leaves are missing, rules that would find them are
     proposed.
 
-    Exit code 0 if flax_ckpt_compat.restore would succeed, 1 if it would raise, 2 if there is no plan.
+    Exit code 0 if flax_ckpt_compat.restore (or restore_checkpoint, with that option) would succeed, 1 if it would
+    raise, 2 if there is no plan.
     """
     from flax_ckpt_compat._core.import_by_name import load_name, load_value
     from flax_ckpt_compat._view import plan_text
     from flax_ckpt_compat._view.plan import plan_restore
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
-    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules)
+    policies = _policies_of_flax(rules) if as_flax else {}
+    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules, **policies)
+    if as_flax:
+        found = dataclasses.replace(found, function="restore_checkpoint")
     if as_json:
         print_json(plan_text.to_json(found))
     elif is_terminal(sys.stdout):
@@ -50,3 +69,14 @@ def command(
     else:
         click.echo(str(found))
     return found.raises is not None
+
+
+def _policies_of_flax(rules: Any) -> dict[str, Any]:
+    """Return the arguments with which a plan previews ``restore_checkpoint``: its settings, and Orbax's leniency."""
+    from flax_ckpt_compat import config
+    from flax_ckpt_compat._restore.transform_spec import TransformSpec
+
+    settings = config.current()
+    names = ("missing_leaves", "shape_mismatch", "kind_mismatch", "must_exist")
+    policies = {name: getattr(settings, name) for name in names}
+    return {**policies, "missing_leaves": "keep"} if TransformSpec(rules).lenient else policies

@@ -11,6 +11,7 @@ rule                                      what it does
 ``from_checkpoint(path, *patterns)``      takes subtrees from another checkpoint
 ``wrap(name, at)``                        adds a level: params/… → params/model/…
 ``unwrap(name, at)``                      removes a level: params/model/… → params/…
+``nest(separator, at)``                   splits names that hold a key path: a.b.c → a/b/c
 ``stack(pattern, into, axis)``            stacks layer_0 … layer_11 → layers, with one more axis
 ``unstack(pattern, into, axis)``          unstacks layers → layer_0 … layer_11
 ``fuse(names, into, axis)``               concatenates query, key, value → qkv
@@ -40,7 +41,7 @@ from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
-from flax_ckpt_compat.rules.names import copy, drop, move, rename, unwrap, wrap
+from flax_ckpt_compat.rules.names import copy, drop, move, nest, rename, unwrap, wrap
 from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax
 from flax_ckpt_compat.rules.optimizers import optimizer_state
 from flax_ckpt_compat.rules.shapes import cut, index, reshape, resize, transpose, unreplicate
@@ -49,6 +50,6 @@ from flax_ckpt_compat.rules.values import apply, cast, key_data, pad, wrap_key_d
 
 __all__ = [
     "Rule", "apply", "cast", "copy", "cut", "drop", "from_checkpoint", "from_target", "fuse", "index", "key_data",
-    "move", "optimizer_state", "pad", "pre_linen", "pre_optax", "rename", "reshape", "resize", "split", "stack",
+    "move", "nest", "optimizer_state", "pad", "pre_linen", "pre_optax", "rename", "reshape", "resize", "split", "stack",
     "transpose", "unreplicate", "unstack", "unwrap", "wrap", "wrap_key_data",
 ]  # fmt: skip

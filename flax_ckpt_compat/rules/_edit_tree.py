@@ -18,8 +18,10 @@ from flax_ckpt_compat._core.tree import (
     node_at,
     show_path,
 )
+from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _patterns
 from flax_ckpt_compat.rules._rule import Apply, RuleError
+from flax_ckpt_compat.rules._states import is_empty
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
@@ -28,16 +30,31 @@ def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
     origins: dict[Path, Path] = {}
     for old, leaf in iter_leaves(stored):
         for new in new_paths(old):
+            # What an earlier rule left to the target is no value, and gives way.
+            if leaf is Own.KEEP_TARGET and new in leaves:
+                continue
+            if leaves.get(new) is Own.KEEP_TARGET:
+                del leaves[new]
             if new in leaves:
                 first, second = show_path(origins[new]), show_path(old)
                 raise _collision(f"{first} and {second} would both be called {show_path(new)}", show_path(new))
             leaves[new], origins[new] = leaf, old
     try:
-        tree = from_leaves(leaves, like=stored)
+        tree = _built(leaves, stored)
     except NameCollisionError as error:
         raise _collision(str(error), error.leaf) from None
     _take_containers(tree, stored, origins)
     return tree
+
+
+def _built(leaves: dict[Path, Node], like: Node) -> Node:
+    """Build a tree; None and empty containers, which hold no values, give way to what is put below them."""
+    try:
+        return from_leaves(leaves, like=like)
+    except NameCollisionError:
+        above = {path[:end] for path in leaves for end in range(len(path))}
+        empty = {path for path in above if is_empty(leaves.get(path, Own.KEEP_TARGET))}
+        return from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=like)
 
 
 def moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:

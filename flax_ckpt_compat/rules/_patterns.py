@@ -9,7 +9,8 @@ match it with the whole key path of a subtree or leaf (`select`); rules that cha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.regex_templates import compile_template, literal
@@ -70,13 +71,32 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     return fill
 
 
-def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
+class Plain(NamedTuple):
+    """Those of several patterns that are single names, so that `matches` need not search for each of them."""
+
+    numbers: Mapping[str, int]  # name → index of the pattern
+    others: Sequence[int]  # indices of the other patterns
+
+
+def plain_names(patterns: Iterable[str]) -> Plain:
+    """Return which patterns match one name and nothing else."""
+    given = list(patterns)
+    numbers = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
+    return Plain(numbers, [number for number, text in enumerate(given) if text not in numbers])
+
+
+def matches(
+    patterns: Sequence[re.Pattern[str]], path: Path, plain: Plain | None = None
+) -> Iterator[tuple[int, int, int, re.Match[str]]]:
     """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
 
     Yields the index of the pattern, the first that matches there; of the first name; after the last name; and the
     match. A ``/`` inside a name is an ordinary character, at which no match begins or ends."""
     text = "/".join(path)
-    able = [number for number, pattern in enumerate(patterns) if pattern.search(text)]
+    searched = range(len(patterns)) if plain is None else plain.others
+    able = [number for number in searched if patterns[number].search(text)]
+    if plain is not None:
+        able = sorted({*able, *(plain.numbers[name] for name in path if name in plain.numbers)})
     if not able:
         return
     starts = [0]

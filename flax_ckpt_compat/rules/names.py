@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
@@ -31,6 +35,7 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         raise RuleError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
     names = [_patterns.whole_names(one) for one in given]
+    plain = _patterns.plain_names(given)
     fills = [_patterns.filled(name, text) for name, text in zip(names, given.values(), strict=True)]
 
     def apply(stored: Node, _: Node) -> Node:
@@ -39,7 +44,7 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         def renamed(path: Path) -> tuple[Path]:
             new: list[str] = []
             done = 0
-            for number, first, after, match in _patterns.matches(names, path):
+            for number, first, after, match in _patterns.matches(names, path, plain):
                 unmatched.pop(number, None)
                 new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
                 done = after
@@ -77,7 +82,8 @@ def copy(source: str, to: Replacement) -> Apply:
 
     Args:
         source: pattern of whole key paths in the checkpoint.
-        to: key path of the copy, as in ``re.sub``; the values are read once and share no memory.
+        to: key path of the copy, as in ``re.sub``; the values are read once and share no memory. A Python number
+            becomes an array where the target has one: ``copy("step", "opt_state/1/count")`` lets a new schedule go on.
 
     Raises:
         TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
@@ -92,9 +98,22 @@ def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
     def apply(stored: Node, target: Node) -> Node:
         found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        return _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
+        tree = _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
+        for start, end in ends.items() if stays else ():
+            if (number := _as_array(node_at(stored, start), node_at(target, end))) is not None:
+                tree = _edit_tree.put(tree, end, number)
+        return tree
 
     return apply
+
+
+def _as_array(leaf: Node, wanted: Node) -> Derived | None:
+    """Return a stored number as the array that the target has for its copy, such as a schedule's count; else None."""
+    shape, dtype = shape_and_dtype(wanted)
+    is_number = isinstance(leaf, LeafHandle) and leaf.kind in (LeafKind.INT, LeafKind.FLOAT, LeafKind.BOOL)
+    if not is_number or shape != () or not isinstance(dtype, np.dtype) or isinstance(wanted, np.generic):
+        return None
+    return Derived((leaf,), lambda value: np.asarray(value, dtype), (), dtype, f"a number as {dtype}")
 
 
 @rule
@@ -162,6 +181,45 @@ def unwrap(name: str, at: str = "") -> Apply:
             ends |= {(*start, *level): start for level in inside}
         _expect_children(stored, ends)
         return _edit_tree.moved(stored, ends)
+
+    return apply
+
+
+@rule
+def nest(separator: str = "/", at: str = "") -> Apply:
+    """Split names that hold a whole key path into levels: with ``nest(".")``, ``a.b.c`` becomes ``a/b/c``.
+
+    Args:
+        separator: text between the names of the levels.
+        at: pattern of whole key paths of subtrees in the checkpoint, below which names are split; empty for all.
+
+    Raises:
+        TransformError: no separator, or a bad pattern; when applied: the checkpoint has no such path, or no such name
+            below it.
+        NameCollisionError: when applied: two leaves would get the same name, or one the name of a subtree.
+    """
+    if not separator:
+        raise RuleError("the separator is empty")
+    _patterns.compiled(at)
+
+    def apply(stored: Node, _: Node) -> Node:
+        starts, found = _patterns.select(stored, [at]), False
+
+        def split(path: Path) -> list[Path]:
+            nonlocal found
+            start = _edit_tree.prefix_in(path, starts)
+            if start is None:
+                return [path]
+            below = path[len(start) :]
+            found = found or any(separator in name for name in below)
+            return [start + tuple(part for name in below for part in filter(None, name.split(separator)))]
+
+        tree = _edit_tree.remap(stored, split)
+        if not found:
+            raise RuleError(
+                f"no name in the checkpoint has {separator!r} in it; {_patterns.near_names(separator, stored)}"
+            )
+        return tree
 
     return apply
 

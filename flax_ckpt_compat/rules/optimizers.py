@@ -44,7 +44,6 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
     def apply(stored: Node, target: Node) -> Node:
         at_path = _patterns.select_one(target, at, whose="the target")
         start = _patterns.select_one(stored, source)
-        _refuse_loss(stored, at_path, start)
         own, old = node_at(target, at_path), node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
         taken: dict[Path, Node] = {}
@@ -56,6 +55,8 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
             taken |= _Group(at_path, start, group, sorted(similar, key=State.order)).taken()
         if not taken:
             raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
+        taken = {**_given(stored, at_path, start, own), **taken}
+        _refuse_loss(stored, at_path, start, taken)
         return _edit_tree.put(stored, at_path, _with(taken, own))
 
     return apply
@@ -149,11 +150,25 @@ class _Group:
         return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
 
 
-def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
+def _is_elsewhere(at_path: Path, start: Path) -> bool:
+    return at_path[: len(start)] != start and start[: len(at_path)] != at_path
+
+
+def _given(stored: Node, at_path: Path, start: Path, own: Node) -> dict[Path, Node]:
+    """Return the leaves that an earlier rule has put where the target has them, by path below ``at_path``."""
+    if not _is_elsewhere(at_path, start):
+        return {}
+    wanted = {path for path, leaf in iter_leaves(own) if not _states.is_empty(leaf)}
+    return {path: leaf for path, leaf in iter_leaves(node_at(stored, at_path)) if path in wanted}
+
+
+def _refuse_loss(stored: Node, at_path: Path, start: Path, taken: dict[Path, Node]) -> None:
     """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
-    node = node_at(stored, at_path)
-    is_other = at_path[: len(start)] != start and start[: len(at_path)] != at_path
-    if is_other and any(not _states.is_empty(leaf) for _, leaf in iter_leaves(node)):
+    lost = (
+        not _states.is_empty(leaf) and taken.get(path) is not leaf
+        for path, leaf in iter_leaves(node_at(stored, at_path))
+    )
+    if _is_elsewhere(at_path, start) and any(lost):
         here, there = show_path(at_path), show_path(start)
         raise RuleError(
             f"the checkpoint has {here}, too, which {there} would replace; before this rule use "

@@ -52,7 +52,7 @@ def test_what_is_missing() -> None:
     """Leaves that are missing, the error, and rules that would find them; exit code 1."""
     result = plan("run", "--target", "my_train:create_state")
     assert result.exit_code == 1
-    assert "A restore raises MissingLeavesError" in result.stdout
+    assert "restore raises MissingLeavesError" in result.stdout
     assert "rules.rename" in result.stdout
     assert "\x1b" not in result.stdout
 

@@ -250,7 +250,7 @@ def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
     size = "39.2 kB"
     assert first[1] == f"  10 from the checkpoint, 576 missing ({size}),"
     assert first[2] == f"  576 stored but not used ({size})"
-    assert first[3] == "A restore raises MissingLeavesError." and first[4].startswith("These rules would map it")
+    assert first[3] == "restore raises MissingLeavesError." and first[4].startswith("These rules would map it")
     assert "params/layer_{0..11}/… MISSING (192 leaves)" in [" ".join(line.split()) for line in first]
     assert first[-1].startswith("Stored, but not used: params/block_{0..11}/… (192 leaves)")
     second = [" ".join(line.split()) for line in str(renamed).splitlines()]
