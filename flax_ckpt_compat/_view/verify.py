@@ -115,7 +115,7 @@ def _verify(location: Location, *, is_named: bool) -> VerifiedCheckpoint | None:
                 raise
             return _unopened(location, error)
         except ReplacedError as error:
-            if not left:
+            if not left and (is_named or not _is_being_removed(location, before)):
                 return _unopened(location, error)
         except CheckpointNotFoundError:
             if is_named:
@@ -133,12 +133,15 @@ def _paths_in(location: Location) -> set[str]:
 
 
 def _is_being_removed(location: Location, before: set[str]) -> bool:
-    """Return whether files of a directory vanish one after the other, as where a manager removes an old step."""
-    after = _paths_in(location)
-    if not before <= after:
-        return True
-    time.sleep(_REMOVAL_SECONDS)
-    return not after <= _paths_in(location) or not locating.is_there(location)
+    """Return whether paths in a directory vanish, as where a manager removes an old step; wait until that has ended."""
+    is_removed, after = False, _paths_in(location)
+    while not before <= after:
+        time.sleep(_REMOVAL_SECONDS)
+        is_removed, before, after = True, after, _paths_in(location)
+    if not is_removed:
+        time.sleep(_REMOVAL_SECONDS)
+        is_removed = not after <= _paths_in(location)
+    return is_removed or not locating.is_there(location)
 
 
 def _verify_files(location: Location) -> VerifiedCheckpoint:
