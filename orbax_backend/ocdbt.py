@@ -51,6 +51,11 @@ def read_entries(
     return entries
 
 
+def files_of_database(location: Location) -> set[str]:
+    """Return the names of all files that the nodes of a database refer to."""
+    return {name for leaf in _Database(location, "", None).leaves() for name in leaf.files.names}
+
+
 class _Database:
     def __init__(self, location: Location, base: str, locate: Callable[[str], Location] | None) -> None:
         self._location, self._base = location, base

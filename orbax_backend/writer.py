@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -21,10 +22,11 @@ from collections.abc import Iterable
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import SettingError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, SettingError, StorageError
 from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
+from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
@@ -35,6 +37,7 @@ from .checksum_recording import Recorder, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .msgpack_file import encode_structure
+from .ocdbt import files_of_database
 from .ocdbt_writer import Database
 from .save_plan import SavePlan
 from .zarr import Encoding
@@ -68,6 +71,24 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     finally:
         finish_arrays(path, database)  # TensorStore has been writing in its own threads
     commit(path, plan, None if recorder is None else recorder.record)
+    _check_whole(path, files, database is not None)
+
+
+def _check_whole(path: str, files: Iterable[str], has_arrays: bool) -> None:
+    """Raise StorageError if a file that was written is not there any more: somebody removes the temporary."""
+    expected = [*files, *(os.path.join(path, name) for name in (layout.STEP_METADATA, layout.COMMIT_FILE))]
+    location = Location(path, LOCAL)
+    try:
+        expected += [os.path.join(path, name) for name in files_of_database(location)] if has_arrays else []
+    except CorruptCheckpointError:
+        expected.append(os.path.join(path, layout.MANIFEST))
+    lost = next((file for file in expected if not presence.exists(file)), None)
+    if lost is not None:
+        name = os.path.relpath(lost, path)
+        message = (
+            f"{path}: {name} was removed while it was written, so it is not whole: another program removes what is"
+        )
+        raise StorageError(f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT)
 
 
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention_policy import expired
 
 _log = logging.getLogger("flax_ckpt_compat")
+_CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
@@ -36,6 +39,8 @@ def retain(request: SaveRequest, listing: Listing | None = None) -> None:
     """
     global _last_saved
     try:
+        if steps.step_of(request.name, request.checkpoint_dir.prefix) is None:
+            _check_there(request)
         if request.step is not None:
             saved_prefixes.record(request.checkpoint_dir, request.name)
             _remove_others(request, listing)
@@ -48,7 +53,7 @@ def retain(request: SaveRequest, listing: Listing | None = None) -> None:
 
 def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures, lost = request.checkpoint_dir, list[StorageError](), False
+    checkpoint_dir, failures, lost, is_gone = request.checkpoint_dir, list[StorageError](), False, False
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
@@ -57,9 +62,10 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
         names = saved_steps.names_in(listed)
         counted = saved_steps.counted_steps(listed, names)
         ordered = [name for name in counted if name not in others]
-        if request.name not in ordered:
+        is_gone = request.name not in ordered
+        if is_gone and _may_be_evicted(request, ordered):
             return  # another writer removed it meanwhile, and cleans up itself
-        doomed = [name for name in _to_remove(request, ordered) if counted[name]]
+        doomed = [] if is_gone else [name for name in _to_remove(request, ordered) if counted[name]]
         if not (is_watched := _takes_newer_in_store(request, doomed)):
             failures += _remove(listed, request.name, doomed, names)
         if is_watched and contents.contents_of(request.location).is_complete:
@@ -69,6 +75,8 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
+    if is_gone:
+        raise _removed_error(request)
     if lost:
         message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
         raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
@@ -79,6 +87,44 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
             "save tries again; or delete them yourself"
         )
         raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
+
+
+def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
+    """Return whether another writer may have evicted the checkpoint that was just saved.
+
+    It has saved a newer step, or, with ``overwrite``, an older one since this save began."""
+    if request.location.is_remote:
+        return True
+    prefix, began = request.checkpoint_dir.prefix, request.start - _CLOCK_SECONDS
+    saved = steps.step_of(request.name, prefix) or 0
+    others = (name for name in ordered if name != request.name)
+    return any(
+        (steps.step_of(name, prefix) or 0) > saved or _modified(request.checkpoint_dir.path(name).path) > began
+        for name in others
+    )
+
+
+def _modified(path: str) -> float:
+    """Return the time of the last change of a local path, in seconds since the epoch; 0 if it vanished."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _check_there(request: SaveRequest) -> None:
+    """Raise StorageError if a checkpoint that no other writer evicts is not there any more; no look in a store."""
+    if not request.location.is_remote and not request.location.exists():
+        raise _removed_error(request)
+
+
+def _removed_error(request: SaveRequest) -> StorageError:
+    return StorageError(
+        f"{request.path} was saved, and is not there, or not whole, any more: another program removes what is in this "
+        "directory. Stop that, and save again; no older checkpoint was removed",
+        path=request.path,
+        errno=errno.ENOENT,
+    )
 
 
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:

@@ -135,17 +135,50 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
     """Rename a finished temporary to its final path, atomically replacing what is there, and sync the names to disk.
 
     Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
-    directory is replaced."""
+    directory is replaced. Before anything that is replaced is deleted, what has the name now is what was written."""
     with translated(final):
+        written = _sizes_in(temporary)
         move = gda_folder.place_arrays(temporary, final)
         try:
             replaced = _put_in_place(temporary, final, new)
+            _check_whole(written, final)
         except BaseException:
             gda_folder.undo(move)
             raise
         if replaced is not None:
             _remove_replaced(replaced, final)
         gda_folder.remove_replaced(move)
+
+
+def _sizes_in(path: str) -> dict[str, tuple[int, int]]:
+    """Return the inode and bytes of a file, by the name "", or of a directory and all in it, by their paths in it."""
+    status = os.lstat(path)
+    found = {"": (status.st_ino, status.st_size)}
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            inside, status = os.path.join(folder, name), os.lstat(os.path.join(folder, name))
+            found[os.path.relpath(inside, path)] = status.st_ino, 0 if name in folders else status.st_size
+    return found
+
+
+def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
+    """Raise StorageError if parts of what was just published are not there: somebody removes the temporary.
+
+    If another writer has replaced or evicted all of it meanwhile, that is not our matter."""
+    try:
+        found = _sizes_in(final)
+    except GONE:
+        return
+    if found[""][0] != written[""][0]:
+        return
+    lost = sorted(name for name, one in written.items() if name and found.get(name) != one)
+    if lost:
+        raise StorageError(
+            f"{final}: {lost[0]} was removed while the checkpoint was saved, so it is not whole: another program "
+            "removes what is in this directory. Stop that, and save again",
+            path=final,
+            errno=errno.ENOENT,
+        )
 
 
 def _remove_replaced(replaced: str, final: str) -> None:
