@@ -399,3 +399,13 @@ def test_fix_tells_what_stays_on_flax(tmp_path: Path) -> None:
     assert "Still Flax's own module" in out.output and "by_name.py:2" in out.output
     assert (tmp_path / "helper.py").read_text().startswith("from flax_ckpt_compat import checkpoints as c")
     assert run_python((tmp_path / "helper.py").read_text())[0] == "d/checkpoint_1\n"
+
+
+def test_fix_names_a_file_that_it_cannot_change(tmp_path: Path) -> None:
+    """Code that is nested too deeply stays as it is; the other files are changed."""
+    (tmp_path / "deep.py").write_text(f"from flax.training import checkpoints\nx = {'[' * 190}{']' * 190}\n")
+    (tmp_path / "train.py").write_text("from flax.training import checkpoints\n")
+    out = CliRunner().invoke(main, ["scan", str(tmp_path), "--fix", "--yes"])
+    assert "Not changed: " in out.output and "deep.py: its code is nested too deeply" in out.output
+    assert "Still Flax's own module" in out.output and "deep.py:1" in out.output
+    assert (tmp_path / "train.py").read_text() == "from flax_ckpt_compat import checkpoints\n"
