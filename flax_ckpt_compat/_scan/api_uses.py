@@ -17,13 +17,20 @@ TextsOf = Callable[[ast.expr | None], list[str]]
 Found = Iterator[tuple[str, ast.expr | ast.stmt | ast.ExceptHandler]]
 
 
-def api_uses(nodes: Iterable[ast.AST], names: Names, texts_of: TextsOf = lambda _: []) -> Found:
-    """Give each use, as the kind of finding and the node; ``texts_of`` an expression are those it may be."""
+def api_uses(
+    nodes: Iterable[ast.AST],
+    names: Names,
+    dotted_of: Callable[[ast.expr], str | None] | None = None,
+    texts_of: TextsOf = lambda _: [],
+) -> Found:
+    """Give each use, as the kind of finding and the node.
+
+    Once values are known, ``dotted_of`` gives the name of a called function, ``texts_of`` what an expression may be."""
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imports(node)
         elif isinstance(node, ast.Call):
-            yield from _api_calls(node, names, texts_of)
+            yield from _api_calls(node, names, (dotted_of or names.of)(node.func) or "", texts_of)
         elif isinstance(node, ast.If) and _is_guard(node.test):
             yield from (("process-guard", call) for call in _calls_in(node.body, names, "save_checkpoint"))
         elif isinstance(node, ast.Try) and any(_calls_in(node.body, names, "restore_checkpoint")):
@@ -50,8 +57,7 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Found:
         yield "orbax-utils", node
 
 
-def _api_calls(node: ast.Call, names: Names, texts_of: TextsOf) -> Found:
-    dotted = names.of(node.func) or ""
+def _api_calls(node: ast.Call, names: Names, dotted: str, texts_of: TextsOf) -> Found:
     if dotted.startswith(f"{_UTILS}."):
         yield "orbax-utils", node
     name = dotted.removeprefix(f"{_API}.")

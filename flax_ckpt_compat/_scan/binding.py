@@ -133,7 +133,7 @@ class Binding:
 
     def _call(self, module: Module, node: ast.Call) -> None:
         name = last_name(node.func)
-        dotted = module.names.of(node.func) or ""
+        dotted = self._evaluation.dotted(module, node.func) or ""
         if dotted.startswith(f"{API}."):
             self._api_call(module, node, dotted.removeprefix(f"{API}."))
             return

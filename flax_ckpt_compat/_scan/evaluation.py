@@ -9,7 +9,7 @@ from typing import Any
 from .checkpoint_names import CheckpointNames
 from .composition import Part, compose, parts_of
 from .facts import NAMES, Facts, Key, option, returned
-from .library import Library
+from .library import API, Library
 from .listings import Listings
 from .modules import Function, Module, Project
 from .names import written
@@ -141,7 +141,25 @@ class Evaluation:
         finally:
             self._with_tests = before
 
+    def dotted(self, module: Module, function: ast.expr) -> str | None:
+        """Return the dotted name of a called function, also if the API was passed on as a value."""
+        name = module.names.of(function)
+        if name is not None and name.startswith(API):
+            return name
+        for node, rest in [(function, "")] + (
+            [(function.value, f".{function.attr}")] if isinstance(function, ast.Attribute) else []
+        ):
+            for tag in self.value(module, node):
+                if tag.kind == LIBRARY and not tag.place and str(tag.of).startswith(API):
+                    return f"{tag.of}{rest}"
+        return name
+
     def _evaluate(self, module: Module, node: ast.AST) -> Value:
+        api = module.names.of(node) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else None
+        found = self._evaluate_kind(module, node)
+        return found | {Tag(LIBRARY, api)} if api is not None and f"{api}.".startswith(f"{API}.") else found
+
+    def _evaluate_kind(self, module: Module, node: ast.AST) -> Value:
         if isinstance(node, ast.expr) and (parts := self._parts(module, node)) is not None:
             return compose(parts, lambda part: self.value(module, part))
         evaluate = _KINDS.get(type(node))

@@ -80,7 +80,7 @@ class FileUses:
         """Give the kinds of file operation that a call performs on a checkpoint."""
         for kind, values in self._operations(node):
             if self._is_used(kind, values, node) and not self._is_spared(kind, node):
-                yield kind
+                yield "only-files" if kind == "is-file" and not self._holds_any(values) else kind
         yield from self._of_shell(node)
         if self._parses(node):
             yield "parse-name"
@@ -131,6 +131,10 @@ class FileUses:
         if any(map(self._evaluation.is_link, values)):
             return kind not in {"remove"}
         return kind in _OF_ENTRIES and any(map(self.is_entry_of_run, values))
+
+    def _holds_any(self, nodes: list[ast.expr]) -> bool:
+        values = [self._evaluation.value(self._module, one) for one in nodes]
+        return any(self._evaluation.is_checkpoint(value) or self._evaluation.is_link(value) for value in values)
 
     def is_entry_of_run(self, value: Value) -> bool:
         """Return whether a value is any entry of a directory that checkpoints are saved to."""

@@ -104,6 +104,10 @@ KINDS = {
         "asks whether a checkpoint is a file", "False: it is a directory", "False: it is a directory",
         "os.path.exists, or latest_checkpoint", CHANGE,
     ),
+    "only-files": Kind(
+        "takes only the files of a checkpoint directory", "passes over the checkpoints",
+        "passes over the checkpoints", "add those of available_steps, or iter_checkpoints", CHANGE,
+    ),
     "size": Kind(
         "takes the size of a checkpoint file", "the size of a directory's entry, about 4096",
         "the size of a directory's entry, about 4096", "iter_checkpoints gives sizes of both formats", CHANGE,

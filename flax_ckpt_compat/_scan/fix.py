@@ -20,6 +20,10 @@ _API = "flax.training.checkpoints"
 _OURS = "flax_ckpt_compat.checkpoints"
 
 
+class UnchangedError(Exception):
+    """Code that cannot be changed, though it can be scanned."""
+
+
 def fix(code: str, findings: Iterable[Finding]) -> str:
     """Return the code with our imports, and with file operations that work for both formats.
 
@@ -27,7 +31,19 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
       That module has all names of Flax's, also underscored ones.
     - ``os.path.isfile(checkpoint)`` becomes ``os.path.exists(checkpoint)``.
     - The statement ``os.remove(checkpoint)`` removes a directory, too.
+
+    Raises:
+        UnchangedError: the code is nested too deeply, or libcst does not know its syntax yet.
     """
+    try:
+        return _fixed(code, findings)
+    except RecursionError as error:
+        raise UnchangedError("its code is nested too deeply to be written anew") from error
+    except cst.ParserSyntaxError as error:
+        raise UnchangedError(f"libcst does not read line {error.raw_line}") from error
+
+
+def _fixed(code: str, findings: Iterable[Finding]) -> str:
     wrapper = MetadataWrapper(cst.parse_module(code))
     fixer = _Fixer({(found.line, found.column): found.kind for found in findings})
     fixed = wrapper.visit(fixer)

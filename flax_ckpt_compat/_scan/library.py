@@ -76,6 +76,9 @@ class Evaluator(Protocol):
     def value(self, module: Module, node: ast.AST | None) -> Value:
         """Return what an expression holds."""
 
+    def dotted(self, module: Module, function: ast.expr) -> str | None:
+        """Return the dotted name of a called function."""
+
     def is_checkpoint(self, value: Value) -> bool:
         """Return whether a value is a checkpoint's path or name, or lists them."""
 
@@ -90,7 +93,7 @@ class Library:
     def call(self, module: Module, node: ast.Call) -> Value:
         """Return what a call returns."""
         dotted, name = module.names.of(node.func), last_name(node.func)
-        if dotted in _RETURN_PATHS:
+        if self._evaluation.dotted(module, node.func) in _RETURN_PATHS:
             return frozenset([Tag(CHECKPOINT)])
         if dotted in _OBJECTS or (dotted or "").startswith("tempfile."):
             return frozenset([Tag(LIBRARY, str(dotted))])

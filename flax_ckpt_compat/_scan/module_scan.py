@@ -57,7 +57,12 @@ def scan_modules(trees: Sequence[tuple[str, ast.Module]]) -> list[ModuleScan]:
 def _scan(evaluation: Evaluation, module: Module, *, is_user: bool, is_reached: bool) -> ModuleScan:
     try:
         uses: list[tuple[str, ast.AST]] = [
-            *api_uses(module.nodes, module.names, lambda node: texts(evaluation.value(module, node)))
+            *api_uses(
+                module.nodes,
+                module.names,
+                lambda function: evaluation.dotted(module, function),
+                lambda node: texts(evaluation.value(module, node)),
+            )
         ]
         lost: list[tuple[str, ast.AST]] = []
         if is_user or (is_reached and not _is_torch(module.nodes)):

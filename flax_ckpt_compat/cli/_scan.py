@@ -45,14 +45,18 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
 def _fix(report: ScanReport, *, yes: bool) -> bool:
     """Show the changes as a diff and write them, each file at once; return whether they are written."""
     try:
-        from flax_ckpt_compat._scan.fix import fix
+        from flax_ckpt_compat._scan.fix import UnchangedError, fix
     except ImportError as error:
         raise FailedError("--fix needs libcst: pip install libcst") from error
     changed: dict[Path, str] = {}
     for path in dict.fromkeys(found.path for found in report.findings if found.cell is None):
         with tokenize.open(path) as file:
             before = file.read()
-        after = fix(before, [found for found in report.findings if found.path == path])
+        try:
+            after = fix(before, [found for found in report.findings if found.path == path])
+        except UnchangedError as error:
+            echo(f"Not changed: {path}: {error}. Change its imports by hand.")
+            continue
         if after != before:
             changed[Path(path)] = after
             for line in difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm=""):

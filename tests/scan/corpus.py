@@ -98,7 +98,8 @@ def measure(which: str, tell: Callable[[str], None]) -> str:
     count = len(programs(which))
     return (
         f"lines to change: {changes}; lines to look at: {looks}; "
-        f"{clear} of {broken} programs that break told to be clean, {alarms} of {count - broken} others told to break"
+        f"{clear} of {broken} breaking programs reported clean, "
+        f"{alarms} of {count - broken} others reported as breaking"
     )
 
 

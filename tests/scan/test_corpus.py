@@ -1,12 +1,14 @@
 """The corpus: its verdicts are what happens when its programs run, and scan gives these verdicts."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flax_ckpt_compat._scan.project import scan
 from tests.scan.corpus import SETS, expected, found, is_change, measure, programs
 from tests.scan.running import main_file
 from tests.support.interpreters import run_python
@@ -50,3 +52,33 @@ def test_figures_are_those_of_the_guide(which: str) -> None:
     """Precision and recall of each set are in its table."""
     guide = Path(__file__).parents[2] / "migration_guide" / "moving.md"
     assert f"| {measure(which, lambda _: None)} |" in guide.read_text()
+
+
+@pytest.fixture(scope="module")
+def fixed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each program does after --fix, by its name and flag."""
+    from flax_ckpt_compat._scan.fix import fix
+
+    folder = tmp_path_factory.mktemp("fixed")
+    for program in ALL:
+        copy = folder / program.name
+        shutil.copytree(program, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        findings = scan([copy]).findings
+        for path in {one.path for one in findings}:
+            code = Path(path).read_text()
+            Path(path).write_text(fix(code, [one for one in findings if one.path == path]))
+    runnable = [folder / program.name for program in ALL if main_file(program)]
+    out, _ = run_python("import sys; from tests.scan.running import run_all; run_all(sys.argv[1:])", *runnable)
+    return {Path(name).name: one for name, one in json.loads(out).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [one for one in ALL if main_file(one)], ids=lambda one: one.name)
+def test_fixed_programs_do_their_job(program: Path, runs: dict[str, Any], fixed_runs: dict[str, Any]) -> None:
+    """On msgpack files what they did before; and with the flag on what they did before, or what they should."""
+    before, after = runs[str(program)], fixed_runs[program.name]
+    assert after["False"] == before["False"]
+    if after["True"]["error"]:
+        assert after["True"]["error"] == before["True"]["error"]
+    else:
+        assert after["True"]["out"] in (before["False"]["out"], before["True"]["out"])

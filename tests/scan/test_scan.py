@@ -399,3 +399,58 @@ def test_fix_tells_what_stays_on_flax(tmp_path: Path) -> None:
     assert "Still Flax's own module" in out.output and "by_name.py:2" in out.output
     assert (tmp_path / "helper.py").read_text().startswith("from flax_ckpt_compat import checkpoints as c")
     assert run_python((tmp_path / "helper.py").read_text())[0] == "d/checkpoint_1\n"
+
+
+def test_fix_names_a_file_that_it_cannot_change(tmp_path: Path) -> None:
+    """Code that is nested too deeply stays as it is; the other files are changed."""
+    (tmp_path / "deep.py").write_text(f"from flax.training import checkpoints\nx = {'[' * 190}{']' * 190}\n")
+    (tmp_path / "train.py").write_text("from flax.training import checkpoints\n")
+    out = CliRunner().invoke(main, ["scan", str(tmp_path), "--fix", "--yes"])
+    assert "Not changed: " in out.output and "deep.py: its code is nested too deeply" in out.output
+    assert "Still Flax's own module" in out.output and "deep.py:1" in out.output
+    assert (tmp_path / "train.py").read_text() == "from flax_ckpt_compat import checkpoints\n"
+
+
+def test_modules_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Of two projects that are scanned together, each has its own helpers."""
+    for project, argument in (("a", "checkpoints.save_checkpoint(d, s, 1)"), ("b", "'log.txt'")):
+        (tmp_path / project).mkdir()
+        (tmp_path / project / "utils.py").write_text("import os\n\n\ndef drop(path):\n    os.remove(path)\n")
+        code = f"from flax.training import checkpoints\nfrom utils import drop\ndrop({argument})\n"
+        (tmp_path / project / "train.py").write_text(code)
+    report = scan([tmp_path])
+    found = [(one.path, one.line) for one in report.findings if one.kind == "remove"]
+    assert found == [(str(tmp_path / "a" / "utils.py"), 5)] and not report.not_followed
+
+
+def test_a_program_beside_the_one_that_saves(tmp_path: Path) -> None:
+    """It imports nothing of it, and is found by the prefix of its checkpoints."""
+    report = _scan_code(
+        tmp_path,
+        train="from flax.training import checkpoints\ncheckpoints.save_checkpoint(d, s, 1, prefix='vae_')\n",
+        clean="import glob, os\nfor path in glob.glob('runs/vae_*'):\n    os.remove(path)\n",
+        other="import glob, os\nfor path in glob.glob('runs/gan_*'):\n    os.remove(path)\n",
+    )
+    assert [(Path(one.path).name, one.line, one.kind) for one in report.actions] == [
+        ("clean.py", 2, "glob"),
+        ("clean.py", 3, "remove"),
+    ]
+
+
+def test_flax_alone_restores_directories_by_absolute_paths_only(tmp_path: Path) -> None:
+    """Why relative paths are reported: real Flax refuses them for Orbax's format, with the flag off, too."""
+    program = """
+        import os, sys, numpy as np, flax
+        from flax_ckpt_compat import save
+        from flax.training import checkpoints
+        os.chdir(sys.argv[1])
+        save("run", {"w": np.ones(2)}, step=1, format="orbax")
+        flax.config.update("flax_use_orbax_checkpointing", False)
+        try:
+            checkpoints.restore_checkpoint("run", None)
+        except ValueError as error:
+            print(error)
+        print(checkpoints.restore_checkpoint(os.path.abspath("run"), None)["w"])
+    """
+    lines = run_python(program, tmp_path)[0].splitlines()
+    assert "Checkpoint path should be absolute" in lines[0] and lines[-1] == "[1. 1.]"

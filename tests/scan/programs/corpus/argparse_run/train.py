@@ -14,7 +14,7 @@ def parse():
 
 
 def trim(args):
-    files = [f for f in os.listdir(args.logdir) if os.path.isfile(os.path.join(args.logdir, f))]  # expect: is-file
+    files = [f for f in os.listdir(args.logdir) if os.path.isfile(os.path.join(args.logdir, f))]  # expect: only-files
     for f in files:
         os.remove(os.path.join(args.logdir, f))
 

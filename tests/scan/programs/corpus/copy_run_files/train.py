@@ -10,7 +10,7 @@ def snapshot(workdir, to):
     os.makedirs(to)
     for name in sorted(os.listdir(workdir)):
         source = os.path.join(workdir, name)
-        if os.path.isfile(source):  # expect: is-file
+        if os.path.isfile(source):  # expect: only-files
             shutil.copy(source, to)
 
 

@@ -7,7 +7,7 @@ from flax.training import checkpoints
 
 def count(workdir):
     """How many checkpoints there are: the other things there are folders."""
-    return len([e for e in os.scandir(workdir) if e.is_file()])  # expect: is-file
+    return len([e for e in os.scandir(workdir) if e.is_file()])  # expect: only-files
 
 
 if __name__ == "__main__":
