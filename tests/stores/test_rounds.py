@@ -73,6 +73,16 @@ def test_the_latest_of_many_steps(format: Any, number: int, any_bucket: AnyBucke
     np.testing.assert_array_equal(restored["w"], np.arange(4.0))
 
 
+@pytest.mark.parametrize(("any_bucket", "most"), [("s3", 17), ("gs", 16)], indirect=["any_bucket"])
+def test_a_save_that_evicts_four(any_bucket: AnyBucket, most: int) -> None:
+    """The list that the commit made tells what is there of each: 20 and 25 requests were sent before."""
+    root = save_copies(any_bucket, "msgpack", 4)
+    with counting(any_bucket) as log:
+        checkpoints.save_checkpoint(root, {"w": np.zeros(4)}, 9, keep=1)
+    assert len(log) <= most
+    assert checkpoints.available_steps(root) == [9]
+
+
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_restore_of_5000_leaves(format: Any, any_bucket: AnyBucket) -> None:
     """Eight rounds and few requests, however many leaves there are."""
