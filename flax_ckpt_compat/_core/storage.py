@@ -129,17 +129,17 @@ class Storage(abc.ABC):
     def delete(self, path: str) -> None:
         """Delete one file."""
 
+    @abc.abstractmethod
     def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
         """Ask for the sizes of many files at once, for `Listing.sizes`."""
-        _fill(listing.sizes, paths, self.size)
 
+    @abc.abstractmethod
     def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
         """Ask at once for the first bytes of those of many paths that are files, for `Listing.heads`."""
-        _fill(listing.heads, [path for path in paths if self.isfile(path, listing)], self.head)
 
+    @abc.abstractmethod
     def prefetch_contents(self, paths: Collection[str], listing: Listing) -> None:
         """Read many small files at once, for `Listing.contents`."""
-        _fill(listing.contents, paths, self.read)
 
     # Checkpoints: how they come and go as a whole.
 
@@ -233,12 +233,3 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
         """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""
-
-
-def _fill(known: dict[str, Any], paths: Collection[str], ask: Callable[[str], Any]) -> None:
-    for path in paths:
-        if path not in known:
-            try:
-                known[path] = ask(path)
-            except FileNotFoundError:
-                continue

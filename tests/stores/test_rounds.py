@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, gs
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from tests.support.s3 import Asked, Bucket, rounds
+from tests.support.saves import use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 from tests.support.trees import fingerprint
 
@@ -71,6 +72,16 @@ def test_the_latest_of_many_steps(format: Any, number: int, any_bucket: AnyBucke
     assert len(log) <= number + 3
     restored, _ = within(6, any_bucket, lambda: checkpoints.restore_checkpoint(root, {"w": np.zeros(4)}))
     np.testing.assert_array_equal(restored["w"], np.arange(4.0))
+
+
+@pytest.mark.parametrize(("any_bucket", "most"), [("s3", 17), ("gs", 16)], indirect=["any_bucket"])
+def test_a_save_that_evicts_four(any_bucket: AnyBucket, most: int) -> None:
+    """The list that the commit made tells what is there of each: 20 and 25 requests were sent before."""
+    root = save_copies(any_bucket, "msgpack", 4)
+    with use_flag(False), counting(any_bucket) as log:
+        checkpoints.save_checkpoint(root, {"w": np.zeros(4)}, 9, keep=1)
+    assert len(log) <= most
+    assert checkpoints.available_steps(root) == [9]
 
 
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])

@@ -187,6 +187,12 @@ class LocalStorage(Storage):
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
         atomic.remove_stale(path, names)
 
+    def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
+        """Raise: without listings there is nothing to prefetch for."""
+        raise AssertionError(paths, listing)
+
+    prefetch_heads = prefetch_contents = prefetch_sizes
+
     def open_file(self, path: str) -> OpenedFile:
         return _OpenedLocalFile(path)
 
