@@ -48,11 +48,13 @@ LIMITS: dict[str, tuple[float, float]] = {
     "ours, msgpack, save 5000 leaves: Python calls a leaf": (5.6, 9),
     "ours, msgpack, save 5000 leaves: files opened": (3, 5),
     "ours, msgpack, restore 5000 leaves: Python calls a leaf": (21.8, 33),
-    "ours, msgpack, restore 5000 leaves: files opened": (1, 2),
+    # Once to read it; the look-up and the opening read its first bytes, by which foreign files are told.
+    "ours, msgpack, restore 5000 leaves: files opened": (3, 4),
     "ours, msgpack, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, msgpack, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, save 5000 leaves: Python calls a leaf": (38.8, 58),
-    "ours, orbax format, save 5000 leaves: files opened": (9, 11),
+    # Manifest and node of the index are opened again before the save is acknowledged: they name the files to be there.
+    "ours, orbax format, save 5000 leaves: files opened": (13, 15),
     "ours, orbax format, restore 5000 leaves: Python calls a leaf": (46.0, 69),
     # Python opens manifest and node of the index, each below its folder, so that no link leads out; and the checksums.
     "ours, orbax format, restore 5000 leaves: files opened": (8, 12),

@@ -100,7 +100,14 @@ class LocalStorage(Storage):
         return None
 
     def head(self, path: str, listing: Listing | None = None) -> bytes:  # noqa: ARG002
-        return self.read(path, 0, _HEAD_BYTES)
+        descriptor = open_regular(path)
+        try:
+            data = os.read(descriptor, _HEAD_BYTES)
+            if len(data) < _HEAD_BYTES:
+                check_end(descriptor, len(data))
+            return data
+        finally:
+            os.close(descriptor)
 
     def holds_nothing(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
         with translated(path):
