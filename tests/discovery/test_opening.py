@@ -180,9 +180,9 @@ def test_suggestions_keep_to_what_may_be_read(tmp_path: Path, monkeypatch: pytes
     """A file that cannot be opened is not suggested, and is no other error than that there is nothing."""
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, tree(1), 1)
-    monkeypatch.setattr(storage, "open", _refuse, raising=False)
+    monkeypatch.setattr(storage, "open_regular", _refuse)
     assert why_not("step", tmp_path, "ckpt_").endswith("the prefix 'ckpt_')")
 
 
-def _refuse(path: str, mode: str) -> None:
+def _refuse(path: str) -> None:
     raise PermissionError(13, "Permission denied", path)
