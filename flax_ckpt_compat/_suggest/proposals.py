@@ -34,10 +34,11 @@ def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
 
 def _nested(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
     """Yield the step for names that hold a whole key path, as in torch's state dicts."""
+    wanted = {path for path, _ in leaves_at(target)}
     for separator in ("/", "."):
-        joined = [any(separator in name for name in path) for path, _ in leaves_at(stored)]
-        is_in_target = any(separator in name for path, _ in leaves_at(target) for name in path)
-        if sum(joined) * 2 > len(joined) and not is_in_target:
+        joined = [path for path, _ in leaves_at(stored) if any(separator in name for name in path)]
+        found = [tuple(part for name in path for part in name.split(separator)) in wanted for path in joined]
+        if joined and sum(found) * 2 >= len(joined):
             yield ProposedRule(rules.nest(separator), f"stored names are key paths joined with {separator}")
             return
 
