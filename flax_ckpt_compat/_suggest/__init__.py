@@ -84,7 +84,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not lacking:
         return None
     first = pairing.start(stored)
-    for prelude in proposals.preludes(stored, target):
+    for prelude in proposals.preludes(pairing, stored):
         first = pairing.tried(first, [prelude]) or first
     begun = [first]
     if isinstance(first.tree, Branch):

@@ -191,8 +191,7 @@ def _copies(outcome: Outcome, fresh: dict[Path, Look], target: Node) -> Iterator
         node = node_at(target, path)
         if not isinstance(node, Branch) or sum(memo.contents(node).values()) < 2:
             continue
-        siblings = [name for name in node_at(target, path[:-1]).children if name != path[-1]]
-        if is_copy(path[-1]) and any(share_a_word(path[-1], name) for name in siblings):
+        if is_copy(path[-1]):
             yield f"{show_path(path)} is called a copy, which from_target does not make"
         for other in alike[memo.named(node)]:
             if other != path and (_has_layers(node) or share_a_word(path[-1], other[-1])):
@@ -252,10 +251,14 @@ def _dropped(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if moments that are stored start from zero, or counts do although their moments are restored."""
     idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
     restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
+    fields = {outcome.has.spot(path).field for path in outcome.pairs if outcome.has.is_optimizer(path)} & MOMENTS
+    trained = {path[start:] for path in outcome.pairs if not outcome.has.is_optimizer(path) for start in range(3)}
     for path, seen in outcome.kept.items():
         spot = outcome.has.spot(path)
         if restored and spot.field in _COUNTS:
             yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
+        if spot.field in fields and spot.suffix in trained:
+            yield f"{show_path(path)} would begin anew although its parameter and other moments do not"
         if (spot.field in MOMENTS or spot.field == "count") and _kind_of_moment(spot, seen) in idle:
             yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"
 

@@ -43,6 +43,13 @@ _TELLING = _COPIES | _set(
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
     "vision visual speech language start end top bottom"
 )
+# What a part of a model is for, which no class and no number says.
+_ROLES = _COPIES | _set(
+    "image audio video text vision visual speech language policy actor critic reward encoder decoder generator "
+    "discriminator online enc dec gen disc img txt"
+)
+# Classes of parts that hold several layers: each is a thing of its own, not just any layer.
+_COMPOSITES = _set("attention mlp lstm gru rnn")
 # Words of the field for one thing.
 _SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
 _LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
@@ -140,6 +147,13 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False
     ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
     if not _same_words(ours, theirs):
         return False
+    # ``Dense_0`` may be any layer that got a name, but ``layers`` or ``1`` is no encoder, and ``norm`` no ``pre_norm``.
+    unnamed = old if not ours else new if not theirs else ()
+    if unnamed:
+        is_layer, by_count = bool(_read(unnamed[-1])[0]), bool(numbered(unnamed[-1]))
+        telling = (frozenset() if is_layer else _ROLES) | (frozenset() if by_count else _TELLING)
+        if (ours | theirs) & telling:
+            return False
     return not old or not new or (_same_class(old[-1], new[-1]) and (in_row or not _other_number(old, new)))
 
 
@@ -148,6 +162,8 @@ def _same_class(old: str, new: str) -> bool:
     any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
     if one == other or any_norm:
         return True
+    if {one, other} & _COMPOSITES and (bool(_read(old)[1]) != bool(_read(new)[1])) and "" in (one, other):
+        return False
     ours, theirs = _classes(old), _classes(new)
     return not ours or not theirs or not ours.isdisjoint(theirs)
 
@@ -212,9 +228,11 @@ def share_a_word(one: str, other: str) -> bool:
 
 
 def is_named_anew(old: Path, new: Path) -> bool:
-    """Return whether the words of two names contradict each other in no way that the field knows."""
-    ours, theirs = (frozenset().union(*map(words, names)) for names in (old, new))
-    return not (ours | theirs) & _COPIES and not (ours & _TELLING and theirs & _TELLING)
+    """Return whether two names are names alone, such as ``bert`` and ``roberta``, and say no role and no class."""
+    return all(
+        _read(name)[1] and not _read(name)[0] and not numbered(name) and not words(name) & (_TELLING | _KINDS.keys())
+        for name in (*old, *new)
+    )
 
 
 def _other_number(old: Path, new: Path) -> bool:

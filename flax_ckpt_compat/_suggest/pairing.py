@@ -132,11 +132,16 @@ class Pairing:
     ) -> Iterator[tuple[Path, Branch, Branch]]:
         """Yield the branches of both trees that are paired and differ, the outer ones first."""
         yield path, stored, target
+        prints = [{*map(self.memo.print, tree.children.values())} for tree in (stored, target)] if path else []
         for name, child in stored.children.items():
             other = target.children.get(name)
             if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
                 continue
-            if self.memo.named(child) != self.memo.named(other) and not torn(child, other, self.memo, at_root=not path):
+            if self.memo.named(child) == self.memo.named(other):
+                continue
+            # Of one name, but without a leaf in common: where neither is there under another name, all of it changed.
+            changed = bool(path) and self.memo.print(child) not in prints[1] and self.memo.print(other) not in prints[0]
+            if changed or not torn(child, other, self.memo, at_root=not path):
                 yield from self._branches(child, other, own, (*path, name))
 
 

@@ -12,7 +12,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, topmost
 from flax_ckpt_compat._suggest.layouts import laid_out
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, flatten, leaves_at, look
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
@@ -23,29 +23,31 @@ _MAX_ENDS = 12
 _NO_MOMENTS = "no moments"
 
 
-def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
-    """Yield the steps for other eras: flax.optim's states, and the last name ``value`` that states of NNX have."""
+def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
+    """Yield the steps for whole trees: flax.optim's states, names that hold key paths, boxes around arrays."""
     optimizer = stored.children.get("optimizer")
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
         yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
-    yield from _nested(stored, target)
-    yield from _boxes(stored, target)
+    ours, theirs = (
+        {path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (pairing.looks(stored), pairing.goal)
+    )
+    yield from _nested(ours, theirs)
+    yield from _boxes(ours, theirs)
 
 
-def _nested(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
+def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for names that hold a whole key path, as in torch's state dicts."""
     for separator in ("/", "."):
-        joined = [any(separator in name for name in path) for path, _ in leaves_at(stored)]
-        is_in_target = any(separator in name for path, _ in leaves_at(target) for name in path)
-        if sum(joined) * 2 > len(joined) and not is_in_target:
+        joined = [path for path in stored if separator in "".join(path)]
+        found = [tuple(part for name in path for part in name.split(separator)) in target for path in joined]
+        if joined and sum(found) * 2 >= len(joined):
             yield ProposedRule(rules.nest(separator), f"stored names are key paths joined with {separator}")
             return
 
 
-def _boxes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
+def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for a level around arrays that one tree has: ``value`` in NNX's states, boxes with metadata."""
-    ours, theirs = ({path: seen for path, seen in flatten(tree).items() if seen != EMPTY} for tree in (stored, target))
-    for inner, outer, is_new in ((ours, theirs, True), (theirs, ours, False)):
+    for inner, outer, is_new in ((stored, target, True), (target, stored, False)):
         boxed = [path for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen]
         names = {path[-1] for path in boxed}
         everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]

@@ -12,12 +12,14 @@ rule                                      what it does
 ``wrap(name, at)``                        adds a level: params/… → params/model/…
 ``unwrap(name, at)``                      removes a level: params/model/… → params/…
 ``nest(separator, at)``                   splits names that hold a key path: a.b.c → a/b/c
-``stack(pattern, into, axis)``            stacks layer_0 … layer_11 → layers, with one more axis
-``unstack(pattern, into, axis)``          unstacks layers → layer_0 … layer_11
+``stack(pattern, into, axis, first)``     stacks layer_0 … layer_11 → layers, with one more axis
+``unstack(pattern, into, axis, first)``   unstacks layers → layer_0 … layer_11
 ``fuse(names, into, axis)``               concatenates query, key, value → qkv
 ``split(pattern, into, axis, sizes)``     splits qkv → query, key, value
 ``transpose(pattern, axes)``              changes the order of axes
 ``reshape(pattern, shape)``               changes the shape of the same values
+``split_axis(pattern, sizes, axis)``      makes several axes of one: 12 layers → 3 of 4
+``merge_axes(pattern, axis, count)``      makes one axis of several
 ``pad(pattern, size, axis, value)``       makes arrays longer, with a number or the target's own values
 ``cut(pattern, size, axis)``              keeps the first values on an axis
 ``index(pattern, number, axis)``          takes one index of an axis
@@ -44,12 +46,12 @@ from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
 from flax_ckpt_compat.rules.names import copy, drop, move, nest, rename, unwrap, wrap
 from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax
 from flax_ckpt_compat.rules.optimizers import optimizer_state
-from flax_ckpt_compat.rules.shapes import cut, index, reshape, resize, transpose, unreplicate
+from flax_ckpt_compat.rules.shapes import cut, index, merge_axes, reshape, resize, split_axis, transpose, unreplicate
 from flax_ckpt_compat.rules.sources import from_checkpoint, from_target
 from flax_ckpt_compat.rules.values import apply, cast, key_data, pad, wrap_key_data
 
 __all__ = [
     "Rule", "apply", "cast", "copy", "cut", "drop", "from_checkpoint", "from_target", "fuse", "index", "key_data",
-    "move", "nest", "optimizer_state", "pad", "pre_linen", "pre_optax", "rename", "reshape", "resize", "split", "stack",
-    "transpose", "unreplicate", "unstack", "unwrap", "wrap", "wrap_key_data",
+    "merge_axes", "move", "nest", "optimizer_state", "pad", "pre_linen", "pre_optax", "rename", "reshape", "resize",
+    "split", "split_axis", "stack", "transpose", "unreplicate", "unstack", "unwrap", "wrap", "wrap_key_data",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 
 @rule
-def stack(pattern: str, into: str, axis: int = 0) -> Apply:
+def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
     """Stack numbered subtrees into one, as for ``nn.scan`` over layers: ``stack(r"layer_(\\d+)", "layers")``.
 
     Applies to all such layers side by side (in params, moments of the optimizer, …); each of their arrays gets a new
@@ -29,10 +29,11 @@ def stack(pattern: str, into: str, axis: int = 0) -> Apply:
         pattern: matches one or several whole names anywhere; its only group is the number.
         into: name of the subtree; ``layers/cell`` makes two levels.
         axis: the new axis of each array; negative counts from the end.
+        first: the number of the first layer.
 
     Raises:
-        TransformError: a bad pattern; when applied: it matches nothing, the numbers are not 0, 1, …, n-1, or two of
-            the layers differ in their leaves, shapes or dtypes.
+        TransformError: a bad pattern; when applied: it matches nothing, the numbers are not consecutive from ``first``
+            on, or two of the layers differ in their leaves, shapes or dtypes.
         NameCollisionError: when applied: there already is an ``into``.
     """
     compiled, levels = _patterns.whole_names(pattern), _levels(into)
@@ -46,14 +47,14 @@ def stack(pattern: str, into: str, axis: int = 0) -> Apply:
         return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
 
     def stacked(branch: Branch, path: Path) -> Branch | None:
-        layers = _in_order(compiled, branch, path)
+        layers = _in_order(compiled, branch, path, first)
         return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join)
 
     return _edit_tree.each_branch(stacked, near=pattern)
 
 
 @rule
-def unstack(pattern: str, into: str, axis: int = 0) -> Apply:
+def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
     """Split subtrees into numbered ones, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
 
     Applies wherever the subtree occurs. Each of its arrays is sliced along the axis, and reads only the slice.
@@ -62,6 +63,7 @@ def unstack(pattern: str, into: str, axis: int = 0) -> Apply:
         pattern: matches one or several whole names (``layers/cell``) anywhere.
         into: name of each new subtree, with ``{}`` for the number.
         axis: the axis that is removed from each array; negative counts from the end.
+        first: the number of the first layer.
 
     Raises:
         TransformError: ``into`` without ``{}``; when applied: there is no such subtree, its arrays differ in their
@@ -72,7 +74,7 @@ def unstack(pattern: str, into: str, axis: int = 0) -> Apply:
         raise RuleError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
     def names(node: Node, path: Path) -> list[str]:
-        return [into.replace("{}", str(n)) for n in range(_common_length(node, path, axis))]
+        return [into.replace("{}", str(first + n)) for n in range(_common_length(node, path, axis))]
 
     def layer(array: Array, path: Path, number: int, count: int) -> Derived:
         at = _arrays.axis_of(axis, len(array.shape or ()), path)
@@ -208,8 +210,8 @@ def _levels(name: str) -> Path:
     return _patterns.names_in(name)
 
 
-def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path) -> list[Path]:
-    """Return the matching paths below a branch in the order of their numbers, which must be 0, 1, …, n-1."""
+def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, start: int) -> list[Path]:
+    """Return the matching paths below a branch in the order of their numbers, which are consecutive from a start."""
     numbered: dict[int, Path] = {}
     for level, match in _patterns.below(branch, path, pattern):
         shown = show_path((*path, *level))
@@ -218,10 +220,15 @@ def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path) -> list[Path
         other = numbered.setdefault(int(match[1]), level)
         if other != level:
             raise RuleError(f"{shown} and {show_path(other)} have the same number; match only one of them", leaf=shown)
-    lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
-    if lacking:
-        raise misfit(path, f"has numbers {sorted(numbered)}, but not {lacking}; rename them to 0, 1, … first")
-    return [numbered[number] for number in range(len(numbered))]
+    wanted = range(start, max(numbered, default=start - 1) + 1)
+    lacking, early = sorted(set(wanted) - numbered.keys()), sorted(numbered.keys() - set(wanted))
+    if lacking or early:
+        problem = f"but not {lacking}" if lacking else f"of which {early} come before first={start}"
+        least = min(numbered)
+        remedy = f"pass first={least}" if sorted(numbered) == list(range(least, least + len(numbered))) else ""
+        remedy = remedy or f"rename them to {start}, {start + 1}, … first"
+        raise misfit(path, f"has numbers {sorted(numbered)}, {problem}; {remedy}")
+    return [numbered[number] for number in wanted]
 
 
 def _common_length(node: Node, start: Path, axis: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
@@ -54,6 +54,14 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         for number in unmatched:
             text = list(given)[number]
             what = f"{text!r} matches" if len(given) > 1 else "matches"
+            for path, _ in iter_leaves(stored):
+                if any(_patterns.matches([names[number]], path)):
+                    winner = list(given)[next(_patterns.matches(names, path, plain))[0]]
+                    raise RuleError(
+                        f"{text!r} matches only where {winner!r} matches, too, which is taken, as in "
+                        f"{show_path(path)}: of overlapping patterns the one that begins first counts, then the one "
+                        "that is given first. Give it in a rule of its own, or one pattern for both"
+                    )
             raise RuleError(f"{what} nothing in the checkpoint; {_patterns.near_names(text, stored)}")
         return tree
 

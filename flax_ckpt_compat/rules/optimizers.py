@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
-from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
 from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
 from flax_ckpt_compat.rules._states import State
 
 
 @rule
-def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Apply:
+def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree: str | None = None) -> Apply:
     """Carry over the optimizer's state of parameters that still exist; others keep the target's.
 
     Inner states (Adam's count, mu and nu; a trace; …) are matched by their field names, wherever a chain or wrapper has
@@ -26,12 +27,18 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
     order decides only among members of a chain. An ambiguous match is an error. If several states become one, the count
     is that of the first by name.
 
+    One state that became several, of ``gen`` and ``disc``, or several that became one, take a rule for each part, with
+    the part's name if only one of the two states has it in its moments: ``optimizer_state("opt_gen", "opt", "gen")``.
+    Of several that become one, the count is that of the first rule.
+
     New parameters with zero moments beside an old count get too little bias correction from Adam: their first steps are
     several times the usual length. Warm up the learning rate, or start the state anew with `from_target`.
 
     Args:
         at: pattern of the whole key path of the optimizer's state in the target.
         stored_at: the same in the checkpoint, if it differs.
+        subtree: key path of the parameters' part, below ``mu``, ``nu`` and so on, that only the stored state or only
+            the target's has: it is taken away, or added.
 
     Raises:
         TransformError: when applied: the target or the checkpoint has no such path, no stored state fits the
@@ -45,6 +52,8 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
         at_path = _patterns.select_one(target, at, whose="the target")
         start = _patterns.select_one(stored, source)
         own, old = node_at(target, at_path), node_at(stored, start)
+        if subtree is not None:
+            old = _in_part(old, own, _patterns.names_in(subtree))
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
@@ -55,8 +64,8 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
             taken |= _Group(at_path, start, group, sorted(similar, key=State.order)).taken()
         if not taken:
             raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
-        taken = {**_given(stored, at_path, start, own), **taken}
-        _refuse_loss(stored, at_path, start, taken)
+        _refuse_loss(stored, at_path, start)
+        taken = {**taken, **_given(stored, at_path, start, own)}
         return _edit_tree.put(stored, at_path, _with(taken, own))
 
     return apply
@@ -155,19 +164,55 @@ def _is_elsewhere(at_path: Path, start: Path) -> bool:
 
 
 def _given(stored: Node, at_path: Path, start: Path, own: Node) -> dict[Path, Node]:
-    """Return the leaves that an earlier rule has put where the target has them, by path below ``at_path``."""
+    """Return the leaves that earlier rules have put where the target has them, by path below ``at_path``."""
     if not _is_elsewhere(at_path, start):
         return {}
     wanted = {path for path, leaf in iter_leaves(own) if not _states.is_empty(leaf)}
-    return {path: leaf for path, leaf in iter_leaves(node_at(stored, at_path)) if path in wanted}
+    here = iter_leaves(node_at(stored, at_path))
+    return {path: leaf for path, leaf in here if path in wanted and isinstance(leaf, LeafHandle | Derived)}
 
 
-def _refuse_loss(stored: Node, at_path: Path, start: Path, taken: dict[Path, Node]) -> None:
+def _in_part(old: Node, own: Node, part: Path) -> Node:
+    """Return a stored state whose moments have, or lack, a level of the parameters as those of the target do."""
+    fields = [
+        {name for _, branch in iter_branches(node) for name, child in branch.children.items() if _has(child, part)}
+        for node in (old, own)
+    ]
+    if not any(fields) or all(fields):
+        shown = show_path(part)
+        where = "both states have" if all(fields) else "neither state has"
+        raise RuleError(f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown)
+
+    def changed(node: Node) -> Node:
+        if not isinstance(node, Branch):
+            return node
+        children = dict(node.children)
+        for name, child in node.children.items():
+            if name not in fields[0] | fields[1]:
+                children[name] = changed(child)
+            elif fields[0]:
+                children[name] = node_at(child, part) if _has(child, part) else changed(child)
+            else:
+                for level in reversed(part):
+                    child = Branch({level: child})
+                children[name] = child
+        return Branch(children, node.container, node.int_keys)
+
+    return changed(old)
+
+
+def _has(node: Node, part: Path) -> bool:
+    return isinstance(node, Branch) and node_at(node, part) is not None
+
+
+def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
     """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
-    lost = (
-        not _states.is_empty(leaf) and taken.get(path) is not leaf
-        for path, leaf in iter_leaves(node_at(stored, at_path))
-    )
+
+    def is_stored_here(path: Path, leaf: Node) -> bool:
+        here = (*at_path, *path)
+        return isinstance(leaf, LeafHandle) and here[max(len(here) - len(leaf.path), 0) :] == leaf.path
+
+    lost = (is_stored_here(path, leaf) for path, leaf in iter_leaves(node_at(stored, at_path)))
     if _is_elsewhere(at_path, start) and any(lost):
         here, there = show_path(at_path), show_path(start)
         raise RuleError(

@@ -92,9 +92,68 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
         new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
         if math.prod(new) != count:
             raise misfit(path, f"is {list(old)}, of {count} values; give a shape of as many")
-        return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
+        return _reshaped(leaf, new)
 
     return _arrays.each_array(pattern, changed)
+
+
+@rule
+def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
+    """Make several axes of one, with values in C order: ``split_axis("layers", (3, 4))`` for 12 layers in 3 groups.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        sizes: lengths of the new axes; one may be -1 and is then computed.
+        axis: the axis to split; negative counts from the end.
+
+    Raises:
+        TransformError: fewer than two lengths, or two of -1; when applied: it matches no array, or the lengths do not
+            make up that of an array's axis.
+    """
+    if len(sizes) < 2 or sum(size < 0 for size in sizes) > 1 or min(sizes) < -1:
+        raise RuleError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
+    known = math.prod(size for size in sizes if size != -1)
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        old = leaf.shape or ()
+        at = _arrays.axis_of(axis, len(old), path)
+        new = tuple(old[at] // max(known, 1) if size == -1 else size for size in sizes)
+        if math.prod(new) != old[at]:
+            raise misfit(path, f"has length {old[at]} on axis {axis}, which {list(sizes)} do not make up")
+        return _reshaped(leaf, (*old[:at], *new, *old[at + 1 :]))
+
+    return _arrays.each_array(pattern, changed)
+
+
+@rule
+def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
+    """Make one axis of several, with values in C order, the inverse of `split_axis`: ``merge_axes("layers")``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        axis: the first of the axes; negative counts from the end.
+        count: number of axes.
+
+    Raises:
+        TransformError: fewer than two axes; when applied: it matches no array, or one has no such axes.
+    """
+    if count < 2:
+        raise RuleError("expected two or more axes")
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        old = leaf.shape or ()
+        at = _arrays.axis_of(axis, len(old), path)
+        if at + count > len(old):
+            raise misfit(path, f"has {len(old)} axes, so not {count} from axis {axis} on; match only arrays that have")
+        return _reshaped(leaf, (*old[:at], math.prod(old[at : at + count]), *old[at + count :]))
+
+    return _arrays.each_array(pattern, changed)
+
+
+def _reshaped(leaf: Array, shape: tuple[int, ...]) -> Node:
+    return _arrays.apply_to(
+        leaf, lambda value: value.reshape(shape).copy(order="C"), f"{leaf.shape} → {shape}", shape=shape
+    )
 
 
 @rule

@@ -148,7 +148,9 @@ def _edited(model: Module, r: Any, edits: list[str]) -> Module:
     new = copy.deepcopy(model)
     for edit in edits:
         tried = copy.deepcopy(new)
-        with contextlib.suppress(ValueError):  # arrays that earlier edits made unlike each other
+        with contextlib.suppress(
+            ValueError, KeyError, AttributeError
+        ):  # arrays that earlier edits made unlike each other
             EDITS[edit](tried, r)
             new = tried
     return new
