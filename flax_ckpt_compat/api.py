@@ -32,6 +32,7 @@ def restore(
     *,
     step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
@@ -56,6 +57,8 @@ def restore(
         step: the step in the directory: a number, a 0-d array, or text such as ``"best"``; None takes the latest
             complete one.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
+        item: the item of a checkpoint of several (a step of Orbax's managers) to restore, as one tree; None takes the
+            one whose structure the target has, or all.
         transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), a mapping of
             the target's key paths to stored ones (``{"params/encoder": "params/Dense_0"}``), or a pytree of
             `flax_ckpt_compat.transforms.Transform` by key path of the target, or expression; lists may mix them.
@@ -89,6 +92,7 @@ def restore(
         DtypeMismatchError: no such cast exists.
         TransformError: a transform or rule is invalid, or does not fit.
         SettingError: a policy has no such value.
+        ArgumentError: the checkpoint has no such item.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
         StorageError: the file system or store failed.
 
@@ -102,6 +106,7 @@ def restore(
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
+        item=item,
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,

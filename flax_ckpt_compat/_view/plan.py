@@ -93,6 +93,7 @@ def plan_restore(
     *,
     step: int | float | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
@@ -113,6 +114,7 @@ def plan_restore(
         target: tree of the wanted structure, or None.
         step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
+        item: the item of a checkpoint of several, as one tree; None takes all that the target has.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
         transforms_default_to_original: True: leaves that no transform matches come from the checkpoint; False: from
             the target.
@@ -141,6 +143,7 @@ def plan_restore(
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
+        item=item,
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,
@@ -154,7 +157,7 @@ def plan_restore(
         with (
             locating.unchanged(found),
             options.transforms.opening(),
-            closing(opening.Opened(found, verify=options.verifies)) as opened,
+            closing(opening.Opened(found, verify=options.verifies, item=options.item)) as opened,
         ):
             return _plan(opened, plan_all(opened, target, options))
 

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import Command, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, is_terminal, item_option, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -23,9 +23,17 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to restore with.")
 @step_option
 @prefix_option
+@item_option
 @json_option("a JSON object with a row for each leaf")
 def command(
-    path: str, target: str | None, transforms: str | None, step: str | None, prefix: str, *, as_json: bool
+    path: str,
+    target: str | None,
+    transforms: str | None,
+    step: str | None,
+    prefix: str,
+    item: str | None,
+    *,
+    as_json: bool,
 ) -> bool:
     """Show where each leaf of a target would come from, and what a restore would raise.
 
@@ -40,7 +48,7 @@ def command(
     from flax_ckpt_compat._view.plan import plan_restore
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
-    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules)
+    found = plan_restore(path, state, step=step, prefix=prefix, item=item, transforms=rules)
     if as_json:
         print_json(plan_text.to_json(found))
     elif is_terminal(sys.stdout):

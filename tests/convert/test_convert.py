@@ -505,8 +505,10 @@ def test_metadata_and_items_travel(tmp_path: Path) -> None:
         assert manager.best_step() == 5
         assert manager.metrics(5) == {"loss": 0.5}
         assert manager.metadata(5).custom_metadata == {"by": "me"}
-    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
-    assert done.notes == ("not converted: JSON of metrics", "not converted: custom metadata")
+    with pytest.raises(errors.ConversionError, match=r"no place for metrics \(JSON\)"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
+    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack", item="default")
+    assert done.notes == ("not converted: custom metadata",)
 
 
 def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
