@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flax_ckpt_compat._convert import item_copies, stored_trees
+from flax_ckpt_compat._convert import item_copies, safetensors, stored_trees
 from flax_ckpt_compat._convert.item_copies import Copy
 from flax_ckpt_compat._convert.jobs import FILES, TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -89,6 +89,9 @@ def output_of(opened: Opened, job: Job) -> Output:
         found.trees = {name: stored_trees.in_stored_order(tree) for name, tree in found.trees.items()}
     if job.sharding == "drop":
         found.trees = {name: stored_trees.without_shardings(tree) for name, tree in found.trees.items()}
+    if job.to == "safetensors":
+        found.trees = {"": safetensors.prepared(found.trees[""])}
+        notes += safetensors.note_of_others(found.trees[""])
     found.notes = notes
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
