@@ -38,6 +38,7 @@ def restore(
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
@@ -70,6 +71,9 @@ def restore(
         kind_mismatch: if the target has an array and the checkpoint text, None, a number or a subtree, if a stored
             sequence is longer than the target's, or if the target is not a tree of leaves (a class, a function, a
             module), ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored value.
+        unused_leaves: for stored leaves that the target lacks, which are dropped, ``"error"`` raises. ``"auto"`` raises
+            only for numbered layers of which the target has fewer, logs a warning for a schedule's ``count``, and else
+            a line at level INFO: a target may ask for a part, such as the parameters.
         dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts arrays and scalars to those of the
             target's leaves, with a warning if values are lost.
         structure: without a target, ``"stored"`` returns lists, tuples and int keys where the format recorded them;
@@ -87,6 +91,7 @@ def restore(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         MissingLeavesError: the target has leaves that the checkpoint lacks.
+        UnusedLeavesError: the target lacks stored layers, or any leaf with ``unused_leaves="error"``.
         ShapeMismatchError: a stored shape is not the target's, or does not fit its sharding.
         KindMismatchError: a stored leaf is of another kind than the target's, or the target is not a tree.
         DtypeMismatchError: no such cast exists.
@@ -110,6 +115,7 @@ def restore(
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,
+        unused_leaves=unused_leaves,
         dtype=dtype,
         structure=structure,
         must_exist=must_exist,

@@ -99,6 +99,7 @@ def plan_restore(
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
@@ -121,6 +122,7 @@ def plan_restore(
         missing_leaves: policy, as for `flax_ckpt_compat.restore`; None takes the setting or that function's default.
         shape_mismatch: likewise.
         kind_mismatch: likewise.
+        unused_leaves: likewise.
         dtype: likewise.
         structure: likewise.
         must_exist: likewise. If False and there is no checkpoint, every leaf is the target's, and the format is empty.
@@ -147,6 +149,7 @@ def plan_restore(
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,
+        unused_leaves=unused_leaves,
         dtype=dtype,
         structure=structure,
         must_exist=must_exist,
