@@ -33,11 +33,13 @@ def restore(
     *,
     step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
@@ -57,6 +59,8 @@ def restore(
         step: the step in the directory: a number, a 0-d array, or text such as ``"best"``; None takes the latest
             complete one.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
+        item: the item of a checkpoint of several (a step of Orbax's managers) to restore, as one tree; None takes the
+            one whose structure the target has, or all.
         transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), a mapping of
             the target's key paths to stored ones (``{"params/encoder": "params/Dense_0"}``), or a pytree of
             `flax_ckpt_compat.transforms.Transform` by key path of the target, or expression; lists may mix them.
@@ -68,6 +72,9 @@ def restore(
         kind_mismatch: if the target has an array and the checkpoint text, None, a number or a subtree, if a stored
             sequence is longer than the target's, or if the target is not a tree of leaves (a class, a function, a
             module), ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored value.
+        unused_leaves: for stored leaves that the target lacks, which are dropped, ``"error"`` raises. ``"auto"`` raises
+            only for numbered layers of which the target has fewer, logs a warning for a schedule's ``count``, and else
+            a line at level INFO: a target may ask for a part, such as the parameters.
         dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts arrays and scalars to those of the
             target's leaves, with a warning if values are lost.
         structure: without a target, ``"stored"`` returns lists, tuples and int keys where the format recorded them;
@@ -85,11 +92,13 @@ def restore(
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         MissingLeavesError: the target has leaves that the checkpoint lacks.
+        UnusedLeavesError: the target lacks stored layers, or any leaf with ``unused_leaves="error"``.
         ShapeMismatchError: a stored shape is not the target's, or does not fit its sharding.
         KindMismatchError: a stored leaf is of another kind than the target's, or the target is not a tree.
         DtypeMismatchError: no such cast exists.
         TransformError: a transform or rule is invalid, or does not fit.
         SettingError: a policy has no such value.
+        ArgumentError: the checkpoint has no such item.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
         StorageError: the file system or store failed.
 
@@ -103,9 +112,11 @@ def restore(
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
+        item=item,
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,
+        unused_leaves=unused_leaves,
         dtype=dtype,
         structure=structure,
         must_exist=must_exist,

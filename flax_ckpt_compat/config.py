@@ -14,6 +14,10 @@ setting                   values (default first)     meaning
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
                                                      subtree, a longer stored sequence, or a target that is not a tree
                                                      of arrays; what is stored is returned, and sequences cut
+``unused_leaves``         auto, error, warn, ignore  a stored leaf that the target lacks, which is dropped. ``auto``:
+                                                     for numbered layers of which the target has fewer, as
+                                                     ``kind_mismatch`` says of longer sequences; a warning for a
+                                                     schedule's count; for all else a line of the log
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
@@ -62,6 +66,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "missing_leaves": ("error", "warn", "keep"),
     "shape_mismatch": ("warn", "error", "ignore"),
     "kind_mismatch": ("warn", "error", "ignore"),
+    "unused_leaves": ("auto", "error", "warn", "ignore"),
     "dtype": ("stored", "target"),
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
@@ -84,6 +89,7 @@ class Settings:
     missing_leaves: str = "error"
     shape_mismatch: str = "warn"
     kind_mismatch: str = "warn"
+    unused_leaves: str = "auto"
     dtype: str = "stored"
     structure: str = "flax"
     must_exist: bool = False

@@ -44,6 +44,7 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
+    UnusedLeavesError,
     sanitize,
 )
 
@@ -54,7 +55,7 @@ __all__ = [
     "MPACheckpointingRequiredError", "MPARestoreDataCorruptedError", "MPARestoreTargetRequiredError",
     "MissingLeavesError", "MultiprocessRestoreError", "MultiprocessSaveError", "NameCollisionError", "OutOfMemoryError",
     "PermissionDeniedError", "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError",
-    "StorageError", "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError",
+    "StorageError", "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError", "UnusedLeavesError",
 ]  # fmt: skip
 
 

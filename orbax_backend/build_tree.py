@@ -18,7 +18,7 @@ def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
     """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
     if structure.is_single_array:
         return leaves[0]
-    containers = structure.annotations.containers if structure.annotations is not None else {}
+    containers = structure.annotations.containers if structure.annotations is not None else structure.rich_types
     if len(leaves) == 1 and not structure.entries[0].path:
         return _annotated(leaves[0], containers.get(()))
     builder = _Builder(structure.location / TREE_METADATA)
@@ -87,5 +87,6 @@ def _annotated(node: Node, annotation: ContainerType | None) -> Node:
     if isinstance(node, Branch):
         if node.container.is_sequence == annotation.container.is_sequence:
             node.container = annotation.container
+            node.type_name = annotation.type_name
         node.int_keys = annotation.int_keys & frozenset(node.children)
     return node

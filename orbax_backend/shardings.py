@@ -16,17 +16,13 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.orbax_layout import SHARDING
+from flax_ckpt_compat._core.orbax_layout import MESH_OF_ALL, SHARDING
 
 from .files import Check, read_json
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SINGLE = "SingleDeviceSharding"
 _CPU, _OLD_CPU = '"cpu:', '"TFRT_CPU_'  # jax 0.8, and before
-# numpy's -1: as many devices as there are.
-_MESH_OF_ALL = json.dumps(
-    {"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}
-)
 
 
 class ShardingEncoder:
@@ -125,7 +121,7 @@ def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -
 
     Releases 0.5 know devices by jax's old names; earlier ones look for the plain names of arrays, and know only meshes.
     The keys of both arguments are JSON: encoded names in ``entries``, plain ones in ``shardings``."""
-    plain = {name: _MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
+    plain = {name: MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
     return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}
 
 

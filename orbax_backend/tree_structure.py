@@ -21,7 +21,7 @@ from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
 from .shardings import read_shardings
-from .type_annotations import TypeAnnotations, parse_annotations
+from .type_annotations import ContainerType, TypeAnnotations, parse_annotations, parse_rich_types
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
@@ -50,6 +50,8 @@ class Structure:
     zarr3: bool
     fills_missing: bool  # whether chunks of only the fill value were not stored
     annotations: TypeAnnotations | None  # our type annotations, or None in a checkpoint of another writer
+    # Types of containers that Orbax records beside the entries, if it is told to.
+    rich_types: dict[Path, ContainerType]
     strings: dict[str, Any] | None  # content of ``_strings.json``, or None
     # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there are
     # annotations.
@@ -114,6 +116,7 @@ def read_structure(
         zarr3=fields.get("use_zarr3") is True,
         fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
         annotations=annotations,
+        rich_types=parse_rich_types(fields),
         strings=_read_strings(location, entries, check),
         key_impls={} if annotations is not None else _read_key_impls(location, entries),
         is_single_array=has_array and (metadata is None or is_single_array(location, metadata, use_ocdbt)),

@@ -14,6 +14,8 @@ width, or, if no integer has it, bytes along one more, last axis. PATH is a list
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.backend import LeafKind
@@ -40,6 +42,7 @@ class ContainerType:
 
     container: Container
     int_keys: frozenset[str] = frozenset()
+    type_name: str = ""  # of a namedtuple's class
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +90,37 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
         what = f"the type annotations under custom_metadata/{_KEY} do not decode ({error!r})"
         raise corrupt(file, what, "remove that entry to restore the values without their exact types") from error
     return TypeAnnotations(leaves, containers)
+
+
+def parse_rich_types(metadata: Mapping[str, Any]) -> dict[Path, ContainerType]:
+    """Return the tuples and namedtuples of a tree that Orbax saved with ``support_rich_types``; empty without it.
+
+    What does not decode counts as not recorded: the entries of the tree tell all else."""
+    text, found = metadata.get("value_metadata_tree"), dict[Path, ContainerType]()
+    if isinstance(text, str):
+        try:
+            _add_rich_types(json.loads(text), (), found)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+    return found
+
+
+def _add_rich_types(node: Any, path: Path, found: dict[Path, ContainerType]) -> None:
+    # In a user's dict, "category" is a node: an object or a list.
+    category = node.get("category") if isinstance(node, dict) else None
+    children: list[tuple[str, Any]] = []
+    if category == "namedtuple":
+        children = [(entry["key"], entry["value"]) for entry in node["entries"]]
+        found[path] = ContainerType(Container.NAMEDTUPLE, type_name=str(node["clazz"]))
+    elif category == "custom" and node["clazz"] == "tuple":
+        children = [(str(index), child) for index, child in enumerate(node["entries"])]
+        found[path] = ContainerType(Container.TUPLE)
+    elif isinstance(node, list):
+        children = [(str(index), child) for index, child in enumerate(node)]
+    elif isinstance(node, dict) and not isinstance(category, str):
+        children = list(node.items())
+    for name, child in children:
+        _add_rich_types(child, (*path, name), found)
 
 
 def _ints(names: list[str]) -> frozenset[str]:

@@ -42,7 +42,6 @@ from .ocdbt_writer import Database
 from .save_plan import SavePlan
 from .zarr import Encoding
 
-_COMMITTED = b"Checkpoint commit was successful"
 _ENCODINGS = {
     None: Encoding(),
     "crc32c": Encoding(checksums=True),
@@ -211,11 +210,11 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
         os.path.join(path, layout.STEP_METADATA): json.dumps(encode_metadata.step_metadata(plan.started_ns)).encode()
     }
     if record is not None:
-        record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): _COMMITTED})
+        record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): layout.COMMITTED})
         files |= file_of_database(record, path, path)
     write_files(files)
     # Last: it marks the checkpoint as complete. One sync is enough: nobody reads the directory before its final name.
-    write_file(os.path.join(path, layout.COMMIT_FILE), _COMMITTED)
+    write_file(os.path.join(path, layout.COMMIT_FILE), layout.COMMITTED)
     sync_directory(path)
 
 

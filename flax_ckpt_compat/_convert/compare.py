@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._convert import output_writers, stored_trees
 from flax_ckpt_compat._convert.digests import Name
-from flax_ckpt_compat._convert.output_trees import Contents
+from flax_ckpt_compat._convert.output_trees import Output
 from flax_ckpt_compat._convert.safetensors import FileArray
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
@@ -39,21 +39,20 @@ class DifferentError(CheckpointError):
 
 
 def compare(
-    location: Location, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
+    location: Location, to: str, output: Output, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
 ) -> None:
     """Raise DifferentError unless a checkpoint holds exactly these leaves.
 
     ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
     ``crcs`` are not read again."""
-    expected = contents.leaves
-    with output_writers.reading(location, to, contents) as found:
+    expected = output.leaves
+    with output_writers.reading(location, to, output) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
-        for item, file in contents.json.items():
-            copied = location / item / file.name
-            if not copied.isfile() or copied.read() != file.read():
-                differences["", (item,)] = "is other JSON"
-        if output_writers.has_other_metadata(location, to, contents):
+        for item, copy in output.copies.items():
+            if why := copy.difference(location / item):
+                differences["", (item,)] = why
+        if output_writers.has_other_metadata(location, to, output):
             differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
         parts: list[tuple[Name, _Check]] = []

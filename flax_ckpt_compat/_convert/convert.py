@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from flax_ckpt_compat._convert import find, output_writers
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._core import arguments
-from flax_ckpt_compat._core.errors import ConversionError, SettingError
+from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN
 from flax_ckpt_compat._core.location import location_of
 
@@ -28,6 +28,8 @@ def convert(
     step: int | float | str | Sequence[int | float | str] | None = None,
     target: Any = None,
     transforms: Any = None,
+    item: str | Sequence[str] | Mapping[str, str] | None = None,
+    sharding: Literal["drop", "keep"] = "drop",
     dry_run: bool = False,
     resume: bool = False,
     executor: Executor | None = None,
@@ -53,6 +55,11 @@ def convert(
             ``"module:name"`` of a function that returns it. It must have the leaves of the checkpoints. None writes
             dicts of ``0``, ``1``, … as lists, except to msgpack and safetensors files, which have no lists.
         transforms: convert what ``restore(src, target, transforms=transforms)`` returns; or ``"module:name"`` of them.
+        item: the item, or items, of a checkpoint of several to convert; a mapping gives them other names
+            (``{"state": "default"}``). None converts all. One item becomes a checkpoint of one tree, but a step with an
+            item of that name for ``"manager"`` and ``"v1"``.
+        sharding: ``"drop"``: the result restores on any machine with real Orbax's defaults, without a target as numpy
+            arrays; ``"keep"`` records the devices of the source, which must be there then.
         dry_run: only open the checkpoints, and report what would be done.
         resume: keep results that are there, if they still are equal to their sources.
         executor: runs a job for each checkpoint, in other threads, processes or machines, which must see the same
@@ -66,8 +73,8 @@ def convert(
     Raises:
         ConversionError: some checkpoints could not be converted; all others were.
         CheckpointNotFoundError: there is none, or not the step.
-        SettingError: no such layout, shard, executor, target or transforms.
-        ArgumentError: a result would be in ``src``, or ``progress`` is not a function.
+        SettingError: no such layout, shard, executor, target, transforms or sharding.
+        ArgumentError: a result would be in ``src``, or ``progress`` is not a function, or ``item`` no name.
         InvalidCheckpointError: a result would be in another checkpoint, in Orbax's format.
 
     Example:
@@ -79,7 +86,9 @@ def convert(
     dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
     if executor is not None and not hasattr(executor, "submit"):
         raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
-    jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, shard=shard)
+    jobs = plan(
+        src, dst, to, step=step, target=target, transforms=transforms, item=item, sharding=sharding, shard=shard
+    )
     by_source: dict[str, Conversion] = {}
     with closing(run(jobs, executor, dry_run=dry_run, resume=resume)) as results:
         for result in results:
@@ -104,11 +113,16 @@ def plan(
     step: Any = None,
     target: Any = None,
     transforms: Any = None,
+    item: Any = None,
+    sharding: Any = "drop",
     shard: tuple[int, int] | None = None,
 ) -> list[Job]:
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
+    if sharding not in ("drop", "keep"):
+        raise SettingError(f"sharding takes 'drop' or 'keep'; {arguments.found(sharding)}")
+    items = _items(item)
     source, destination = location_of(src), location_of(dst)
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)
@@ -123,7 +137,22 @@ def plan(
         if not 0 <= index < count:
             raise SettingError(f"shard is (i, n) with 0 <= i < n; found {shard!r:.100}")
         jobs = jobs[index::count]
-    return [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
+    chosen = {"target": target, "transforms": transforms, "items": items, "sharding": sharding}
+    return [dataclasses.replace(job, **chosen) for job in jobs]
+
+
+def _items(item: Any) -> dict[str, str] | None:
+    """Return the name of each item to convert → its name in the result, '' for its own; None for all items."""
+    if item is None:
+        return None
+    named = item if isinstance(item, Mapping) else dict.fromkeys([item] if isinstance(item, str) else item, "")
+    if not named or not all(isinstance(name, str) and name for name in named):
+        raise ArgumentError(
+            f"item is the name of an item, a list of names, or a dict of new names; found {item!r:.100}"
+        )
+    if not all(isinstance(new, str) for new in named.values()):
+        raise ArgumentError(f"the new name of an item is text; found {item!r:.100}")
+    return dict(named)
 
 
 def run(

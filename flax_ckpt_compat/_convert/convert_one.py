@@ -13,7 +13,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import digests, output_writers
 from flax_ckpt_compat._convert.compare import compare
 from flax_ckpt_compat._convert.jobs import Conversion, Job
-from flax_ckpt_compat._convert.output_trees import Contents, contents_of
+from flax_ckpt_compat._convert.output_trees import Output, output_of
 from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.import_by_name import load_name, load_value
@@ -32,7 +32,7 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
 
     ``progress`` takes numbers of bytes, which add up to twice the size of the arrays: written, and verified."""
     start = time.monotonic()
-    found: Contents | None = None
+    found: Output | None = None
     status, error = "failed", job.error
     try:
         if error is None:
@@ -40,9 +40,10 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
             with ExitStack() as watched, ExitStack() as files:
                 source = of_text(job.source).listed()
                 watched.enter_context(unchanged(source))
-                opened = files.enter_context(closing(Opened(source, verify=verifies)))
+                chosen = None if job.items is None else list(job.items)
+                opened = files.enter_context(closing(Opened(source, verify=verifies, items=chosen, warns=False)))
                 target, transforms = loaded(job.target, job.transforms)
-                found = contents_of(opened, dataclasses.replace(job, target=target, transforms=transforms))
+                found = output_of(opened, dataclasses.replace(job, target=target, transforms=transforms))
                 status = _run(job, found, progress, watched.close)
     except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
         _log.debug("%s could not be converted", job.source, exc_info=True)
@@ -61,9 +62,9 @@ def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
     )
 
 
-def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Callable[[], None]) -> str:
+def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable[[], None]) -> str:
     """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
-    prepared = output_writers.check(contents, job.to)
+    prepared = output_writers.check(output, job.to)
     final = of_text(job.destination)
     if final.exists() and not final.holds_nothing():
         if not job.resume:
@@ -73,16 +74,16 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
             )
         output_writers.check_kept(final, job.to)
         if not job.dry_run:
-            compare(final, job.to, contents, progress)
+            compare(final, job.to, output, progress)
         return "kept"
     if job.dry_run:
         return "planned"
     standard_streams.occupy()
     final.parent.prepare_directory()
     with final.temporary() as temporary:
-        with digests.of_reads(contents, progress) as crcs:
-            output_writers.write(temporary, job.to, contents, prepared, final.path)
-        compare(Location(temporary, LOCAL), job.to, contents, progress, crcs)
+        with digests.of_reads(output, progress) as crcs:
+            output_writers.write(temporary, job.to, output, prepared, final.path)
+        compare(Location(temporary, LOCAL), job.to, output, progress, crcs)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert.output_trees import Contents, array_nbytes
+from flax_ckpt_compat._convert.output_trees import Output, array_nbytes
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import KeyData, Path, StoredArray
@@ -20,7 +20,7 @@ _FROM = 256 << 10
 
 
 @contextmanager
-def of_reads(contents: Contents, progress: Callable[[int], None]) -> Iterator[dict[Name, int]]:
+def of_reads(output: Output, progress: Callable[[int], None]) -> Iterator[dict[Name, int]]:
     """Yield the CRC-32s of the arrays that are read in a ``with`` block, computed on another thread, once it has ended.
 
     They are those of all bytes of an array in C order, by item and key path; small arrays have none. The size of each
@@ -46,7 +46,7 @@ def of_reads(contents: Contents, progress: Callable[[int], None]) -> Iterator[di
         progress(value.nbytes)
         return value
 
-    for name, leaf in contents.leaves.items():
+    for name, leaf in output.leaves.items():
         array = leaf.data if isinstance(leaf, KeyData) else leaf
         if isinstance(array, StoredArray):
             array.read = functools.partial(read_whole, name, array.read, array_nbytes(leaf))

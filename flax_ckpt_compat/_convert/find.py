@@ -19,11 +19,12 @@ from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
-# The step of a name: the longest number at its end that follows a separator, as in ``checkpoint_-1.5`` or ``ckpt-10``;
-# else the digits at its end: 10 of ``v1.10``.
+# The step of a name that a program gives to steps: the whole name, as of managers, or the longest number after a
+# separator, as in ``checkpoint_-1.5``, ``ckpt-10`` or ``v1.10``. Models and dates have none: ``pi0``, ``2024-05-01``.
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-_STEP = re.compile(rf"(?:|.*?[^0-9A-Za-z.])(-?{_NUMBER})", re.DOTALL)
-_LAST_DIGITS = re.compile(r".*?(\d+)", re.DOTALL)
+_STEP = re.compile(rf"(?:|.*_|(?=.*?[A-Za-z]).*?[^0-9A-Za-z.])(-?{_NUMBER})", re.DOTALL)
+_AFTER_DOT = re.compile(r".*[A-Za-z].*\.(\d+)", re.DOTALL)
+_DATE = re.compile(r"(?:.*[^0-9])?(?:19|20)\d\d([-_.])(?:0?[1-9]|1[0-2])\1[0-3]?\d", re.DOTALL)
 
 
 def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence[Any] | None) -> list[Job]:
@@ -38,7 +39,7 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
     if found == [source] and to in TO_STEPS and wanted:
-        jobs = [_with_step(source, destination, to, steps.parse_step(steps.step_text(wanted[0])))]
+        jobs = [_with_step(source, destination, to, _assigned(source, wanted))]
     elif found == [source] and to not in TO_STEPS:
         _check_apart(source, destination)
         jobs = [Job(source.path, destination.path, to)]
@@ -51,6 +52,15 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
     _check_outside(jobs)
     return _without_collisions(jobs)
+
+
+def _assigned(source: Location, wanted: Sequence[Any]) -> float:
+    """Return the step that the caller gives to a checkpoint."""
+    texts = [steps.step_text(one) for one in wanted]
+    step = steps.parse_step(texts[0])
+    if len(texts) > 1 or step is None:
+        raise ArgumentError(f"{source} is one checkpoint, so step is the number that it gets; found {', '.join(texts)}")
+    return step
 
 
 def _refusal(found: Contents) -> str:
@@ -97,8 +107,7 @@ def _job(source: Location, folder: Location, to: str) -> Job:
     """Return the job of a checkpoint of a directory."""
     name = source.name
     stem = name.removesuffix(MSGPACK_SUFFIX)
-    match = _STEP.fullmatch(stem) or _LAST_DIGITS.fullmatch(stem)
-    step = steps.parse_step(match[1]) if match else None
+    step = _step_of(stem)
     if to in TO_STEPS:
         return _with_step(source, folder, to, step)
     name = stem if to != "msgpack" else name
@@ -106,11 +115,19 @@ def _job(source: Location, folder: Location, to: str) -> Job:
     return Job(source.path, (folder / (name + _SUFFIX.get(to, ""))).path, to, step)
 
 
+def _step_of(name: str) -> float | None:
+    """Return the step that a name records, or None."""
+    if _DATE.fullmatch(name):
+        return None
+    match = _STEP.fullmatch(name) or _AFTER_DOT.fullmatch(name)
+    return steps.parse_step(match[1]) if match else None
+
+
 def _with_step(source: Location, folder: Location, to: str, step: float | None) -> Job:
     """Return the job of a result that is a step of Orbax's managers."""
     if step is None or step < 0 or step != int(step):
         shown = "its name has no step" if step is None else f"its step is {step}"
-        remedy = "convert it alone, with the step that it is to have, or to another layout"
+        remedy = "convert it alone, with a step that you choose (step=5, --step 5), or to another layout"
         error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
         return Job(source.path, folder.path, to, step, error)
     return Job(source.path, (folder / str(int(step))).path, to, step)

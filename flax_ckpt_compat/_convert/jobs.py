@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 TO_STEPS = ("manager", "v1")  # layouts whose checkpoints are steps of a directory that Orbax manages
+FILES = ("msgpack", "safetensors")  # layouts of one file
 LAYOUTS = ("orbax", "msgpack", *TO_STEPS, "safetensors")
 
 
@@ -20,8 +22,15 @@ class Job:
     error: str | None = None  # why it cannot be converted, or None
     target: Any = None  # as in `convert`, like the next
     transforms: Any = None
+    items: Mapping[str, str] | None = None  # item to convert → its name in the result, '' for its own; None for all
+    sharding: str = "drop"  # or "keep"
     resume: bool = False  # a result that is there is compared with its source, instead of refused
     dry_run: bool = False  # plan only
+
+    @property
+    def renames(self) -> bool:
+        """Return whether an item gets a name by the caller's choice."""
+        return any((self.items or {}).values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

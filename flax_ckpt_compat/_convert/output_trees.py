@@ -1,39 +1,59 @@
-"""Describe what a job writes: the trees of the source, in the containers that the result gets."""
+"""Describe what a job writes: the trees of the source, in the containers that the result gets, and items to copy."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
 from typing import Any
 
-from flax_ckpt_compat._convert import stored_trees
-from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
+from flax_ckpt_compat._convert import item_copies, safetensors, stored_trees
+from flax_ckpt_compat._convert.item_copies import Copy
+from flax_ckpt_compat._convert.jobs import FILES, TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import MissingLeavesError
+from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.orbax_directory import ItemKind, kind_of_item, names_in, recorded_handlers
 from flax_ckpt_compat._view import metadata
 
 # The names of a step's only tree, as Orbax's managers write it by default.
-ITEM = {"manager": "default", "v1": "state"}
+ITEM = {"manager": "default", "v1": "state", "orbax": "default"}
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_V1_HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers."
+# The handlers of Orbax 0.12.8 (measured).
+_TREES = {
+    "v1": f"{_V1_HANDLERS}pytree_handler.PyTreeHandler",
+    "": f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler",
+}
+_ARRAY = f"{_HANDLERS}array_checkpoint_handler.ArrayCheckpointHandler"
+_KEY = f"{_HANDLERS}random_key_checkpoint_handler.{{}}RandomKeyCheckpointHandler"
+_JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"  # v1 reads what it has written, too
+_METRICS = f"{_V1_HANDLERS}json_handler.MetricsHandler"  # v1's for the item of this name
 
 
 @dataclasses.dataclass(slots=True)
-class Contents:
-    """Trees and metadata of a result."""
+class Output:
+    """Trees, other items and metadata of a result."""
 
     trees: dict[str, Node]  # item name → tree to write; the only item of a layout without items is ''
-    json: dict[str, Location] = dataclasses.field(default_factory=dict)  # item name → file of a JSON item, to copy
+    # Item name → item to copy as it is, and the tree of one that this library reads, to compare and to count.
+    copies: dict[str, Copy] = dataclasses.field(default_factory=dict)
+    copied_trees: dict[str, Node] = dataclasses.field(default_factory=dict)
+    handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → name of the handler that reads it
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
 
     @property
+    def has_items(self) -> bool:
+        """Return whether the result is a directory of items, and not one of them."""
+        return "" not in self.trees and "" not in self.copies
+
+    @property
     def leaves(self) -> dict[tuple[str, Path], Any]:
         """Return (item, key path) → leaf or empty container."""
-        return {(item, path): leaf for item, tree in self.trees.items() for path, leaf in iter_leaves(tree)}
+        trees = {**self.trees, **self.copied_trees}
+        return {(item, path): leaf for item, tree in trees.items() for path, leaf in iter_leaves(tree)}
 
     @property
     def nbytes(self) -> int:
@@ -47,26 +67,36 @@ def array_nbytes(leaf: Any) -> int:
     return array.nbytes if isinstance(array, StoredArray) else 0
 
 
-def contents_of(opened: Opened, job: Job) -> Contents:
-    """Return what a job writes of an open checkpoint; MissingLeavesError if the target has other leaves."""
+def output_of(opened: Opened, job: Job) -> Output:
+    """Return what a job writes of an open checkpoint.
+
+    Raise MissingLeavesError if the target has other leaves, and UnsupportedLeafError for an item that the layout has no
+    place for."""
     notes: list[str] = []
+    items = _Items(opened, job)
+    if job.to in FILES:
+        items.check_all_are_leaves()
     if job.transforms is None:
-        trees = _stored(opened, job, notes)
+        trees = _stored(items, notes)
     else:
         from flax_ckpt_compat._convert import transformed  # it imports jax
 
-        trees = transformed.trees_of(opened, job.target, job.transforms, notes)
+        trees, items.is_mapping = transformed.trees_of(opened, job, items.rewritten, notes)
     if any(isinstance(leaf, KeyData) for tree in trees.values() for _, leaf in iter_leaves(tree)):
         import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
-    json = {name: item.location for name, item in opened.items.items() if item.format is None and job.to in TO_STEPS}
-    found = Contents(_arranged(trees, opened, job, json), json, notes=notes)
-    for name in json:
-        opened.reader(name)  # raises if it does not decode
-    others = [name for name in opened.items if name not in opened.parts]
-    if others and job.to not in TO_STEPS:
-        notes.append(f"not converted: JSON of {', '.join(others)}")
+    found = _arranged(trees, items)
+    if job.to not in FILES:
+        found.trees = {name: stored_trees.in_stored_order(tree) for name, tree in found.trees.items()}
+    if job.sharding == "drop":
+        found.trees = {name: stored_trees.without_shardings(tree) for name, tree in found.trees.items()}
+    if job.to == "safetensors":
+        found.trees = {"": safetensors.prepared(found.trees[""])}
+        notes += safetensors.note_of_others(found.trees[""])
+    found.notes = notes
+    if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
+        notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
     described = metadata.read_metadata(opened)
-    if job.to in ("msgpack", "safetensors"):
+    if job.to in FILES:
         notes.extend(["not converted: custom metadata"] if described.custom else [])
     else:
         found.custom = dict(described.custom)
@@ -77,19 +107,86 @@ def contents_of(opened: Opened, job: Job) -> Contents:
     return found
 
 
-def _stored(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
+class _Items:
+    """The items of a source that a job converts."""
+
+    def __init__(self, opened: Opened, job: Job):
+        """Tell their kinds; raise CheckpointError if one does not decode."""
+        self.opened, self.job = opened, job
+        recorded = recorded_handlers(opened.location, names_in(opened.location))
+        handlers = {"": recorded} if isinstance(recorded, str) else recorded
+        unknown = opened.contents.unread
+        unknown += [name for name in opened.contents.unknown if name in handlers and name not in unknown]
+        self.handlers = {name: handlers.get(name, "") for name in (*opened.items, *unknown)}
+        self.kinds = {name: kind_of_item(item, self.handlers[name]) for name, item in opened.items.items()}
+        self.kinds |= dict.fromkeys(unknown, ItemKind.UNKNOWN)
+        for name in opened.items:
+            opened.reader(name)
+        self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Return the items that are trees, which are written anew; all others are copied."""
+        return [name for name, kind in self.kinds.items() if kind is ItemKind.TREE]
+
+    def check_all_are_leaves(self) -> None:
+        """Raise UnsupportedLeafError if there is more than trees, arrays and keys: a file has no place for it."""
+        others = [f"{name} ({kind.value})" for name, kind in self.kinds.items() if name not in self.opened.trees]
+        if not others:
+            return
+        trees = [name for name in self.rewritten if name]
+        alone = f"convert one item alone (item={trees[0]!r}, --item {trees[0]}), or all" if trees else "convert it"
+        raise UnsupportedLeafError(
+            f"{self.opened.path}: a {self.job.to} file has no place for {one_line(others)}; {alone} to 'orbax', "
+            "'manager' or 'v1', which keep every item",
+            path=self.opened.path,
+        )
+
+    def copy(self, name: str) -> Copy:
+        """Return an item to copy."""
+        folder = self.opened.location / name
+        found = Copy(folder, self.kinds[name])
+        if found.kind is ItemKind.JSON and self.job.to != "v1":
+            found = item_copies.with_v0_names(found)
+        return item_copies.without_sharding(found) if self.job.sharding == "drop" else found
+
+    def handler(self, name: str) -> str:
+        """Return the name of the handler that reads an item in the result: the recorded one, if it can; or ''."""
+        is_v1, kind, recorded = self.job.to == "v1", self.kinds.get(name, ItemKind.TREE), self.handlers.get(name, "")
+        fits = recorded if recorded and (is_v1 or ".v1." not in recorded) else ""
+        if kind is ItemKind.TREE:
+            return _TREES["v1"] if is_v1 else fits or _TREES[""]
+        if kind is ItemKind.JSON:
+            return _METRICS if is_v1 and self.name_of_result(name) == "metrics" else fits or _JSON
+        if kind is ItemKind.ARRAY:
+            return fits or _ARRAY
+        if kind is ItemKind.KEY:
+            return fits or _KEY.format("Jax" if self.opened.items[name].location.name == layout.JAX_KEY else "Numpy")
+        return recorded
+
+    def name_of_result(self, name: str) -> str:
+        """Return the name of an item in a step: its own, or that of Orbax for the only tree of a step."""
+        if renamed := (self.job.items or {}).get(name):
+            return renamed
+        if self.job.items is not None or (name and self.rewritten != [name]):
+            return name
+        is_of_v1 = name in ("state", "pytree") and (self.opened.location / layout.V1_MARKER).isfile()
+        return ITEM[self.job.to] if is_of_v1 or name in ("", ITEM["manager"]) else name
+
+
+def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:
     """Return the trees as they are stored, in the containers of the target, or those that the format records."""
-    trees = {name: opened.reader(name).tree for name in opened.parts}
+    opened, job = items.opened, items.job
+    trees = {name: opened.reader(name).tree for name in opened.trees}
     if job.target is not None:
         from flax_ckpt_compat._trees import state_dict  # it imports jax
 
         target = state_dict.describe(job.target)
-        is_each = opened.is_mapping and isinstance(target, Branch)
-        trees = {
-            name: _like_target(tree, target.children.get(name) if is_each else target, opened.path)
-            for name, tree in trees.items()
-        }
-    elif job.to not in ("msgpack", "safetensors"):
+        is_each = _names_items(target, items, trees)
+        for name in items.rewritten:
+            like = target.children.get(name) if is_each else target
+            trees[name] = _like_target(trees[name], like, opened.path)
+    elif job.to not in FILES:
         for name, tree in trees.items():
             if opened.items[name].format is Format.MSGPACK:
                 trees[name], guessed = stored_trees.with_guessed_lists(tree)
@@ -97,6 +194,17 @@ def _stored(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
                     note = "dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not"
                     notes.append(f"{note}: {one_line(map(show_path, guessed))}")
     return {name: stored_trees.to_write(tree) for name, tree in trees.items()}
+
+
+def _names_items(target: Node, items: _Items, trees: dict[str, Node]) -> bool:
+    """Return whether a target has the items by their names, and is not that of the only tree."""
+    if not isinstance(target, Branch) or "" in trees:
+        return False
+    if len(items.rewritten) != 1:
+        return True
+    (name,) = items.rewritten
+    own = trees[name].children.keys() if isinstance(trees[name], Branch) else ()
+    return name in target.children and name not in own and target.children.keys() <= items.kinds.keys()
 
 
 def _note_of_nones(opened: Opened, trees: dict[str, Node]) -> list[str]:
@@ -125,23 +233,26 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
     return stored_trees.with_containers_of(tree, target)
 
 
-def _name_of_only_item(opened: Opened, to: str) -> str:
-    """Return the name of the only tree of a step: that of the source, unless it is Orbax's own for a step of one."""
-    name = next(iter(opened.trees)) if len(opened.trees) == 1 else ""
-    is_of_v1 = name in ("state", "pytree") and (opened.location / layout.V1_MARKER).isfile()
-    return ITEM[to] if is_of_v1 or name in ("", ITEM["manager"]) else name
-
-
-def _arranged(trees: dict[str, Node], opened: Opened, job: Job, json: Container[str]) -> dict[str, Node]:
-    """Return item name → tree, as the layout has them."""
-    is_mapping = opened.is_mapping and set(trees) != {""}
-    if job.to in TO_STEPS:
-        if not is_mapping:
-            trees = {_name_of_only_item(opened, job.to): next(iter(trees.values()))}
-        else:
-            trees = {name: tree for name, tree in trees.items() if name not in json}
-    else:
-        trees = {"": Branch(dict(trees)) if is_mapping else next(iter(trees.values()))}
-    if job.to in ("msgpack", "safetensors"):
-        return trees
-    return {name: stored_trees.in_stored_order(tree) for name, tree in trees.items()}
+def _arranged(trees: dict[str, Node], items: _Items) -> Output:
+    """Return the trees and copies as the layout has them; raise NameCollisionError for two of one name."""
+    if items.job.to in FILES:
+        named = {(items.job.items or {}).get(name) or name: tree for name, tree in trees.items()}
+        return Output({"": Branch(named) if items.is_mapping else next(iter(trees.values()))})
+    copied = [name for name in items.kinds if name not in items.rewritten]
+    written = [name for name in trees if name not in copied]
+    names = {name: items.name_of_result(name) for name in (*written, *copied)}
+    if items.job.to not in TO_STEPS and len(names) == 1 and not items.job.renames:
+        (only,) = names
+        kinds = [ItemKind.TREE, ItemKind.ARRAY]
+        if not only or items.job.items is not None:
+            kinds.append(ItemKind.JSON)  # else, a restore gives a dict of the item
+        if items.kinds.get(only, ItemKind.TREE) in kinds:
+            names = {only: ""}
+    if len(set(names.values())) < len(names):
+        raise NameCollisionError(f"two items would both be called one of {', '.join(names.values())}; rename one")
+    return Output(
+        {names[name]: trees[name] for name in written},
+        {names[name]: items.copy(name) for name in copied},
+        {names[name]: trees[name] for name in copied if name in trees},
+        {new: handler for name, new in names.items() if (handler := items.handler(name))},
+    )

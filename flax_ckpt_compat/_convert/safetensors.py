@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._convert.stored_trees import in_memory
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
@@ -20,17 +21,31 @@ from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
 
-# Those of safetensors 0.4, by numpy's names.
+# Those of safetensors 0.8, by numpy's names.
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _OTHERS, _METADATA = "flax_ckpt_compat", "__metadata__"
 _ALIGNMENT = 8
+
+
+def prepared(tree: Node) -> Node:
+    """Return a tree as the format holds it: numpy's scalars are arrays without axes."""
+    return map_leaves(lambda _, leaf: in_memory(np.asarray(leaf)) if isinstance(leaf, np.generic) else leaf, tree)
+
+
+def note_of_others(tree: Node) -> list[str]:
+    """Return a note that names what is kept beside the arrays, where other readers do not look."""
+    others = [path for path, leaf in iter_leaves(tree) if not isinstance(leaf, StoredArray | Branch)]
+    if not others:
+        return []
+    return [f"numbers, text and None are kept as JSON in the file's header: {one_line(map(show_path, others))}"]
 
 
 def check(tree: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
@@ -53,6 +55,19 @@ def _parts(handle: LeafHandle) -> tuple[Any, Any]:
     if handle.nbytes <= _SMALL or chunks == handle.shape or any(map(operator.mod, handle.shape, chunks)):
         return None, None
     return chunks, lambda box: handle.reader.read([ArraySlice(handle, box)])[0]
+
+
+def without_shardings(node: Node) -> Node:
+    """Return a tree whose arrays need no device when real Orbax restores them: numpy arrays, and keys on all devices.
+
+    Real Orbax restores typed keys only as arrays with a sharding."""
+
+    def drop(_: Path, leaf: Any) -> Any:
+        if isinstance(leaf, KeyData) and isinstance(leaf.data, StoredArray):
+            return KeyData(leaf.impl, dataclasses.replace(leaf.data, sharding=layout.MESH_OF_ALL))
+        return dataclasses.replace(leaf, sharding=None) if isinstance(leaf, StoredArray) else leaf
+
+    return map_leaves(drop, node)
 
 
 def in_memory(array: np.ndarray[Any, Any], sharding: str | None = None) -> StoredArray:

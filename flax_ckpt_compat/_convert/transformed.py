@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import stored_trees
+from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, StoredArray, map_leaves, show_path
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    Container,
+    KeyData,
+    Node,
+    StoredArray,
+    iter_leaves,
+    map_leaves,
+    show_path,
+)
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import execute, policies
 from flax_ckpt_compat._restore.items import plan_all
@@ -22,15 +34,31 @@ from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 
 
-def trees_of(opened: Opened, target: Any, transforms: Any, notes: list[str]) -> dict[str, Node]:
-    """Return item name → tree to write; raise what `flax_ckpt_compat.restore` does."""
-    options = RestoreOptions.strict(transforms, True)
-    plans = plan_all(opened, target, options).items
-    for plan in plans.values():
+def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[str]) -> tuple[dict[str, Node], bool]:
+    """Return item name → tree to write, and whether they are a mapping; raise what `flax_ckpt_compat.restore` does.
+
+    Items that are not ``rewritten``, but copied, must stay as they are: UnsupportedLeafError otherwise."""
+    options = RestoreOptions.strict(job.transforms, True)
+    plan_of_all = plan_all(opened, job.target, options)
+    plans = {name: plan for name, plan in plan_of_all.items.items() if name not in opened.items or name in opened.trees}
+    for name, plan in plans.items():
         policies.enforce(plan)
+        if name in opened.items and name not in rewritten and job.to not in FILES and not _is_unchanged(plan):
+            raise UnsupportedLeafError(
+                f"{opened.path}: the transforms change the item {name!r}, which is no tree: its own handler could "
+                "not read the result; leave it out of them, or convert the others alone (item=, --item)",
+                path=opened.path,
+            )
         if plan.unused:
             notes.append(f"not converted, as the target has no place for them: {one_line(map(show_path, plan.unused))}")
-    return {name: _tree_of(plan) for name, plan in plans.items()}
+    if left_out := [name for name in rewritten if name not in plans and "" not in plans]:
+        notes.append(f"not converted, as the target has no place for them: {one_line(left_out)}")
+    return {name: _tree_of(plan) for name, plan in plans.items()}, plan_of_all.is_mapping
+
+
+def _is_unchanged(plan: TreePlan) -> bool:
+    stored = [leaf for _, leaf in iter_leaves(plan.reader.tree) if isinstance(leaf, LeafHandle)]
+    return [leaf.source for leaf in plan.leaves] == stored and all(leaf.cast is None for leaf in plan.leaves)
 
 
 def _tree_of(plan: TreePlan) -> Node:

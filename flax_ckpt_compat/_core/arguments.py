@@ -53,6 +53,13 @@ def flag(value: Any, name: str) -> bool:
         raise ArgumentError(f"{name} must be True or False, {found(value)}") from error
 
 
+def item_name(value: Any) -> str | None:
+    """Return the name of an item, or None; raise ArgumentError for anything else."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ArgumentError(f"item is the name of an item, {found(value)}")
+
+
 def check_function(value: Any, name: str) -> None:
     """Raise ArgumentError unless an optional function is one, or None."""
     if value is not None and not callable(value):

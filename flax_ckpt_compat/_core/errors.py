@@ -8,6 +8,7 @@ CheckpointError
 │   └── ChecksumError                        it decodes, but its bytes are not those that were saved
 ├── ReplacedError(ValueError)                another checkpoint took its path while it was read
 ├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
+├── UnusedLeavesError(ValueError)            the target lacks stored leaves that must not be dropped
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
 ├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
 ├── DtypeMismatchError(TypeError, ValueError)   an array cannot be cast to the target's dtype
@@ -131,6 +132,10 @@ class MissingLeavesError(CheckpointError, ValueError):
     def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = ()):
         super().__init__(sanitize(message, path, *missing), path=path, leaf=missing[0] if missing else None)
         self.missing = missing
+
+
+class UnusedLeavesError(CheckpointError, ValueError):
+    """The target lacks stored leaves: layers that would be cut off, or any with ``unused_leaves="error"``."""
 
 
 class ShapeMismatchError(CheckpointError, ValueError):

@@ -25,6 +25,9 @@ EMPTY_CONTAINERS = {
     "NamedTuple": Container.NAMEDTUPLE,
 }
 
+# Word of SHARDING: replicated over all devices there are, however many (numpy's -1).
+MESH_OF_ALL = '{"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}'
+
 # The OCDBT database of its arrays.
 MANIFEST = "manifest.ocdbt"
 DATA_DIRECTORY = "d"
@@ -41,6 +44,7 @@ ZARR2_CHUNK = re.compile(r"\d+(\.\d+)*")
 STEP_METADATA = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 COMMIT_FILE = "commit_success.txt"
+COMMITTED = b"Checkpoint commit was successful"  # its content
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
 PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this suffix until they are finalized
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it

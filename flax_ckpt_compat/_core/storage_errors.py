@@ -56,10 +56,12 @@ _CREDENTIALS = {
 
 @contextmanager
 def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; see `storage_error`."""
+    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; see `storage_error`.
+
+    Errors of this library tell already what happened, such as that the source of a conversion is damaged."""
     try:
         yield
-    except StorageError:
+    except CheckpointError:
         raise
     except kinds as error:
         if is_of_handler(error):

@@ -61,6 +61,7 @@ class Branch:
     children: dict[str, Node]  # name → node, in the order of the user's tree (not sorted)
     container: Container = Container.DICT  # its type in the user's tree
     int_keys: frozenset[str] = frozenset()  # names that were Python ints in the user's dict
+    type_name: str = ""  # of a namedtuple's class, where a format records it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -208,7 +209,7 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
     if not isinstance(node, Branch):
         return function(path, node)
     children = {name: map_leaves(function, child, (*path, name)) for name, child in node.children.items()}
-    return Branch(children, node.container, node.int_keys)
+    return Branch(children, node.container, node.int_keys, node.type_name)
 
 
 def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
@@ -242,7 +243,7 @@ def _in_containers(node: Node, like: Node) -> Node:
     children = {name: _in_containers(child, like.children.get(name)) for name, child in node.children.items()}
     if children.keys() != like.children.keys():
         return Branch(children, int_keys=like.int_keys & children.keys())
-    return Branch(children, like.container, like.int_keys)
+    return Branch(children, like.container, like.int_keys, like.type_name)
 
 
 def key_name(key: Any) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
+    ArgumentError,
     CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -31,20 +33,37 @@ _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, st
 class Opened:
     """An open checkpoint of one tree or several; each item is opened on first use."""
 
-    def __init__(self, path: Location, *, verify: bool):
-        """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name."""
+    def __init__(
+        self,
+        path: Location,
+        *,
+        verify: bool,
+        item: str | None = None,
+        items: Iterable[str] | None = None,
+        warns: bool = True,
+    ):
+        """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name.
+
+        With ``item``, the checkpoint is that item, as one tree; with ``items``, these, by their names. Raise
+        ArgumentError if it has no such item, and UnrecognizedFormatError if only its own handler reads it. If it
+        ``warns``, a log line names the items of an unknown kind."""
         self._verify = verify
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
         listed = path.listed()
-        self.contents = found = contents.checkpoint_at(listed)
+        found = contents.checkpoint_at(listed)
+        if item is not None:
+            found = _one_item(found, item)
+        elif items is not None:
+            found = _some_items(found, items)
+        self.contents = found
         self.location = path.unlisted()  # of the checkpoint
         # Name → format and location; a checkpoint that is one tree has the single item ''.
         self.items: dict[str, Item] = dict(found.items)
         if path.is_remote and len(found.items) == 1:
             self.reader(*found.items)  # now, while the listing is new
         self.items = {name: item.unlisted() for name, item in found.items.items()}
-        if found.unknown:
+        if found.unknown and warns:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
 
     @property
@@ -104,6 +123,32 @@ class Opened:
         self.close()
         for reader in self._readers.values():
             reader.tree = None
+
+
+def _one_item(found: contents.Contents, name: str) -> contents.Contents:
+    _check_names(found, [name])
+    if name not in found.items:
+        raise UnrecognizedFormatError(
+            f"{found.path}: only the handler that wrote the item {name!r} can read it; restore it with the "
+            f"orbax_checkpointer that wrote it, or one of {', '.join(found.items)}",
+            path=found.path,
+        )
+    return dataclasses.replace(found, items={"": found.items[name]}, unknown=())
+
+
+def _some_items(found: contents.Contents, names: Iterable[str]) -> contents.Contents:
+    wanted = set(names)
+    _check_names(found, wanted)
+    items = {name: item for name, item in found.items.items() if name in wanted}
+    return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
+
+
+def _check_names(found: contents.Contents, names: Iterable[str]) -> None:
+    """Raise ArgumentError for a name that is not an item's."""
+    there = [*filter(None, found.items), *found.unknown]
+    if absent := [name for name in names if name not in (*found.items, *found.unknown)]:
+        known = f"its items are {', '.join(there)}" if there else "it is one tree, without items; leave item out"
+        raise ArgumentError(f"{found.path} has no item {absent[0]!r}: {known}", path=found.path)
 
 
 def open_item(item: Item, *, verify: bool = False) -> Reader:

@@ -141,6 +141,18 @@ def kind_of_handler(handler: str) -> ItemKind:
     return ItemKind.UNKNOWN
 
 
+def kind_of_item(item: Item, handler: str) -> ItemKind:
+    """Return the kind of an item, by its recorded handler, or without one ('') by what is in it."""
+    if handler:
+        return kind_of_handler(handler)
+    if item.format is None:
+        return ItemKind.JSON
+    if item.location.name in RANDOM_KEYS:
+        return ItemKind.KEY
+    is_one = item.format is Format.ORBAX and not names_in(item.location).intersection(TREE_MARKERS)
+    return ItemKind.ARRAY if is_one and is_array(item.location / layout.SINGLE_ARRAY) else ItemKind.TREE
+
+
 def missing_part(path: Location, names: set[str], handler: str) -> str | None:
     """Return the path, relative to an item, of a file or folder that its handler has written and that is not there.
 

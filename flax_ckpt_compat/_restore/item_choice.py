@@ -111,4 +111,9 @@ def _fit(opened: opening.Opened, name: str, target: Node, options: RestoreOption
 
 
 def _paths(tree: Node) -> set[Path]:
-    return {path for path, leaf in iter_leaves(tree) if leaf is not None and not isinstance(leaf, Branch)}
+    """Return the key paths of leaves; None and ``...`` ask for nothing."""
+    return {
+        path
+        for path, leaf in iter_leaves(tree)
+        if leaf is not None and leaf is not ... and not isinstance(leaf, Branch)
+    }

@@ -89,6 +89,20 @@ def longer_rows(paths: Iterable[Path], longer: Node, shorter: Node) -> dict[tupl
     return found
 
 
+def cut_rows(unused: Sequence[Path], stored: Node, target: Node) -> str:
+    """Return what a target has fewer of, in rows of numbered layers; or empty."""
+    counts: dict[tuple[str, int, int], list[Path]] = {}
+    for (place, stem), (count, had) in longer_rows(unused, stored, target).items():
+        counts.setdefault((stem, had, count), []).append(place)
+    lines = []
+    for (stem, had, count), places in counts.items():
+        shown, more = _names_of_row(stem, had, places)
+        lines.append(
+            f"The checkpoint has {shown} ({had}{more}), the target {count} of them. Build the model with {had}."
+        )
+    return "\n".join(lines)
+
+
 def leaf_shapes(node: Node) -> dict[Path, Any]:
     """Return the shape of each leaf of a subtree; None for those that are not arrays. Empty containers do not count."""
     return {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
@@ -103,10 +117,16 @@ def _rows(branch: Branch) -> dict[str, set[int]]:
     return rows
 
 
+def _names_of_row(stem: str, count: int, places: list[Path]) -> tuple[str, str]:
+    """Return the names of a row's layers in the first place, and in how many more places they are."""
+    above = "/".join(places[0])
+    shown = fold(Row((f"{above}/{stem}{number}".lstrip("/"),)) for number in range(count))[0].names[0]
+    return shown, f", and as many in {len(places) - 1} more places" if len(places) > 1 else ""
+
+
 def _of_row(stem: str, count: int, wanted: int, places: list[Path]) -> str:
     above = ["/".join(place) for place in places]
-    shown = fold(Row((f"{above[0]}/{stem}{number}".lstrip("/"),)) for number in range(count))[0].names[0]
-    more = f", and as many in {len(places) - 1} more places" if len(places) > 1 else ""
+    shown, more = _names_of_row(stem, count, places)
     text = (
         f"The checkpoint has {shown} ({count}{more}), the target {wanted} of them. Build the model with {count}, or "
         "keep the target's own values of the others with rules.from_target"

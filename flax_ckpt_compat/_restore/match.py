@@ -128,6 +128,9 @@ class _Planner:
                 self.leaf(_Absent.ABSENT, child, (*path, name))
 
     def leaf(self, stored: Node, target: Any, path: Path) -> None:
+        if target is ...:  # Orbax's PLACEHOLDER
+            self.keep(target, path, "... in the target: not read")
+            return
         if stored is Own.KEEP_TARGET:
             self.keep(target, path, "from_target")
             return

@@ -99,6 +99,50 @@ def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
     return ""
 
 
+def unused_values(plan: TreePlan) -> list[Path]:
+    """Return the unused stored leaves that hold values: None and empty containers do not."""
+    stored = dict(iter_leaves(plan.tree)) if plan.unused else {}
+    return [path for path in plan.unused if stored[path] is not None and not isinstance(stored[path], Branch)]
+
+
+def unused_leaves(plan: TreePlan) -> str:
+    """Return the folded list of stored leaves that the target lacks, with remedies."""
+    assert plan.target is not None
+    unused = unused_values(plan)
+    rows, more = shown([Row((show_path(path),)) for path in unused])
+    lines = [f"{plan.path} has {len(unused)} leaves that the target lacks, so a restore would drop them:"]
+    lines += [printable(f"  {row.names[0]}{row.note}", one_line=True) for row in rows]
+    lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
+    if layers := layer_counts.cut_rows(plan.unused, plan.tree, plan.target.node):
+        lines.append(layers)
+    else:
+        lines.append("If the target should be what was saved, correct the configuration that it is made from.")
+    tops = [literal(show_path(path)) for path in topmost(plan.tree, set(unused))]
+    rule = f"name them, orbax_transforms=[rules.drop({', '.join(map(repr, tops))})] (transforms= in restore), or "
+    lines.append(
+        f"To drop them all the same, {rule if 0 < len(tops) <= _MAX_TOPS else ''}pass unused_leaves='ignore' to "
+        "restore, or set flax_ckpt_compat.config.update(unused_leaves='ignore')."
+    )
+    return "\n".join(lines)
+
+
+def counts_of_schedules(plan: TreePlan) -> str:
+    """Return a sentence that names the dropped counts of an optimizer's schedules, or empty."""
+    stored = dict(iter_leaves(plan.tree)) if plan.unused else {}
+    counts = [path for path in plan.unused if path and path[-1] == "count" and _is_count(stored[path])]
+    if not counts:
+        return ""
+    return (
+        f"the target's optimizer has no place for the step of a schedule, which is dropped: "
+        f"{one_line(map(show_path, counts))}; with a schedule later on, that begins at step 0"
+    )
+
+
+def _is_count(leaf: Any) -> bool:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return shape == () and (dtype is None or np.issubdtype(dtype, np.integer))
+
+
 def _from_target(target: Node, paths: Iterable[Path]) -> str:
     """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
     tops = [literal(show_path(path)) for path in topmost(target, set(paths))]

@@ -16,14 +16,18 @@ class RestoreOptions:
 
     settings: config.Settings  # the policies, ``dtype``, ``structure`` and ``mapped`` in force
     transforms: TransformSpec = dataclasses.field(default_factory=TransformSpec)  # the caller's rules or transforms
+    item: str | None = None  # the item to restore, as one tree; None for all
 
     @classmethod
-    def strict(cls, transforms: Any, default_to_original: bool, **policies: Any) -> RestoreOptions:
+    def strict(
+        cls, transforms: Any, default_to_original: bool, *, item: str | None = None, **policies: Any
+    ) -> RestoreOptions:
         """Return the options of `flax_ckpt_compat.restore`: a policy of None takes the setting or its default."""
         given = {name: value for name, value in policies.items() if value is not None}
         with config.defaults(config.STRICT), config.override(**given) as settings:
             by_default = arguments.flag(default_to_original, "transforms_default_to_original")
-            return cls(settings, TransformSpec(transforms, default_to_original=by_default, strict=True))
+            spec = TransformSpec(transforms, default_to_original=by_default, strict=True)
+            return cls(settings, spec, arguments.item_name(item))
 
     @property
     def verifies(self) -> bool:

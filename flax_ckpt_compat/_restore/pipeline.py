@@ -134,7 +134,7 @@ def _plan(location: Location, target: Any, options: RestoreOptions, files: ExitS
 
 
 def _opened(location: Location, options: RestoreOptions, files: ExitStack) -> opening.Opened:
-    opened = opening.Opened(location, verify=options.verifies)
+    opened = opening.Opened(location, verify=options.verifies, item=options.item)
     files.callback(opened.discard)
     return opened
 

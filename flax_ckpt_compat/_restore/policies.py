@@ -26,6 +26,8 @@ def refusals(plan: TreePlan) -> Iterator[Refusal]:
     settings = plan.options.settings
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
         yield errors.MissingLeavesError, lambda: _missing_error(plan)
+    if unused_policy(plan) == "error":
+        yield errors.UnusedLeavesError, lambda: _unused_error(plan)
     if plan.kinds and settings.kind_mismatch == "error":
         yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if plan.shapes and settings.shape_mismatch == "error":
@@ -49,9 +51,24 @@ def enforce(plan: TreePlan) -> None:
         _log.warning(leaf_kinds.explain(plan.kinds, plan.path, refused=False))
     enforce_shapes(plan, plan.shapes)
     if plan.unused and plan.target is not None:
-        # Layers that are cut off are no other part of the state, which a program may not want.
-        level = logging.WARNING if layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node) else logging.INFO
+        level = logging.WARNING if unused_policy(plan) == "warn" else logging.INFO
         _log.log(level, "%s: not in the target, dropped: %s", plan.path, one_line(map(show_path, plan.unused)))
+        if settings.unused_leaves in ("auto", "warn") and (counts := messages.counts_of_schedules(plan)):
+            _log.warning("%s: %s", plan.path, counts)
+
+
+def unused_policy(plan: TreePlan) -> str:
+    """Return what happens to stored leaves that the target lacks: error, warn or ignore."""
+    settings = plan.options.settings
+    if plan.target is None or not messages.unused_values(plan):
+        return "ignore"
+    if settings.unused_leaves != "auto":
+        return settings.unused_leaves
+    # Layers that are cut off are no other part of the state, which a program may not want.
+    if not layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node):
+        return "ignore"
+    is_error = settings.kind_mismatch == "error" and not plan.options.transforms.lenient
+    return "error" if is_error else "warn"
 
 
 def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:
@@ -82,6 +99,12 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     remedies = messages.missing_remedies(plan.missing, plan.target.node, likely)
     missing = tuple(map(show_path, plan.missing))
     return errors.MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
+
+
+def _unused_error(plan: TreePlan) -> errors.UnusedLeavesError:
+    assert plan.target is not None
+    unused = messages.unused_values(plan)
+    return errors.UnusedLeavesError(messages.unused_leaves(plan), path=plan.path, leaf=show_path(unused[0]))
 
 
 def _kinds_error(plan: TreePlan, differences: Sequence[leaf_kinds.KindDifference]) -> errors.KindMismatchError:

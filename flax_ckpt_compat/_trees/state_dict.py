@@ -7,6 +7,8 @@ user classes) are expanded by their JAX key paths.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -134,7 +136,18 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
         return children
     if node.container is Container.TUPLE:
         return tuple(children.values())
+    if node.type_name and (kind := _namedtuple(node.type_name, tuple(children))) is not None:
+        return kind(*children.values())
     return {int(name) if name in node.int_keys else name: child for name, child in children.items()}
+
+
+@functools.lru_cache
+def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a namedtuple of a recorded name and fields; None if Python takes no such names."""
+    try:
+        return collections.namedtuple(name, fields)
+    except ValueError:
+        return None
 
 
 def nested(node: Node) -> Any:

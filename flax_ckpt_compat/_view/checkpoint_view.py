@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
@@ -30,7 +31,10 @@ LeafPath = str | tuple[str | int, ...]
 
 @depth.limited("opened")
 def open_checkpoint(
-    path: str | os.PathLike[str], step: int | float | str | None = None, prefix: str = "checkpoint_"
+    path: str | os.PathLike[str],
+    step: int | float | str | None = None,
+    prefix: str = "checkpoint_",
+    item: str | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format without reading large arrays; close it, or use it in a ``with`` statement.
 
@@ -38,8 +42,10 @@ def open_checkpoint(
         path: a directory of checkpoints, or one checkpoint.
         step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
+        item: the item of a checkpoint of several to open, as one tree; None opens all.
 
     Raises:
+        ArgumentError: the checkpoint has no such item.
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be opened.
         StorageError: the file system refused.
@@ -51,13 +57,13 @@ def open_checkpoint(
         ['epoch', 'params/w'] {'epoch': 4}
     """
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
-    verify = config.current().checksums == "verify"
+    verify, item = config.current().checksums == "verify", arguments.item_name(item)
     async_saves.wait_for_pending_saves(checkpoint_dir)
 
     def open_one(location: Location) -> Checkpoint:
         with ExitStack() as files:
             with locating.unchanged(location) as is_replaced:
-                opened = files.enter_context(closing(opening.Opened(location, verify=verify)))
+                opened = files.enter_context(closing(opening.Opened(location, verify=verify, item=item)))
                 number = _step_of(opened, checkpoint_dir.prefix)
                 checkpoint = Checkpoint(opened, number, is_replaced)
             files.pop_all()  # the checkpoint closes them
@@ -214,6 +220,6 @@ def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Pa
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:
     name = os.path.basename(opened.path)
-    match = STEP_DIRECTORY.fullmatch(name) if "" not in opened.items else None
+    match = STEP_DIRECTORY.fullmatch(name) if opened.contents.layout is Layout.ITEMS else None
     step = steps.step_of(name, prefix)
     return int(match[2]) if step is None and match else step

@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core import arguments, bounded_reads
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
-from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._view import diff_text
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
@@ -82,6 +83,7 @@ def diff(
     *,
     step: int | float | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Diff:
@@ -95,6 +97,7 @@ def diff(
         b: the other one.
         step: the step in the directories; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
+        item: the item of a checkpoint of several to compare, as one tree; one of a single tree stays as it is.
         rtol: values may differ by ``atol + rtol * |b|``. None for both compares bits: then -0.0 differs from 0.0, and
             NaN from a NaN with other bits. With a tolerance, 0 included, they do not.
         atol: see ``rtol``.
@@ -103,6 +106,7 @@ def diff(
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: one cannot be opened or read.
         StorageError: the file system or store refused.
+        ArgumentError: there is no such item.
         SettingError: a tolerance is not a non-negative number.
 
     Example:
@@ -110,6 +114,7 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
+    name = arguments.item_name(item)
     first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     wait_for_pending_saves(first)
@@ -117,7 +122,9 @@ def diff(
 
     def compare(one: Location, other: Location) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
-            both = [files.enter_context(closing(opening.Opened(each, verify=True))) for each in (one, other)]
+            both = [files.enter_context(closing(_opened(each, name))) for each in (one, other)]
+            if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
+                raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
             a, b = (StoredLeaves(opened) for opened in both)
             return _Comparison(a, b, tolerance).result()
 
@@ -125,6 +132,14 @@ def diff(
         return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
 
     return locating.read_found(first, step, with_first, doing="compare")
+
+
+def _opened(location: Location, item: str | None) -> opening.Opened:
+    opened = opening.Opened(location, verify=True)
+    if item is None or "" in opened.items:
+        return opened
+    opened.close()
+    return opening.Opened(location, verify=True, item=item)
 
 
 def _tolerance(name: str, value: Any) -> float:

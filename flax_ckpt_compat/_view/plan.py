@@ -95,11 +95,13 @@ def plan_restore(
     *,
     step: int | float | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
@@ -115,12 +117,14 @@ def plan_restore(
         target: tree of the wanted structure, or None.
         step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
+        item: the item of a checkpoint of several, as one tree; None takes all that the target has.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
         transforms_default_to_original: True: leaves that no transform matches come from the checkpoint; False: from
             the target.
         missing_leaves: policy, as for `flax_ckpt_compat.restore`; None takes the setting or that function's default.
         shape_mismatch: likewise.
         kind_mismatch: likewise.
+        unused_leaves: likewise.
         dtype: likewise.
         structure: likewise.
         must_exist: likewise. If False and there is no checkpoint, every leaf is the target's, and the format is empty.
@@ -143,9 +147,11 @@ def plan_restore(
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
+        item=item,
         missing_leaves=missing_leaves,
         shape_mismatch=shape_mismatch,
         kind_mismatch=kind_mismatch,
+        unused_leaves=unused_leaves,
         dtype=dtype,
         structure=structure,
         must_exist=must_exist,
@@ -156,7 +162,7 @@ def plan_restore(
         with (
             locating.unchanged(found),
             options.transforms.opening(),
-            closing(opening.Opened(found, verify=options.verifies)) as opened,
+            closing(opening.Opened(found, verify=options.verifies, item=options.item)) as opened,
         ):
             return _plan(opened, plan_all(opened, target, options))
 

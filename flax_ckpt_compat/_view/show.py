@@ -69,6 +69,7 @@ def contents(
     *,
     step: int | float | str | None = None,
     prefix: str = "checkpoint_",
+    item: str | None = None,
     pattern: str | None = None,
     stats: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -81,7 +82,7 @@ def contents(
     wait_for_pending_saves(checkpoint_dir)
 
     def read(found: Location) -> Contents:
-        with locating.unchanged(found), closing(opening.Opened(found, verify=True)) as opened:
+        with locating.unchanged(found), closing(opening.Opened(found, verify=True, item=item)) as opened:
             return contents_of(opened, pattern=pattern, stats=stats, progress=progress)
 
     return locating.read_found(checkpoint_dir, step, read, doing="show")

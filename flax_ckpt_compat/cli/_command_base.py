@@ -157,4 +157,5 @@ def print_json(value: Any) -> None:
 prefix_option = click.option(
     "--prefix", default="checkpoint_", show_default=True, help="What the names begin with, before the step."
 )
+item_option = click.option("--item", help="The item of a checkpoint of several, as one tree; all if not given.")
 step_option = click.option("--step", help="The step in a directory of checkpoints; the latest if not given.")

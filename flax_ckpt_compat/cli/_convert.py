@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -34,6 +34,8 @@ def run(
     steps: Sequence[str],
     target: str | None,
     transforms: str | None,
+    items: Mapping[str, str] | None,
+    sharding: str,
     dry_run: bool,
     resume: bool,
     workers: int,
@@ -44,7 +46,8 @@ def run(
     """Convert, print what is done, and return whether something failed; see `flax_ckpt_compat.cli.convert`."""
     for name in filter(None, (target, transforms)) if dask is None else ():
         load_name(name)  # a wrong name is refused once, not for each checkpoint
-    jobs = convert.plan(src, dst, to, step=steps or None, target=target, transforms=transforms, shard=shard)
+    options: dict[str, Any] = {"target": target, "transforms": transforms, "item": items, "shard": shard}
+    jobs = convert.plan(src, dst, to, step=steps or None, sharding=sharding, **options)
     start = time.monotonic()
     results: list[Conversion] = []
     with ExitStack() as stack:

@@ -13,6 +13,9 @@ flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
 flax-ckpt convert runs runs_orbax --to orbax --dry-run
 flax-ckpt convert runs runs_orbax --to orbax --workers 4 --resume
 flax-ckpt convert runs s3://bucket/runs --to manager --target train:make_state
+flax-ckpt convert best_model runs_orbax --to manager --step 5
+flax-ckpt convert runs/5 model --to msgpack --item state
+flax-ckpt convert runs/5 out --to manager --step 5 --item state=default
 flax-ckpt convert runs runs_orbax --to v1 --shard $SLURM_ARRAY_TASK_ID/16
 """
 
@@ -36,7 +39,27 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
     help="What to write: Orbax directories, msgpack files, steps of a CheckpointManager, steps of Orbax v1's "
     "training.Checkpointer, or safetensors files.",
 )
-@click.option("--step", "steps", multiple=True, help="Only this step; repeat it for more.  [default: all]")
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    help="Only this step; repeat it for more.  [default: all] If SRC is one checkpoint: the number of the step that it "
+    "becomes, also of one whose name has none.",
+)
+@click.option(
+    "--item",
+    "items",
+    multiple=True,
+    metavar="NAME[=NEW]",
+    help="Only this item, under a new name if given; repeatable.",
+)
+@click.option(
+    "--sharding",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="drop: results restore on any machine. keep: they record the devices of the source.",
+)
 @click.option("--all", "every", is_flag=True, help="All checkpoints, as without --step.")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Function that returns the saved state, for its containers.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to apply, with the target's structure.")
@@ -63,6 +86,10 @@ def command(src: str, dst: str, **options: Any) -> bool:
     """
     if options.pop("every") and options["steps"]:
         raise click.UsageError("--all and --step contradict each other; leave one out")
+    pairs = [(name, new, equals) for name, equals, new in (text.partition("=") for text in options.pop("items"))]
+    if bad := [name for name, new, equals in pairs if not name or (equals and not new)]:
+        raise click.UsageError(f"--item takes NAME or NAME=NEW, not {bad[0]}=")
+    items = {name: new for name, new, _ in pairs} or None
     from ._convert import run
 
-    return run(src, dst, **options)
+    return run(src, dst, items=items, **options)

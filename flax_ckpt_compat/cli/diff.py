@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, echo, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, echo, item_option, json_option, prefix_option, print_json, step_option
 
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 
@@ -23,6 +23,7 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 @click.argument("b")
 @step_option
 @prefix_option
+@item_option
 @click.option(
     "--rtol",
     type=float,
@@ -31,7 +32,15 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 @click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0.")
 @json_option("a JSON object with all differences")
 def command(
-    a: str, b: str, step: str | None, prefix: str, rtol: float | None, atol: float | None, *, as_json: bool
+    a: str,
+    b: str,
+    step: str | None,
+    prefix: str,
+    item: str | None,
+    rtol: float | None,
+    atol: float | None,
+    *,
+    as_json: bool,
 ) -> bool:
     """Compare the checkpoints A and B, of any formats, leaf by leaf.
 
@@ -43,7 +52,7 @@ def command(
     from flax_ckpt_compat._view import diff_text
     from flax_ckpt_compat._view.diff import diff
 
-    found = diff(a, b, step=step, prefix=prefix, rtol=rtol, atol=atol)
+    found = diff(a, b, step=step, prefix=prefix, item=item, rtol=rtol, atol=atol)
     if as_json:
         print_json(diff_text.to_json(found))
     else:

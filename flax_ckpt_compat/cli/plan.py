@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import Command, is_terminal, item_option, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -31,6 +31,7 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 )
 @step_option
 @prefix_option
+@item_option
 @json_option("a JSON object with a row for each leaf")
 def command(
     path: str,
@@ -38,6 +39,7 @@ def command(
     transforms: str | None,
     step: str | None,
     prefix: str,
+    item: str | None,
     *,
     as_flax: bool,
     as_json: bool,
@@ -57,7 +59,7 @@ def command(
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
     policies = _policies_of_flax(rules) if as_flax else {}
-    found = plan_restore(path, state, step=step, prefix=prefix, transforms=rules, **policies)
+    found = plan_restore(path, state, step=step, prefix=prefix, item=item, transforms=rules, **policies)
     if as_flax:
         found = dataclasses.replace(found, function="restore_checkpoint")
     if as_json:

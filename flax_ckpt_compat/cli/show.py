@@ -9,7 +9,17 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, prefix_option, print_json, step_option
+from ._command_base import (
+    Command,
+    FailedError,
+    echo,
+    is_terminal,
+    item_option,
+    json_option,
+    prefix_option,
+    print_json,
+    step_option,
+)
 
 
 @click.command(
@@ -27,6 +37,7 @@ flax-ckpt show gs://bucket/runs/a --json
 @click.argument("path")
 @step_option
 @prefix_option
+@item_option
 @click.option("--depth", type=click.IntRange(min=1), help="Show this number of levels; deeper ones are summed up.")
 @click.option(
     "--filter",
@@ -41,6 +52,7 @@ def command(
     path: str,
     step: str | None,
     prefix: str,
+    item: str | None,
     depth: int | None,
     pattern: str | None,
     html: str | None,
@@ -59,7 +71,9 @@ def command(
 
     with ExitStack() as stack:
         progress = stack.enter_context(_progress()) if stats and is_terminal(sys.stderr) else None
-        found = show.contents(path, step=step, prefix=prefix, pattern=pattern, stats=stats, progress=progress)
+        found = show.contents(
+            path, step=step, prefix=prefix, item=item, pattern=pattern, stats=stats, progress=progress
+        )
     if as_json:
         print_json(show_text.to_json(found, depth))
     if html is not None:

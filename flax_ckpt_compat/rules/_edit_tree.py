@@ -88,7 +88,7 @@ def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
         raise RuleError(f"stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf)
     was = Branch({}) if stored is None else stored
     child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
-    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys)
+    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
 
 
 def each_leaf(pattern: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
@@ -146,7 +146,7 @@ def each_branch(change: Callable[[Branch, Path], Branch | None], *, near: str) -
             if not isinstance(node, Branch):
                 return node
             children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
-            branch = Branch(children, node.container, node.int_keys)
+            branch = Branch(children, node.container, node.int_keys, node.type_name)
             changed = change(branch, path)
             found = found or changed is not None
             return branch if changed is None else changed

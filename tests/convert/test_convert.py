@@ -142,8 +142,41 @@ def test_safetensors_hold_arrays_without_elements(tmp_path: Path) -> None:
     assert_same(found, {"none": np.ones((0, 3), np.int16), "one": np.ones(1)})
 
 
+@needs("safetensors", 0, 8, 0, why="knows fewer dtypes")
 @pytest.mark.parametrize(
-    "leaf", [2j, b"bytes", np.ones(2, np.complex64), np.ones(2, ml_dtypes.int4), jax.random.key(0)], ids=str
+    ("dtype", "name"),
+    [
+        ("float8_e4m3fn", "F8_E4M3"),
+        ("float8_e5m2", "F8_E5M2"),
+        ("float8_e8m0fnu", "F8_E8M0"),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+        ("complex64", "C64"),
+    ],
+)
+def test_safetensors_hold_every_dtype_that_they_have(tmp_path: Path, dtype: str, name: str) -> None:
+    """Real safetensors accepts the file, and knows the dtype, the shape and the bytes."""
+    array = np.arange(1, 7).reshape(2, 3).astype(dtype)
+    flax_ckpt_compat.save(tmp_path / "src", {"a": array}, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
+    (found,) = safetensors.deserialize((tmp_path / "dst").read_bytes())
+    assert found == ("a", {"dtype": name, "shape": [2, 3], "data": bytearray(array.tobytes())})
+
+
+def test_safetensors_hold_numpy_scalars_as_arrays_and_note_the_rest(tmp_path: Path) -> None:
+    """Other programs read a loss scale; what they do not see is named."""
+    tree = {"scale": np.float32(2.5), "count": np.int8(3), "lr": 0.5, "step": 7, "name": "run", "none": None}
+    flax_ckpt_compat.save(tmp_path / "src", tree, format="orbax")
+    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
+    found = safetensors.numpy.load_file(tmp_path / "dst")
+    assert_same(found, {"scale": np.array(2.5, np.float32), "count": np.array(3, np.int8)})
+    (note,) = done.notes
+    assert all(name in note for name in ("lr", "step", "name", "none")) and "scale" not in note
+    assert "kept as JSON in the file's header" in note
+
+
+@pytest.mark.parametrize(
+    "leaf", [2j, b"bytes", np.ones(2, np.complex128), np.ones(2, ml_dtypes.int4), jax.random.key(0)], ids=str
 )
 def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, leaf: Any) -> None:
     """The error names the leaf, and nothing is written."""
@@ -354,14 +387,15 @@ def test_steps_and_shards_choose(tmp_path: Path) -> None:
     [
         ("ckpt-", (1, 10), ["1", "10"]),
         ("v1.", (1, 10), ["1", "10"]),
-        ("exp3e", (1, 2), ["1", "2"]),
+        ("2024-05-01_", (1, 2), ["1", "2"]),
+        ("exp3e_", (1, 2), ["1", "2"]),
         ("a_", (7.0,), ["7"]),
     ],
 )
 def test_steps_of_names_with_other_separators(
     tmp_path: Path, prefix: str, saved: tuple[float, ...], converted: list[str]
 ) -> None:
-    """A dash is not a sign, and digits of the prefix are not part of the step, if a separator or its absence tells."""
+    """A dash is not a sign, and digits of the prefix are not part of the step, if a separator tells."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     for step in saved:
         checkpoints.save_checkpoint(tmp_path / "src", {"a": step}, step, prefix=prefix, keep=9)
@@ -369,6 +403,23 @@ def test_steps_of_names_with_other_separators(
     assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == converted
     (last,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "one", "orbax", step=saved[-1])
     assert Path(last.source).name == f"{prefix}{saved[-1]}"
+
+
+@pytest.mark.parametrize(
+    "name", ["pi0", "2024-05-01", "v1json2", "run-2024-05-01", "epoch10", "run_2024_05_01", "12-30"]
+)
+def test_names_that_no_manager_writes_have_no_step(tmp_path: Path, name: str) -> None:
+    """Models and dates are not steps; the message says how to give them one, which works."""
+    flax_ckpt_compat.save(tmp_path / "src" / name, {"a": 1}, format="orbax")
+    for source in ("src", f"src/{name}"):
+        with pytest.raises(errors.ConversionError, match=r"its name has no step, .* \(step=5, --step 5\)"):
+            flax_ckpt_compat.convert(tmp_path / source, tmp_path / "dst", "manager")
+    flax_ckpt_compat.convert(tmp_path / "src" / name, tmp_path / "dst", "manager", step=5)
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        assert manager.all_steps() == [5]
+    for step in ("best", [5, 6]):
+        with pytest.raises(errors.ArgumentError, match="is one checkpoint, so step is the number"):
+            flax_ckpt_compat.convert(tmp_path / "src" / name, tmp_path / "dst", "manager", step=step)
 
 
 def test_a_name_without_separator_may_be_any_step(tmp_path: Path) -> None:
@@ -505,8 +556,10 @@ def test_metadata_and_items_travel(tmp_path: Path) -> None:
         assert manager.best_step() == 5
         assert manager.metrics(5) == {"loss": 0.5}
         assert manager.metadata(5).custom_metadata == {"by": "me"}
-    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
-    assert done.notes == ("not converted: JSON of metrics", "not converted: custom metadata")
+    with pytest.raises(errors.ConversionError, match=r"no place for metrics \(JSON\)"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
+    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack", item="default")
+    assert done.notes == ("not converted: custom metadata",)
 
 
 def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
@@ -526,6 +579,26 @@ def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
         file.write_bytes(text)
         with pytest.raises(errors.ConversionError, match=error):
             flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
+
+
+@pytest.mark.parametrize("to", ["orbax", "msgpack", "manager", "v1", "safetensors"])
+@pytest.mark.parametrize("kind", ["ocdbt", "folders", "zarr3"])
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), None])
+def test_a_damaged_source_is_named(tmp_path: Path, to: Any, kind: str, damage: Callable[[bytes], bytes] | None) -> None:
+    """The error is about the source and its leaf, and not about the place of the result."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt", use_zarr3=kind == "zarr3")
+    with ocp.Checkpointer(handler) as checkpointer:
+        values = np.random.default_rng(0).normal(size=(200, 200))
+        checkpointer.save(tmp_path / "src" / "1", args=ocp.args.PyTreeSave({"a": {"b": values}}))
+    file = max((one for one in (tmp_path / "src").rglob("*") if one.is_file()), key=lambda one: one.stat().st_size)
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
+    with pytest.raises(errors.ConversionError) as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+    (result,) = caught.value.conversions
+    assert str(result.error).startswith(("CorruptCheckpointError: ", "ChecksumError: "))
+    assert result.source in str(result.error) and "a.b" in str(result.error).replace("a/b", "a.b")
+    assert "dst" not in str(result.error) and "check the disk" not in str(result.error)
+    assert not list((tmp_path / "dst").glob("*"))
 
 
 def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

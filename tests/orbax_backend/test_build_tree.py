@@ -19,6 +19,7 @@ def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
         is_single_array=False,
         location=location_of("/p"),
         annotations=None if containers is None else types.SimpleNamespace(containers=containers),
+        rich_types={},
         entries=[
             types.SimpleNamespace(
                 path=tuple(path.split("/")), kinds=tuple({"s": SEQUENCE_KEY, "d": DICT_KEY}[one] for one in kinds)

@@ -18,7 +18,7 @@ from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, 
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import layer_counts, messages
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat.errors import KindMismatchError, MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat.errors import KindMismatchError, MissingLeavesError, ShapeMismatchError, UnusedLeavesError
 from flax_ckpt_compat.transforms import Transform
 from tests.restore.test_matching import match
 
@@ -215,7 +215,7 @@ def test_more_layers(flag: bool, tmp_path: Path, kind: str) -> None:
 
 
 def test_fewer_layers(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Stacked ones are an error that names the rule that cuts them; numbered ones are dropped with a warning."""
+    """Stacked and numbered ones are an error with a remedy; Flax's function drops numbered ones with a warning."""
     for kind in ("stacked", "numbered"):
         path, target = tmp_path / kind, model(kind, 2, -1.0)
         save(path, model(kind, 5, 1.0))
@@ -224,10 +224,21 @@ def test_fewer_layers(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixtu
             with pytest.raises(ShapeMismatchError, match="5 stored and 2 in the target") as caught:
                 restore(path, target)
             rule = [ruled(str(caught.value))]
+        else:
+            with pytest.raises(
+                UnusedLeavesError, match=r"params/layer_\{0\.\.4\} \(5, .* the target 2 of them"
+            ) as dropped:
+                restore(path, target)
+            assert "unused_leaves='ignore'" in str(dropped.value)
+            assert plan_restore(path, target).raises == "UnusedLeavesError"
+            rule = [rules.drop(r".*/layer_[234]")]
+            restored = checkpoints.restore_checkpoint(path, target)
+            jax.tree.map(np.testing.assert_array_equal, restored, model(kind, 2, 1.0))
+            assert "dropped: params/layer_{2..4}" in caplog.text
         with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
             caplog.clear()
             jax.tree.map(np.testing.assert_array_equal, restore(path, target, transforms=rule), model(kind, 2, 1.0))
-        assert ("dropped: params/layer_{2..4}" in caplog.text) is (kind == "numbered")
+        assert "dropped" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,9 @@ def test_rules_give_items_other_names(tmp_path: Path, rule: Any, expected: dict[
     assert {leaf.path for leaf in planned} == {"/".join(path) for path in _paths(expected)}
     assert {source for leaf in planned for source in leaf.sources} <= {"notes/n", "params/a", "params/b", "opt/m"}
     convert(tmp_path / "src", tmp_path / "flat", "orbax", transforms=[rule])
-    assert restore(tmp_path / "flat", step=3) == expected
+    trees = [name for name in expected if name != "notes"]
+    assert restore(tmp_path / "flat", step=3) == (expected if len(trees) > 1 else expected[trees[0]])
+    assert restore(tmp_path / "flat", step=3, item="notes") == {"n": 1}
     if "enc" not in expected and "a" not in expected:
         convert(tmp_path / "src", tmp_path / "dst", "manager", transforms=[rule])
         names = {path.name for path in (tmp_path / "dst" / "3").iterdir() if path.is_dir()}

@@ -1,0 +1,128 @@
+"""One item of several by its name: ``item=`` of the functions, ``--item`` of the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+
+import flax_ckpt_compat
+from flax_ckpt_compat import errors
+from flax_ckpt_compat.cli import main
+
+STATE = {"w": np.arange(4, dtype=np.float32), "step": np.int32(3)}
+EMA = {"w": np.arange(4, dtype=np.float32) / 2, "step": np.int32(3)}
+NOTES = {"epoch": 3}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two trees of one structure, and JSON, as a real manager saves them."""
+    root = tmp_path_factory.mktemp("items") / "run"
+    with ocp.CheckpointManager(root) as manager:
+        for step in (5, 6):
+            trees = {"ema": ocp.args.PyTreeSave(EMA), "net": ocp.args.PyTreeSave(STATE)}
+            manager.save(step, args=ocp.args.Composite(**trees, notes=ocp.args.JsonSave(NOTES)))
+    return root
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two dicts of arrays are equal."""
+    assert found.keys() == expected.keys()
+    return all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_restore(run: Path) -> None:
+    """The item is one tree, with a target that two items have, and without; JSON is one, too."""
+    target = {"w": np.zeros(4, np.float32), "step": np.int32(0)}
+    with pytest.raises(errors.KindMismatchError, match="equally like the target"):
+        flax_ckpt_compat.restore(run, target)
+    for name, value in (("ema", EMA), ("net", STATE)):
+        assert same(flax_ckpt_compat.restore(run, target, item=name), value)
+        assert same(flax_ckpt_compat.restore(run / "5", item=name), value)
+        assert not flax_ckpt_compat.plan_restore(run, target, item=name).raises
+    assert flax_ckpt_compat.restore(run, item="notes") == NOTES
+
+
+def test_plan_and_view(run: Path) -> None:
+    """What a restore gives is what a plan and an open checkpoint show; the step is that of the directory."""
+    assert [leaf.path for leaf in flax_ckpt_compat.plan_restore(run, item="net").leaves] == ["step", "w"]
+    with flax_ckpt_compat.open_checkpoint(run, item="ema") as view:
+        assert (sorted(view.leaves()), view.step) == (["step", "w"], 6)
+        assert same(view.read(), EMA)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        flax_ckpt_compat.restore,
+        flax_ckpt_compat.plan_restore,
+        flax_ckpt_compat.open_checkpoint,
+        lambda path, item: flax_ckpt_compat.diff(path, path, item=item),
+    ],
+)
+def test_unknown_names(run: Path, tmp_path: Path, call: Callable[..., Any]) -> None:
+    """The error lists the items that are there; a tree has none."""
+    with pytest.raises(errors.ArgumentError, match=r"no item 'nets': its items are ema, net, notes"):
+        call(run, item="nets")
+    flax_ckpt_compat.save(tmp_path / "flat", STATE, format="orbax")
+    with pytest.raises(errors.ArgumentError, match="without items"):
+        call(tmp_path / "flat", item="net")
+    for name in ("", 3):
+        with pytest.raises(errors.ArgumentError, match="item is the name of an item"):
+            call(run, item=name)
+
+
+def test_one_broken_item_does_not_matter_to_another(run: Path, tmp_path: Path) -> None:
+    """Only the item that is asked for is opened."""
+    flax_ckpt_compat.convert(run / "5", tmp_path, "manager", step=5)
+    (tmp_path / "5" / "ema" / "_METADATA").write_text("{")
+    assert same(flax_ckpt_compat.restore(tmp_path / "5", item="net"), STATE)
+    with pytest.raises(errors.CorruptCheckpointError):
+        flax_ckpt_compat.restore(tmp_path / "5", item="ema")
+
+
+def test_commands(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """show, plan and diff look at one item; a file of one tree is compared with it."""
+
+    def invoke(*arguments: Any) -> Any:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    shown = json.loads(invoke("show", run, "--item", "net", "--json").stdout)
+    assert [leaf["path"] for leaf in shown["leaves"]] == ["step", "w"]
+    assert invoke("plan", run, "--item", "net").exit_code == 0
+    flax_ckpt_compat.save(tmp_path / "file", STATE, format="msgpack")
+    assert invoke("diff", run, tmp_path / "file", "--item", "net").exit_code == 0
+    assert invoke("diff", run, tmp_path / "file", "--item", "ema").exit_code == 1
+    unknown = invoke("show", run, "--item", "nets")
+    assert unknown.exit_code == 2 and "ema, net, notes" in unknown.stderr
+
+
+def test_conversion_renames(run: Path, tmp_path: Path) -> None:
+    """One item becomes the only one of a step, by the name that real managers read by default; others by theirs."""
+    arguments = ["convert", str(run), str(tmp_path / "dst"), "--to", "manager", "--item", "net=default"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        assert manager.all_steps() == [5, 6]
+        assert same(manager.restore(6), STATE | {"step": 3})
+    flax_ckpt_compat.convert(run, tmp_path / "some", "manager", item={"ema": "average", "notes": ""})
+    assert {path.name for path in (tmp_path / "some" / "6").iterdir() if path.is_dir()} == {"average", "notes"}
+    flax_ckpt_compat.convert(run / "6", tmp_path / "flat", "orbax", item="ema")
+    assert same(ocp.PyTreeCheckpointer().restore(tmp_path / "flat"), EMA)
+
+
+@pytest.mark.parametrize("item", ["nets", {"net": "a", "ema": "a"}, {"net": 3}, [], [3], "", {"net": "ema", "ema": ""}])
+def test_conversion_refuses(run: Path, tmp_path: Path, item: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Names that are not there, two of one name, and what is no name; nothing is written."""
+    caplog.set_level(logging.ERROR)
+    with pytest.raises((errors.ArgumentError, errors.ConversionError)):
+        flax_ckpt_compat.convert(run / "6", tmp_path / "dst", "manager", step=6, item=item)
+    assert not list(tmp_path.rglob("6"))

@@ -1,0 +1,340 @@
+"""convert() of several items: each is read by the real handler that wrote it, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner
+from flax import serialization
+
+import flax_ckpt_compat
+from flax_ckpt_compat import errors
+from flax_ckpt_compat.cli import main
+from tests.support.peers import needs
+from tests.support.peers import ocp_released_v1 as v1
+
+pytestmark = needs("orbax-checkpoint", 0, 11, 25, why="has other files in array items, which older tests cover")
+
+STATE = {
+    "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
+    "opt": [np.full(1, 3), {"mu": np.ones(2, np.float32)}],
+}
+EMA = {"params": {"w": STATE["params"]["w"] * 2}, "mu": [np.ones(2, np.float32)]}
+NOTES = {"epoch": 3, "names": ["a", "b"], "none": None}
+MEAN = np.linspace(0, 1, 5, dtype=np.float32)
+RANDOM = np.random.RandomState(4).get_state(legacy=True)
+GENERATOR = np.random.RandomState(5).get_state(legacy=False)
+
+
+class WordsHandler(ocp.CheckpointHandler):
+    """A user's own handler: a file in a folder, and an empty file."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        """Writes them."""
+        (Path(directory) / "inside").mkdir()
+        (Path(directory) / "inside" / "words.txt").write_text(args.words)
+        (Path(directory) / "empty").touch()
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Reads one."""
+        return (Path(directory) / "inside" / "words.txt").read_text()
+
+
+@ocp.args.register_with_handler(WordsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Words(ocp.args.CheckpointArgs):
+    """Its argument."""
+
+    words: str = ""
+
+
+def own_name(name: str = "words.json") -> ocp.JsonCheckpointHandler:
+    """Orbax's JSON handler with a file's name of the user's own."""
+    return ocp.JsonCheckpointHandler(filename=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of item: what saves it, what restores it, and what that must give."""
+
+    saved: Any
+    restore: Callable[[], Any]
+    value: Any
+
+
+KINDS = {
+    "state": Kind(ocp.args.StandardSave(STATE), ocp.args.StandardRestore, STATE),
+    "ema": Kind(ocp.args.PyTreeSave(jax.tree.map(jnp.asarray, EMA)), ocp.args.PyTreeRestore, EMA),
+    "mean": Kind(ocp.args.ArraySave(jnp.asarray(MEAN)), ocp.args.ArrayRestore, MEAN),
+    "host": Kind(ocp.args.ArraySave(MEAN * 2), ocp.args.ArrayRestore, MEAN * 2),
+    "key": Kind(ocp.args.JaxRandomKeySave(jax.random.key(7)), ocp.args.JaxRandomKeyRestore, jax.random.key(7)),
+    "old_key": Kind(
+        ocp.args.JaxRandomKeySave(jax.random.PRNGKey(8)), ocp.args.JaxRandomKeyRestore, jax.random.PRNGKey(8)
+    ),
+    "numpy": Kind(ocp.args.NumpyRandomKeySave(RANDOM), ocp.args.NumpyRandomKeyRestore, RANDOM),
+    "generator": Kind(ocp.args.NumpyRandomKeySave(GENERATOR), ocp.args.NumpyRandomKeyRestore, GENERATOR),
+    "notes": Kind(ocp.args.JsonSave(NOTES), ocp.args.JsonRestore, NOTES),
+    "words": Kind(ocp.args.JsonSave(NOTES), ocp.args.JsonRestore, NOTES),  # under a file's name of its own
+    "vocabulary": Kind(Words("of mine"), Words, "of mine"),
+}
+
+
+def registry() -> Any:
+    """Orbax's handlers, with a JSON item under a file's name of its own."""
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    found.add("words", ocp.args.JsonSave, own_name())
+    found.add("words", ocp.args.JsonRestore, own_name())
+    return found
+
+
+def saved(root: Path, names: Any = KINDS, step: int = 5) -> Path:
+    """A step of a real manager with items of these kinds."""
+    with ocp.CheckpointManager(root, handler_registry=registry()) as manager:
+        manager.save(step, args=ocp.args.Composite(**{name: KINDS[name].saved for name in names}))
+    return root / str(step)
+
+
+def bits(tree: Any) -> Any:
+    """What is equal only if types of leaves but numpy's and jax's, and all bits, are."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return "key", str(jax.random.key_impl(leaf)), bits(jax.random.key_data(leaf))
+        if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+            array = np.asarray(leaf)
+            return array.dtype.str, array.shape, array.tobytes()
+        return type(leaf), leaf
+
+    return jax.tree.map(of, tree, is_leaf=lambda leaf: leaf is None)
+
+
+def restored(step: Path, name: str, kind: Kind) -> Any:
+    """What the real handler restores of an item of a step."""
+    if step.name.isdecimal():
+        with ocp.CheckpointManager(step.parent, handler_registry=registry()) as manager:
+            if name == "default":
+                return manager.restore(int(step.name), args=kind.restore())
+            return manager.restore(int(step.name), args=ocp.args.Composite(**{name: kind.restore()}))[name]
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=registry())) as checkpointer:
+        return checkpointer.restore(step, args=ocp.args.Composite(**{name: kind.restore()}))[name]
+
+
+def converted(source: Path, destination: Path, to: Any, **options: Any) -> Path:
+    """The one result of a conversion."""
+    (done,) = flax_ckpt_compat.convert(source, destination, to, **options)
+    return Path(done.destination)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step with an item of every kind."""
+    return saved(tmp_path_factory.mktemp("every") / "run")
+
+
+@pytest.fixture(scope="module", params=["manager", "v1", "orbax"])
+def result(step: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What it becomes in each layout with items."""
+    return converted(step, tmp_path_factory.mktemp(request.param) / "items", request.param, **(
+        {} if request.param == "orbax" else {"step": 5}
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_item_is_read_by_the_handler_that_wrote_it(result: Path, name: str) -> None:
+    """Whatever the layout, with the defaults of the real handler, bit for bit."""
+    assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+
+
+def test_handlers_stay_recorded(step: Path, result: Path) -> None:
+    """The handlers of all that is copied are those of the source, by which a restore without arguments finds them."""
+    before, after = (json.loads((one / "_CHECKPOINT_METADATA").read_text())["item_handlers"] for one in (step, result))
+    trees = {"state", "ema"}
+    assert after.keys() == before.keys() == KINDS.keys()
+    assert {name: after[name] for name in KINDS.keys() - trees} == {name: before[name] for name in KINDS.keys() - trees}
+
+
+def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step: Path, tmp_path: Path) -> None:
+    """Assets in a folder without a handler, too; a second conversion finds every changed byte."""
+    source = tmp_path / "run" / "5"
+    shutil.copytree(step, source)
+    (source / "assets" / "deep").mkdir(parents=True)
+    (source / "assets" / "deep" / "logo.png").write_bytes(bytes(range(256)))
+    convert = functools.partial(flax_ckpt_compat.convert, tmp_path / "run", tmp_path / "dst", "manager")
+    (done,) = convert()
+    assert (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").read_bytes() == bytes(range(256))
+    assert [note for note in done.notes if "assets" in note and "vocabulary" in note]
+    assert [result.status for result in convert(resume=True)] == ["kept"]
+    (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").write_bytes(b"\1" + bytes(range(1, 256)))
+    with pytest.raises(errors.ConversionError, match=r"assets has other bytes in deep/logo\.png"):
+        convert(resume=True)
+    (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").unlink()
+    with pytest.raises(errors.ConversionError, match=r"assets lacks deep/logo\.png"):
+        convert(resume=True)
+
+
+@pytest.mark.parametrize("to", ["msgpack", "safetensors"])
+@pytest.mark.parametrize("name", ["notes", "vocabulary"])
+def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path: Path, to: Any, name: str) -> None:
+    """JSON and unknown items are not dropped with exit code 0; the advice works."""
+    saved(tmp_path / "run", ("state", name))
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "run"), str(tmp_path / "dst"), "--to", to])
+    assert result.exit_code == 1
+    assert name in result.output and "--item state" in result.output and "'manager'" in result.output
+    assert not list((tmp_path / "dst").glob("*"))
+    arguments = ["convert", str(tmp_path / "run" / "5"), str(tmp_path / "file"), "--to", to, "--item", "state"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    found = (
+        serialization.msgpack_restore((tmp_path / "file").read_bytes())["params"]["w"]
+        if to == "msgpack"
+        else safetensors.numpy.load_file(tmp_path / "file")["params.w"]
+    )
+    assert bits(found) == bits(STATE["params"]["w"])
+
+
+def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None:
+    """As a restore without a target gives them."""
+    file = converted(saved(tmp_path / "run", ("state", "mean", "old_key", "numpy")), tmp_path / "file", "msgpack")
+    found = serialization.msgpack_restore(file.read_bytes())
+    assert bits((found["mean"], found["old_key"])) == bits((MEAN, jax.random.PRNGKey(8)))
+    assert bits(found["numpy"]["1"]) == bits(RANDOM[1])
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+@pytest.mark.parametrize("name", ["notes", "mean"])
+def test_one_item_alone(tmp_path: Path, to: Any, name: str) -> None:
+    """A checkpoint of JSON or an array alone, without a step around it, stays one that its handler reads."""
+    handlers = {"notes": ocp.JsonCheckpointHandler, "mean": ocp.ArrayCheckpointHandler}
+    with ocp.Checkpointer(handlers[name]()) as checkpointer:
+        checkpointer.save(tmp_path / "alone", args=KINDS[name].saved)
+    result = converted(tmp_path / "alone", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
+    if to == "orbax":
+        with ocp.Checkpointer(handlers[name]()) as checkpointer:
+            found = checkpointer.restore(result, args=KINDS[name].restore())
+    else:
+        found = restored(result, {"manager": "default", "v1": "state"}[to], KINDS[name])
+    assert bits(found) == bits(KINDS[name].value)
+    own = None if to == "orbax" else {"manager": "default", "v1": "state"}[to]
+    assert bits(flax_ckpt_compat.restore(result, item=own)) == bits(KINDS[name].value)
+
+
+def test_json_of_v1_is_read_by_both_releases_of_orbax(tmp_path: Path) -> None:
+    """v1 writes data.json, where v0 looks for another name."""
+    handlers = v1.handlers.local_registry()
+    handlers.add(v1.handlers.JsonHandler, checkpointable_name="notes")
+    options = v1.options.CheckpointablesOptions(registry=handlers)
+    with v1.Context(checkpointables_options=options):
+        v1.save_checkpointables(tmp_path / "5", {"state": STATE, "notes": NOTES})
+    for to in ("manager", "v1"):
+        result = converted(tmp_path / "5", tmp_path / to, to, step=5)
+        with v1.Context(checkpointables_options=options):
+            assert v1.load_checkpointables(result)["notes"] == NOTES
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        restore = ocp.args.Composite(notes=ocp.args.JsonRestore())
+        assert checkpointer.restore(tmp_path / "manager" / "5", args=restore)["notes"] == NOTES
+
+
+@pytest.mark.parametrize("name", ["mean", "key", "numpy"])
+def test_damage_of_a_copied_item_is_found(tmp_path: Path, name: str) -> None:
+    """Copies of damaged bytes are not results."""
+    item = saved(tmp_path / "run", ("state", name)) / name
+    data = [file for file in item.rglob("*") if file.name == "0" or file.parent.name == "d"]
+    for file in data:
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(errors.ConversionError, match="CorruptCheckpointError"):
+        flax_ckpt_compat.convert(tmp_path / "run", tmp_path / "dst", "manager")
+    assert not list((tmp_path / "dst").glob("*"))
+
+
+def test_transforms_do_not_touch_what_is_copied(tmp_path: Path) -> None:
+    """A rule for the tree leaves arrays alone; one that would change an array says so."""
+    from flax_ckpt_compat import rules
+
+    source = saved(tmp_path / "run", ("state", "mean", "notes"))
+    result = converted(source, tmp_path / "dst", "manager", step=5, transforms=[rules.rename("params", "weights")])
+    assert bits(restored(result, "mean", KINDS["mean"])) == bits(MEAN)
+    assert restored(result, "notes", KINDS["notes"]) == NOTES
+    assert bits(restored(result, "state", KINDS["state"])["weights"]) == bits(STATE["params"])
+    with pytest.raises(errors.ConversionError, match=r"mean.*is no tree"):
+        converted(source, tmp_path / "other", "manager", step=5, transforms=[rules.cast("mean", "float16")])
+
+
+_ignores = pytest.mark.filterwarnings("ignore:Sharding info not provided", "ignore:Couldn't find sharding info")
+
+
+@pytest.fixture
+def of_gpus(tmp_path: Path) -> Path:
+    """A step whose shardings name a GPU that is not here: a tree, an array and a key, as their writer left them."""
+    step = saved(tmp_path / "gpus", ("ema", "mean", "key"))
+    for file in step.rglob("_sharding"):
+        text = file.read_text()
+        assert "cpu:0" in text
+        file.write_text(text.replace("cpu:0", "cuda:0"))
+    with pytest.raises(ValueError, match="should be specified, concrete"):
+        restored(step, "mean", KINDS["mean"])
+    return step
+
+
+@_ignores
+@pytest.mark.parametrize("name", ["ema", "mean", "key"])
+def test_shardings_of_other_machines_are_dropped(of_gpus: Path, tmp_path: Path, name: str) -> None:
+    """A checkpoint of a GPU restores on this host with the defaults of real managers, of v1, and from a directory."""
+    for to in ("manager", "v1", "orbax"):
+        result = converted(of_gpus, tmp_path / to, to, **({} if to == "orbax" else {"step": 5}))
+        assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+        assert not [file for file in result.rglob("_sharding") if "cuda" in file.read_text()]
+
+
+@_ignores
+def test_a_tree_of_gpus_without_a_target(of_gpus: Path, tmp_path: Path) -> None:
+    """The only tree, as managers of both releases restore it with no argument but the step."""
+    with ocp.CheckpointManager(
+        converted(of_gpus, tmp_path / "a", "manager", step=5, item={"ema": "default"}).parent
+    ) as one:
+        assert bits(one.restore(5)) == bits(EMA)
+    with v1.training.Checkpointer(
+        converted(of_gpus, tmp_path / "b", "v1", step=5, item={"ema": "state"}).parent
+    ) as two:
+        assert bits(two.load(5)) == bits(EMA)
+    flat = converted(of_gpus, tmp_path / "c", "orbax", item="ema")
+    assert bits(ocp.StandardCheckpointer().restore(flat)) == bits(EMA)
+    assert bits(ocp.PyTreeCheckpointer().restore(flat)) == bits(EMA)
+    assert bits(v1.load(flat)) == bits(EMA)
+
+
+@_ignores
+def test_keys_in_trees_are_on_whatever_devices_there_are(tmp_path: Path) -> None:
+    """Real Orbax restores typed keys as arrays with a sharding, so theirs names no device."""
+    tree = {"key": jax.random.key(3), "w": jnp.ones(2)}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(5, args=ocp.args.StandardSave(tree))
+    for file in (tmp_path / "run").rglob("_sharding"):
+        file.write_text(file.read_text().replace("cpu:0", "cuda:0"))
+    result = converted(tmp_path / "run", tmp_path / "dst", "manager")
+    with ocp.CheckpointManager(result.parent) as manager:
+        assert bits(manager.restore(5)) == bits(tree)
+
+
+@_ignores
+def test_shardings_are_kept_if_asked_for(tmp_path: Path) -> None:
+    """Arrays come back as jax arrays on the device that they were on."""
+    step = saved(tmp_path / "run", ("ema", "mean"))
+    result = converted(step, tmp_path / "dst", "manager", step=5, sharding="keep")
+    for name in ("ema", "mean"):
+        found = restored(result, name, KINDS[name])
+        assert bits(found) == bits(KINDS[name].value)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+    with pytest.raises(errors.SettingError, match="'drop' or 'keep'"):
+        flax_ckpt_compat.convert(step, tmp_path / "other", "orbax", sharding="no")  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""Stored leaves that a restore does not give: those that the target lacks, and ``...`` in a target."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config, errors, rules
+
+LOGGER = "flax_ckpt_compat"
+TREE = {
+    "params": {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)},
+    "opt": {"mu": np.ones(2)},
+    "step": 3,
+}
+PART = {"params": {"w": np.zeros((2, 3), np.float32)}, "step": 0}
+
+
+@pytest.fixture(params=["msgpack", "orbax"])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A saved tree, in each format."""
+    flax_ckpt_compat.save(tmp_path / "saved", TREE, format=request.param)
+    return tmp_path / "saved"
+
+
+def test_a_part_is_no_error_unless_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A target may ask for the parameters alone; each policy does what it says, in the restore and in the plan."""
+    for policy in (None, "auto", "warn", "ignore"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOGGER):
+            found = flax_ckpt_compat.restore(path, PART, unused_leaves=policy)
+        assert found["step"] == 3 and np.array_equal(found["params"]["w"], TREE["params"]["w"])
+        (line,) = [record for record in caplog.records if "not in the target, dropped" in record.message]
+        assert "params/b" in line.message and "opt/mu" in line.message
+        assert line.levelno == (logging.WARNING if policy == "warn" else logging.INFO)
+        assert flax_ckpt_compat.plan_restore(path, PART, unused_leaves=policy).raises is None
+    with pytest.raises(errors.UnusedLeavesError, match="2 leaves that the target lacks") as caught:
+        flax_ckpt_compat.restore(path, PART, unused_leaves="error")
+    message = str(caught.value)
+    assert "params/b" in message and "opt/mu" in message and "unused_leaves='ignore'" in message
+    assert flax_ckpt_compat.plan_restore(path, PART, unused_leaves="error").raises == "UnusedLeavesError"
+    dropped = [rules.drop("params/b", "opt")]  # as the message says
+    assert "rules.drop(" in message
+    assert flax_ckpt_compat.restore(path, PART, unused_leaves="error", transforms=dropped)["step"] == 3
+
+
+def test_the_setting_is_of_both_functions(path: Path) -> None:
+    """Flax's function raises, too, if it is told to; a whole target, and none, are no error."""
+    with config.override(unused_leaves="error"):
+        for restore in (flax_ckpt_compat.restore, checkpoints.restore_checkpoint):
+            with pytest.raises(errors.UnusedLeavesError):
+                restore(path, PART)
+            assert restore(path, TREE)["step"] == 3
+            assert restore(path, None)["step"] == 3
+    with pytest.raises(errors.SettingError, match="unused_leaves takes 'auto', 'error', 'warn', 'ignore'"):
+        flax_ckpt_compat.restore(path, PART, unused_leaves="keep")  # type: ignore[arg-type]
+
+
+def test_what_holds_no_value_is_not_unused(tmp_path: Path) -> None:
+    """None and empty containers are nothing to lose."""
+    flax_ckpt_compat.save(tmp_path / "saved", {"a": np.ones(2), "none": None, "empty": {}}, format="msgpack")
+    flax_ckpt_compat.restore(tmp_path / "saved", {"a": np.zeros(2)}, unused_leaves="error")
+
+
+class Net(nn.Module):
+    """Layers in a row."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(self.layers):
+            x = nn.LayerNorm()(nn.Dense(4)(x))
+        return x
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_16_layers_are_not_restored_into_12(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The strict function raises, with both numbers; Flax's gives what Flax gives, and warns."""
+    had, has = (Net(layers).init(jax.random.key(0), jnp.ones((1, 4))) for layers in (16, 12))
+    flax_ckpt_compat.save(tmp_path / "saved", had, format=format)
+    with pytest.raises(errors.UnusedLeavesError, match=r"Dense_\{0\.\.15\} \(16.*the target 12 of them"):
+        flax_ckpt_compat.restore(tmp_path / "saved", has)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        found = checkpoints.restore_checkpoint(tmp_path / "saved", has)
+    assert "not in the target, dropped" in caplog.text
+    cut = {name: leaf for name, leaf in had["params"].items() if name in has["params"]}
+    jax.tree.map(np.testing.assert_array_equal, found["params"], cut)
+    ignored = flax_ckpt_compat.restore(tmp_path / "saved", has, unused_leaves="ignore")
+    jax.tree.map(np.testing.assert_array_equal, ignored["params"], cut)
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_count_of_a_schedule_is_named_when_it_is_dropped(
+    tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A constant rate in place of a schedule loses the step of the schedule, and says so, in either function."""
+    params = {"w": jnp.ones(3)}
+    saved = optax.sgd(optax.linear_schedule(1.0, 0.1, 10)).init(params)
+    target = optax.sgd(0.1).init(params)
+    flax_ckpt_compat.save(tmp_path / "saved", {"params": params, "opt": saved}, format=format)
+    for restore in (flax_ckpt_compat.restore, checkpoints.restore_checkpoint):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, LOGGER):
+            restore(tmp_path / "saved", {"params": params, "opt": target})
+        assert "the step of a schedule, which is dropped: opt/1/count" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params}, unused_leaves="ignore")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("restore", [flax_ckpt_compat.restore, checkpoints.restore_checkpoint])
+def test_an_ellipsis_leaves_what_is_there_unread(path: Path, restore: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a leaf, a subtree, and what is not stored; as real Orbax takes it, it comes back as it is."""
+    assert ocp.PLACEHOLDER is ...
+    target = {"params": {"w": np.zeros((2, 3), np.float32), "b": ...}, "opt": ..., "step": 0, "new": ...}
+    with caplog.at_level(logging.INFO, LOGGER), config.override(unused_leaves="error"):
+        found = restore(path, target)
+    assert found["params"]["b"] is ... and found["opt"] is ... and found["new"] is ...
+    assert (found["step"], found["params"]["w"].sum()) == (3, 6)
+    assert "dropped" not in caplog.text
+    assert restore(path, ...) is ...
+
+
+def test_an_ellipsis_in_a_plan_and_with_rules(path: Path) -> None:
+    """The plan reads nothing for it; rules give it nothing."""
+    target = {"params": {"w": np.zeros((2, 3), np.float32), "b": ...}, "opt": ..., "step": 0}
+    plan = flax_ckpt_compat.plan_restore(path, target)
+    assert plan.raises is None and plan.unused == ()
+    assert {leaf.path for leaf in plan.leaves if leaf.origin in ("stored", "checkpoint")} <= {"params/w", "step"}
+    found = flax_ckpt_compat.restore(path, target, transforms=[rules.cast("params", "float16")])
+    assert found["params"]["b"] is ... and found["params"]["w"].dtype == np.float16
+
+
+def test_an_ellipsis_is_what_real_orbax_gives(tmp_path: Path) -> None:
+    """Real Orbax leaves the placeholder in place, too."""
+    tree = {"a": np.arange(3), "b": {"c": np.ones(2)}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+        target = {"a": ..., "b": {"c": np.zeros(2)}}
+        theirs = checkpointer.restore(tmp_path / "saved", args=ocp.args.PyTreeRestore(target))
+    ours = flax_ckpt_compat.restore(tmp_path / "saved", target)
+    assert theirs["a"] is ... and ours["a"] is ...
+    np.testing.assert_array_equal(ours["b"]["c"], theirs["b"]["c"])
