@@ -137,7 +137,7 @@ def save(
     keep: int | None = None,
     keep_every_n_steps: float | None = None,
     format: Literal["msgpack", "orbax"] | None = None,
-    compression: Literal["crc32c", "zstd", "gzip", "blosc"] | _Unset | None = _Unset.UNSET,
+    compression: Literal["crc32c", "zstd"] | _Unset | None = _Unset.UNSET,
     async_manager: AsyncManager | None = None,
 ) -> str:
     """Save a tree from this process. The save is atomic and durable, and replaces nothing but checkpoints.

@@ -31,8 +31,8 @@ setting                   values (default first)     meaning
                                                      record them, or neither
 ``shadow``                false, true                each save also writes the other format, reads both back, compares
                                                      them and records the result beside the checkpoints
-``compression``           none, crc32c, zstd, gzip,  codec of array data in Orbax-format checkpoints; with crc32c, which
-                          blosc                      does not compress, and the others every reader checks each chunk
+``compression``           none, crc32c, zstd         codec of array data in Orbax-format checkpoints; with crc32c, which
+                                                     does not compress, and zstd every reader checks each chunk
 ``oldest_orbax``          0.6, 0.3                   oldest release of Orbax that reads Orbax-format checkpoints; for
                                                      0.3 to 0.5 they hold the tree in a second form, too
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
@@ -74,7 +74,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "read_once": (False, True),
     "checksums": ("verify", "write", "off"),
     "shadow": (False, True),
-    "compression": (None, "crc32c", "zstd", "gzip", "blosc"),
+    "compression": (None, "crc32c", "zstd"),
     "oldest_orbax": ("0.6", "0.3"),
 }
 _SECONDS = ("coordination_timeout",)

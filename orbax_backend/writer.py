@@ -46,11 +46,6 @@ _ENCODINGS = {
     None: Encoding(),
     "crc32c": Encoding(checksums=True),
     "zstd": Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True),  # the level of Orbax 0.12.8
-    "gzip": Encoding({"name": "gzip", "configuration": {"level": 1}}, checksums=True),
-    "blosc": Encoding(
-        {"name": "blosc", "configuration": {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "shuffle"}},
-        checksums=True,
-    ),
 }
 
 

@@ -104,7 +104,7 @@ def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: 
     """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
     Plain shards of up to 2 GiB are one chunk each, which is read directly into place. Larger ones, and with ``splits``
-    those above 32 MiB, are split along their first axes: for the limits of stores and of blosc (2 GiB), to use several
+    those above 32 MiB, are split along their first axes: for the limits of stores, to use several
     threads, and to decode less for a part.
     """
     # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.

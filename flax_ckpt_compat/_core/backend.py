@@ -177,7 +177,7 @@ class Reader(Protocol):
 class WriteOptions:
     """Settings of a backend's writer."""
 
-    # Name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no compression and ignores
+    # Name of a codec of the format (``zstd``, ``crc32c``), or None. The msgpack format has no compression and ignores
     # it.
     compression: str | None = None
     checksums: bool = True  # record checksums of what is written

@@ -125,7 +125,7 @@ def flips(path: Path, step: int) -> Iterator[tuple[Path, int]]:
             flip(file, at, at % 8)
 
 
-LAYOUTS = [None, "crc32c", "zstd", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("gzip", "blosc"))]
+LAYOUTS = [None, "crc32c", "zstd"]
 
 
 @pytest.mark.parametrize("compression", LAYOUTS)

@@ -42,7 +42,7 @@ SCALARS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("compression", [None, "zstd", "gzip", "blosc"])
+@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
 def test_every_common_leaf_round_trips(tmp_path: Path, common_tree: dict[str, Any], compression: str | None) -> None:
     """With every codec, values, dtypes, shapes and Python types are those that were saved."""
     assert fingerprint(load(save(tmp_path / "c", common_tree, compression))) == fingerprint(on_host(common_tree))
@@ -185,7 +185,7 @@ def test_compression_makes_arrays_smaller(tmp_path: Path) -> None:
     assert sizes[1] < 20_000
 
 
-@pytest.mark.parametrize("compression", ["zstd", "blosc"])
+@pytest.mark.parametrize("compression", ["crc32c", "zstd"])
 def test_large_compressed_arrays_are_cut_into_chunks(tmp_path: Path, compression: str) -> None:
     """Chunks that do not divide the array evenly give back the whole of it, to real Orbax as well."""
     tree = {"a": np.arange(11 << 20, dtype=np.float32).reshape(1, 11 << 12, 256), "j": jnp.ones((9 << 20,))}

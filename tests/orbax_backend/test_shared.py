@@ -136,6 +136,6 @@ def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
 def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
     """Random shapes, dtypes and splits over devices in any order come back as numpy had them."""
     path = str(tmp_path / "c")
-    team_of(2).call(jobs.save_random, path, seed, [None, "zstd", "blosc"][seed % 3])
+    team_of(2).call(jobs.save_random, path, seed, [None, "zstd", "crc32c"][seed % 3])
     expected = {name: bits(value) for name, (value, _) in jobs.random_values(seed).items()}
     assert {name: bits(value) for name, value in load(path).items()} == expected

@@ -55,7 +55,7 @@ def variants(system: System) -> Sequence[System]:
     """Return a system with each of its ways to store arrays."""
     if not (system.is_ours and system.orbax):
         return [system]
-    return [system.with_settings(compression=name) for name in (None, "zstd", "blosc")]
+    return [system.with_settings(compression=name) for name in (None, "zstd")]
 
 
 def every_byte(system: System, tally: Tally, extent: Extent) -> None:
