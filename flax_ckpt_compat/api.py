@@ -36,7 +36,7 @@ def restore(
     item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
-    missing_leaves: Literal["error", "warn", "keep"] | None = None,
+    missing_leaves: Literal["error", "warn", "ignore"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
     unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
@@ -67,7 +67,7 @@ def restore(
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Does not apply to rules.
         missing_leaves: for a target leaf that neither the checkpoint nor a transform has, ``"error"`` raises;
-            ``"warn"`` and ``"keep"`` keep the target's value.
+            ``"warn"`` and ``"ignore"`` keep the target's value.
         shape_mismatch: if shapes differ, ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored shape.
         kind_mismatch: if the target has an array and the checkpoint text, None, a number or a subtree, if a stored
             sequence is longer than the target's, or if the target is not a tree of leaves (a class, a function, a
@@ -181,7 +181,7 @@ def save(
     chosen = _format(format)
     if step is None and (keep is not None or keep_every_n_steps is not None):
         raise ArgumentError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
-    codec = {} if isinstance(compression, _Unset) else {"compression": compression}
+    codec: config.Changes = {} if isinstance(compression, _Unset) else {"compression": compression}
     location = normal(as_text(path))
     with config.override(**codec):
         if step is None:

@@ -8,7 +8,7 @@ Flax's own functions, and ``STRICT`` for ``flax_ckpt_compat.restore`` and ``save
 ========================  =========================  ===========================================================
 setting                   values (default first)     meaning
 ========================  =========================  ===========================================================
-``missing_leaves``        error, warn, keep          a target leaf that the checkpoint lacks: raise, or keep the
+``missing_leaves``        error, warn, ignore        a target leaf that the checkpoint lacks: raise, or keep the
                                                      target's value with or without a warning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
@@ -53,7 +53,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
@@ -63,7 +63,7 @@ __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "u
 _log = logging.getLogger("flax_ckpt_compat")
 _VARIABLE = "FLAX_CKPT_COMPAT_"
 _VALUES: dict[str, tuple[Any, ...]] = {
-    "missing_leaves": ("error", "warn", "keep"),
+    "missing_leaves": ("error", "warn", "ignore"),
     "shape_mismatch": ("warn", "error", "ignore"),
     "kind_mismatch": ("warn", "error", "ignore"),
     "unused_leaves": ("auto", "error", "warn", "ignore"),
@@ -100,6 +100,25 @@ class Settings:
     compression: str | None = None
     oldest_orbax: str = "0.6"
     coordination_timeout: float = 600.0
+
+
+class Changes(TypedDict, total=False):
+    """Settings by name, for type checkers: the fields of `Settings` with the values that each takes."""
+
+    missing_leaves: Literal["error", "warn", "ignore"]
+    shape_mismatch: Literal["warn", "error", "ignore"]
+    kind_mismatch: Literal["warn", "error", "ignore"]
+    unused_leaves: Literal["auto", "error", "warn", "ignore"]
+    dtype: Literal["stored", "target"]
+    structure: Literal["flax", "stored"]
+    must_exist: bool
+    mapped: bool
+    read_once: bool
+    checksums: Literal["verify", "write", "off"]
+    shadow: bool
+    compression: Literal["crc32c", "zstd"] | None
+    oldest_orbax: Literal["0.6", "0.3"]
+    coordination_timeout: float
 
 
 _DEFAULTS = Settings()
@@ -180,7 +199,7 @@ def current() -> Settings:
     return dataclasses.replace(_defaults.get(), **{**_process, **_block.get()})
 
 
-def update(*pair: Any, **changes: Any) -> None:
+def update(*pair: Any, **changes: Unpack[Changes]) -> None:
     """Change settings for the whole process.
 
     Args:
@@ -194,12 +213,12 @@ def update(*pair: Any, **changes: Any) -> None:
     if pair:
         if len(pair) != 2 or not isinstance(pair[0], str):
             raise SettingError(f"update takes a setting's name and its value, or name=value; found {pair!r:.100}")
-        changes = {pair[0]: pair[1], **changes}
+        _process = {**_process, **_validated({pair[0]: pair[1]})}
     _process = {**_process, **_validated(changes)}
 
 
 @contextmanager
-def override(**changes: Any) -> Iterator[Settings]:
+def override(**changes: Unpack[Changes]) -> Iterator[Settings]:
     """Change settings inside a ``with`` block, in this thread (and async task) only.
 
     Args:

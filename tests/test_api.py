@@ -104,7 +104,7 @@ def test_missing_leaves_are_an_error(tmp_path: Path, format: Any, caplog: pytest
     with pytest.raises(errors.MissingLeavesError) as caught:
         restore(tmp_path / "m", ONE_MORE)
     assert caught.value.missing == ("c",)
-    for policy in ("keep", "warn"):
+    for policy in ("ignore", "warn"):
         caplog.clear()
         restored = restore(tmp_path / "m", ONE_MORE, missing_leaves=policy)  # type: ignore[arg-type]
         assert fingerprint(restored) == fingerprint(ONE_MORE)
@@ -161,7 +161,7 @@ def test_what_was_set_beats_the_strict_defaults(tmp_path: Path, format: Any) -> 
     assert not is_strict() and is_strict(shape_mismatch="error")
     with config.override(shape_mismatch="error"):
         assert is_strict() and not is_strict(shape_mismatch="ignore")
-    config.update(missing_leaves="keep")
+    config.update(missing_leaves="ignore")
     assert fingerprint(restore(tmp_path / "m", ONE_MORE)) == fingerprint(ONE_MORE)
     with pytest.raises(errors.MissingLeavesError):
         restore(tmp_path / "m", ONE_MORE, missing_leaves="error")
@@ -248,7 +248,7 @@ def test_a_failed_background_save_is_told(tmp_path: Path) -> None:
 def test_transforms_reach_the_restore(tmp_path: Path, format: Any) -> None:
     """{} gives Orbax's ways with None, and the target's values for what the checkpoint lacks only if asked to."""
     save(tmp_path / "m", STORED, format=format)
-    restored = restore(tmp_path / "m", ONE_MORE, transforms={}, missing_leaves="keep")
+    restored = restore(tmp_path / "m", ONE_MORE, transforms={}, missing_leaves="ignore")
     assert fingerprint(restored) == fingerprint(ONE_MORE)
     with pytest.raises(errors.MissingLeavesError):
         restore(tmp_path / "m", ONE_MORE, transforms={})

@@ -29,10 +29,10 @@ def test_defaults_are_those_of_the_table() -> None:
 
 def test_override_reaches_its_block_only() -> None:
     """A setting holds inside the block, nests, and is as before after it, also after an error."""
-    with config.override(missing_leaves="keep") as settings:
-        assert settings.missing_leaves == config.current().missing_leaves == "keep"
+    with config.override(missing_leaves="ignore") as settings:
+        assert settings.missing_leaves == config.current().missing_leaves == "ignore"
         with config.override(dtype="target"):
-            assert (config.current().missing_leaves, config.current().dtype) == ("keep", "target")
+            assert (config.current().missing_leaves, config.current().dtype) == ("ignore", "target")
         assert config.current().dtype == "stored"
     with pytest.raises(RuntimeError), config.override(must_exist=True):
         raise RuntimeError
@@ -57,8 +57,8 @@ def test_update_is_for_the_process() -> None:
     thread.start()
     thread.join()
     assert seen[0].missing_leaves == config.current().missing_leaves == "warn"
-    with config.override(missing_leaves="keep"):
-        assert config.current().missing_leaves == "keep"
+    with config.override(missing_leaves="ignore"):
+        assert config.current().missing_leaves == "ignore"
 
 
 def test_what_was_set_stands_over_other_defaults() -> None:
@@ -112,7 +112,7 @@ def test_the_strict_defaults() -> None:
     assert expected == config.STRICT
 
 
-@pytest.mark.parametrize("change", [{"missing_leave": "keep"}, {"missing_leaves": "kepe"}, {"must_exist": "yes"}])
+@pytest.mark.parametrize("change", [{"missing_leave": "ignore"}, {"missing_leaves": "kepe"}, {"must_exist": "yes"}])
 def test_mistakes_are_refused(change: dict[str, str]) -> None:
     """An unknown setting or value is an error that lists what there is, and changes nothing."""
     with pytest.raises(SettingError, match=r"the settings are .*missing_leaves|takes "):
@@ -127,7 +127,7 @@ def test_mistakes_are_refused(change: dict[str, str]) -> None:
     [
         ("MUST_EXIST", "1", "must_exist=True"),
         ("MUST_EXIST", "False", "must_exist=False"),
-        ("MISSING_LEAVES", " Keep ", "missing_leaves='keep'"),
+        ("MISSING_LEAVES", " Ignore ", "missing_leaves='ignore'"),
         ("COMPRESSION", "none", "compression=None"),
         ("COMPRESSION", "zstd", "compression='zstd'"),
         ("OLDEST_ORBAX", "0.3", "oldest_orbax='0.3'"),

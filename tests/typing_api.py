@@ -27,7 +27,7 @@ def paths(folder: Path, tree: Any) -> str:
 
 def policies(folder: Path, tree: Any) -> Any:
     """Policies are the documented words."""
-    restore(folder, tree, step=3, missing_leaves="keep", shape_mismatch="ignore", dtype="target", must_exist=False)
+    restore(folder, tree, step=3, missing_leaves="ignore", shape_mismatch="ignore", dtype="target", must_exist=False)
     restore(str(folder), structure="flax", transforms={}, transforms_default_to_original=False)
     restore(folder, tree, missing_leaves="kepe")  # type: ignore[arg-type]
     restore(folder, tree, must_exists=True)  # type: ignore[call-arg]

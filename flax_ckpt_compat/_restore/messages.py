@@ -65,8 +65,8 @@ def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> 
     named = f"name these leaves, orbax_transforms=[{rule}], or " if rule else ""
     return (
         f"{suggestion or _RENAMED}\nOnly where the target's own values are wanted, {named}"
-        "pass orbax_transforms={} to restore_checkpoint or missing_leaves='keep' to restore, or set "
-        "flax_ckpt_compat.config.update(missing_leaves='keep')."
+        "pass orbax_transforms={} to restore_checkpoint or missing_leaves='ignore' to restore, or set "
+        "flax_ckpt_compat.config.update(missing_leaves='ignore')."
     )
 
 

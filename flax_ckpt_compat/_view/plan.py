@@ -98,7 +98,7 @@ def plan_restore(
     item: str | None = None,
     transforms: Any = None,
     transforms_default_to_original: bool = True,
-    missing_leaves: Literal["error", "warn", "keep"] | None = None,
+    missing_leaves: Literal["error", "warn", "ignore"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
     kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
     unused_leaves: Literal["auto", "error", "warn", "ignore"] | None = None,
@@ -110,7 +110,7 @@ def plan_restore(
     """Preview `flax_ckpt_compat.restore` with these arguments, without reading large arrays.
 
     For a preview of ``restore_checkpoint``, pass ``shape_mismatch="warn", kind_mismatch="warn"``, and
-    ``missing_leaves="keep"`` if its ``orbax_transforms`` are not rules.
+    ``missing_leaves="ignore"`` if its ``orbax_transforms`` are not rules.
 
     Args:
         path: a directory of checkpoints, or one checkpoint.

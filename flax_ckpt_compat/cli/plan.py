@@ -81,4 +81,4 @@ def _policies_of_flax(rules: Any) -> dict[str, Any]:
     settings = config.current()
     names = ("missing_leaves", "shape_mismatch", "kind_mismatch", "must_exist")
     policies = {name: getattr(settings, name) for name in names}
-    return {**policies, "missing_leaves": "keep"} if TransformSpec(rules).lenient else policies
+    return {**policies, "missing_leaves": "ignore"} if TransformSpec(rules).lenient else policies

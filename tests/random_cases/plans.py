@@ -39,7 +39,7 @@ TRANSFORMS = st.one_of(
 )
 POLICIES = st.fixed_dictionaries(
     {
-        "missing_leaves": st.sampled_from(["error", "warn", "keep"]),
+        "missing_leaves": st.sampled_from(["error", "warn", "ignore"]),
         "shape_mismatch": st.sampled_from(["error", "warn", "ignore"]),
         "dtype": st.sampled_from(["stored", "target"]),
         "transforms": TRANSFORMS,

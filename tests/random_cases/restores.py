@@ -18,7 +18,7 @@ from tests.support.saves import use_flag
 POLICIES = st.fixed_dictionaries(
     {},
     optional={
-        "missing_leaves": st.sampled_from(["error", "warn", "keep"]),
+        "missing_leaves": st.sampled_from(["error", "warn", "ignore"]),
         "shape_mismatch": st.sampled_from(["error", "warn", "ignore"]),
         "dtype": st.sampled_from(["stored", "target"]),
     },

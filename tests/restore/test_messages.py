@@ -82,12 +82,12 @@ def test_remedies_come_from_the_safest_on(flag: bool, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, {"enc": old["Dense_0"], "step": 0})
     *_, last = lines = str(caught.value).splitlines()
     assert any("rules.rename" in line for line in lines[:-1])
-    assert "missing_leaves='keep'" in last and "keep'" not in "".join(lines[:-1])
+    assert "missing_leaves='ignore'" in last and "ignore'" not in "".join(lines[:-1])
     with pytest.raises(MissingLeavesError) as caught:
         checkpoints.restore_checkpoint(tmp_path, {**old, "head": {"w": np.ones(5)}})
     *_, last = str(caught.value).splitlines()
     at = last.index("orbax_transforms=[rules.from_target('head')]")
-    assert at < last.index("orbax_transforms={}") < last.index("missing_leaves='keep'")
+    assert at < last.index("orbax_transforms={}") < last.index("missing_leaves='ignore'")
     with config.override(missing_leaves="warn"):
         given = [rules.from_target("head")]
         assert checkpoints.restore_checkpoint(tmp_path, {**old, "head": 7}, orbax_transforms=given)["head"] == 7

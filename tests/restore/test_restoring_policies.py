@@ -48,7 +48,7 @@ def test_missing_leaves_are_an_error(save: Save, flag: bool, tmp_path: Path) -> 
     message = str(caught.value)
     assert path in message
     assert "params/Dense_0/scale" in message and "params/Dense_1/bias   (stored: params/Dense_0/bias)" in message
-    assert "orbax_transforms={}" in message and "missing_leaves='keep'" in message
+    assert "orbax_transforms={}" in message and "missing_leaves='ignore'" in message
     assert isinstance(caught.value, MissingLeavesError)
     assert caught.value.missing == ("params/Dense_0/scale", "params/Dense_1/bias")
 
@@ -62,11 +62,11 @@ def test_an_array_for_a_tree_is_an_error(flag: bool, tmp_path: Path) -> None:
     assert "transforms = [" not in str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["orbax_transforms", "keep", "warn"])
+@pytest.mark.parametrize("how", ["orbax_transforms", "ignore", "warn"])
 def test_missing_leaves_are_kept_on_request(
     how: str, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    """orbax_transforms={} and the settings keep and warn give the target's values; only warn logs a warning."""
+    """orbax_transforms={} and the settings ignore and warn give the target's values; only warn logs a warning."""
     save(tmp_path, STORED, 1)
     if how == "orbax_transforms":
         restored = checkpoints.restore_checkpoint(tmp_path, WANTED, orbax_transforms={})

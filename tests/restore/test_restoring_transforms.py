@@ -222,7 +222,7 @@ def ours(path: str, target: Any, given: Any, default_to_original: bool = True, d
         target,
         transforms=given,
         transforms_default_to_original=default_to_original,
-        missing_leaves="keep",
+        missing_leaves="ignore",
         shape_mismatch="ignore",
         kind_mismatch="ignore",
         dtype=dtype,

@@ -80,7 +80,7 @@ def test_what_is_missing(saved: str, tmp_path: Path) -> None:
     assert plan.missing == caught.value.missing
     assert set(plan.missing) == {"params/encoder/kernel", "params/encoder/bias", "stats/mean"}
     assert plan_restore(tmp_path, TARGET, transforms={}).missing == plan.missing  # restore is strict, whatever is given
-    for kept in (plan_restore(tmp_path, TARGET, missing_leaves="keep"), plan_with(tmp_path, missing_leaves="keep")):
+    for kept in (plan_restore(tmp_path, TARGET, missing_leaves="ignore"), plan_with(tmp_path, missing_leaves="ignore")):
         assert kept.missing == () and by_path(kept)["stats/mean"].origin == "target"
 
 
@@ -301,7 +301,7 @@ def test_what_a_restore_raises(saved: str, tmp_path: Path) -> None:
     assert strict.raises == "ShapeMismatchError" and "raises ShapeMismatchError" in str(strict)
     with pytest.raises(ShapeMismatchError):
         restore(tmp_path, TARGET, transforms=RULES)
-    assert plan_restore(tmp_path, TARGET, missing_leaves="keep").missing == ()
+    assert plan_restore(tmp_path, TARGET, missing_leaves="ignore").missing == ()
     assert (
         by_path(plan_restore(tmp_path, TARGET, transforms=RULES, dtype="target"))["params/encoder/bias"].dtype == "f2"
     )
@@ -314,8 +314,8 @@ def test_transforms_make_a_restore_no_less_strict(given: Any, saved: str, tmp_pa
     assert plan.missing and plan.raises == "MissingLeavesError"
     with pytest.raises(MissingLeavesError):
         restore(tmp_path, TARGET, transforms=given)
-    assert plan_restore(tmp_path, TARGET, transforms=given, missing_leaves="keep").missing == ()
-    kept = restore(tmp_path, TARGET, transforms=given, missing_leaves="keep", shape_mismatch="ignore")
+    assert plan_restore(tmp_path, TARGET, transforms=given, missing_leaves="ignore").missing == ()
+    kept = restore(tmp_path, TARGET, transforms=given, missing_leaves="ignore", shape_mismatch="ignore")
     restored = checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=given)
     assert kept["stats"]["mean"].tolist() == restored["stats"]["mean"].tolist() == [9.0, 9.0]
 
@@ -449,7 +449,7 @@ def test_real_train_state(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_class_is_no_array(flag: bool, tmp_path: Path, loose: bool) -> None:
     """A class with attributes named like an array's (``np.float32``) is planned as a leaf that is missing."""
     path = checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
-    plan = plan_restore(path, {"b": np.float32}, missing_leaves="keep" if loose else "error")
+    plan = plan_restore(path, {"b": np.float32}, missing_leaves="ignore" if loose else "error")
     assert [(leaf.path, leaf.shape, leaf.target_shape) for leaf in plan.leaves] == [("b", None, None)]
     assert plan.raises == (None if loose else "MissingLeavesError")
 

@@ -78,7 +78,7 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "missing_leaves": st.sampled_from(["error", "warn", "keep"]),
+        "missing_leaves": st.sampled_from(["error", "warn", "ignore"]),
         "shape_mismatch": st.sampled_from(["error", "warn", "ignore"]),
         "kind_mismatch": st.sampled_from(["error", "warn", "ignore"]),
         "dtype": st.sampled_from(["stored", "target"]),
@@ -136,7 +136,7 @@ def test_the_plan_raises_what_the_restore_raises(
             **policies,
         }
         if transforms is not None and not isinstance(transforms, list):
-            loose["missing_leaves"] = "keep"
+            loose["missing_leaves"] = "ignore"
         told = planned(path, target, transforms, **loose)
         with config.override(**policies):
             raised = error_of(lambda: checkpoints.restore_checkpoint(path, target, orbax_transforms=transforms))
