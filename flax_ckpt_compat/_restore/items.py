@@ -16,7 +16,7 @@ from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
+from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan, suggested
 from flax_ckpt_compat._trees.state_dict import TargetTree
 
 
@@ -30,9 +30,9 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
     if _names_items(opened, target):
         return RestorePlan(_plan_items(opened, target, options), True)
     target_tree = described(target)
-    if _names_some_items(opened, target, target_tree.node):
+    if _names_some_items(opened, target, target_tree.node) or _names_new_items(opened, target, options):
         return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False)
-    name = "" if "" in opened.items else main_item(opened)
+    name = "" if "" in opened.items else main_item(opened, target_tree)
     return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False)
 
 
@@ -73,6 +73,12 @@ def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
     tree = None if main is None else opened.reader(main).tree
     inside = tree.children.keys() if isinstance(tree, Branch) else set[str]()
     return len(inside & set(names)) < len(opened.items.keys() & set(names))
+
+
+def _names_new_items(opened: opening.Opened, target: Any, options: RestoreOptions) -> bool:
+    """Return whether a target of several trees is none of the items, so that rules have to give them other names."""
+    is_of_trees = isinstance(target, Mapping) and len(target) > 1 and _usual_item(opened) is None
+    return is_of_trees and bool(opened.trees) and bool(options.transforms.rules)
 
 
 def _plan_as_one_tree(opened: opening.Opened, target: TargetTree, options: RestoreOptions) -> TreePlan:
@@ -180,7 +186,7 @@ class _ReaderOfSeveral(Reader):
         return values
 
 
-def main_item(opened: opening.Opened) -> str:
+def main_item(opened: opening.Opened, target: TargetTree | None = None) -> str:
     """Return the item for a target that is not a mapping of items; raise if none of several has a usual name."""
     if (usual := _usual_item(opened)) is not None:
         return usual
@@ -190,11 +196,19 @@ def main_item(opened: opening.Opened) -> str:
             "target, or with a dict of these names",
             path=opened.path,
         )
+    one = os.path.join(opened.path, next(iter(opened.items)))
     raise KindMismatchError(
         f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
-        f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
+        f"one by its own path, such as {one}.{_renamed(opened, target)}",
         path=opened.path,
     )
+
+
+def _renamed(opened: opening.Opened, target: TargetTree | None) -> str:
+    """Return rules that give the items the target's names, if that is certain; or empty."""
+    tree = Branch({name: opened.reader(name).tree for name in opened.trees})
+    found = None if target is None else suggested(tree, target.node, opened.path)
+    return f" These rules would map them to the target:\n{found}" if found is not None and found.confident else ""
 
 
 def _usual_item(opened: opening.Opened) -> str | None:
