@@ -148,7 +148,7 @@ def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]
     for path, (shape, kind) in fresh.items():
         other = sizes.get((math.prod(shape), kind)) if shape else None
         if other is not None and is_transposed(idle[other][0], shape):
-            yield f"{show_path(path)} has the shape of {show_path(other)} transposed, which is not used"
+            yield f"{show_path(path)} has, transposed, the shape of {show_path(other)}, which is not used"
         elif other is not None:
             yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
         if not shape and ((len(bare(path)) == 1) in levels or bare(path)[-1:] in names):
@@ -252,6 +252,8 @@ def _twice(outcome: Outcome) -> Iterator[str]:
 
 def _dropped(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if moments that are stored start from zero, or counts do although their moments are restored."""
+    if not outcome.kept:
+        return
     idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
     restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
     fields = {outcome.has.spot(path).field for path in outcome.pairs if outcome.has.is_optimizer(path)} & MOMENTS

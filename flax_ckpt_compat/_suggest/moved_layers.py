@@ -245,9 +245,9 @@ def _fitting(one: Moved, layers: Layers, by_leaf: dict[tuple[str, Look], list[Pa
 
 def _grown(others: dict[Path, Look], layers: Layers) -> Iterator[str]:
     """Yield a doubt if a row of one tree has layers of which the other tree has none, like those that both have."""
-    held = {path[:end] for path in others for end in range(len(path) + 1)}
+    held = {path[:end] for path in others for end in range(len(path) + 1)} if layers else set()
     rows: dict[tuple[Path, str], set[tuple[str, Look]]] = {}
-    for path, seen in others.items():
+    for path, seen in others.items() if layers else ():
         for place, name in enumerate(path[:-1]):
             if row := numbered(name):
                 rows.setdefault((path[:place], row[0]), set()).add((bare(path)[-1], seen))
