@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointErro
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import suggested
 
 ALL = ""  # in place of an item's name: the target has items by their names
 _MAX_SHOWN = 8
@@ -45,25 +46,27 @@ def choose_item(
     """Return the item that a target means, or `ALL`, and, if several were looked at, how each fits.
 
     An exact match comes first, then what has most of the target's leaves; between equals, all items if the target names
-    them (``prefers_all``), else a usual name decides. Raise KindMismatchError if there is no tree, or nothing decides.
+    them (``prefers_all``), else a usual name decides. Rules may give the items the target's names, so that all of them
+    are a choice there too. Raise KindMismatchError if there is no tree, or nothing decides.
     """
     if (only := only_tree(opened)) is not None:
         return (ALL if prefers_all else only), ""
     fits = [_fit(opened, name, target, options) for name in opened.trees]
-    if prefers_all:
+    if prefers_all or options.transforms.rules:
         fits.append(_fit_of_all(fits, opened, target, options))
     best = max((fit.is_exact, fit.found) for fit in fits)
     equals = [fit for fit in fits if (fit.is_exact, fit.found) == best]
     more = f" and {len(fits) - _MAX_SHOWN} more" if len(fits) > _MAX_SHOWN else ""
     shown = ", ".join(map(str, fits[:_MAX_SHOWN])) + more
     names = [fit.name for fit in equals if fit.error is None] or [fit.name for fit in equals]
-    if ALL in names:
+    if ALL in names and (prefers_all or len(names) == 1):
         return ALL, f"Its items fit the target so: {shown}."
+    names = [name for name in names if name != ALL]
     chosen = names[0] if len(names) == 1 else next((name for name in layout.TREE_ITEMS if name in names), None)
     if chosen is None:
         raise KindMismatchError(
             f"{opened.path} holds several trees ({shown}), equally like the target; pass a dict of them, or restore "
-            f"one by its own path, such as {os.path.join(opened.path, names[0])}.",
+            f"one by its own path, such as {os.path.join(opened.path, names[0])}.{_renaming(opened, target)}",
             path=opened.path,
         )
     for fit in fits:
@@ -75,7 +78,8 @@ def choose_item(
 def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node, options: RestoreOptions) -> Fit:
     """Return how well all items as one tree, with their names at the top, fit a target that names some of them."""
     wanted = _paths(target)
-    named = {path[0] for path in wanted if path} & opened.items.keys()
+    renamed = opened.items.keys() if options.transforms.rules else set[str]()
+    named = renamed | ({path[0] for path in wanted if path} & opened.items.keys())
     tree: Node = Branch({fit.name: opened.reader(fit.name).tree for fit in fits if fit.name in named and not fit.error})
     if options.transforms.rules:
         with suppress(CheckpointError):
@@ -84,6 +88,12 @@ def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node, options: 
     json = {path for path in wanted if path and path[0] in named and path[0] not in opened.trees}
     found = len(there & wanted) + len(json)
     return Fit(ALL, found, len(wanted), len(there - wanted))
+
+
+def _renaming(opened: opening.Opened, target: Node) -> str:
+    """Return rules that give the items the target's names, if that is certain; or empty."""
+    found = suggested(Branch({name: opened.reader(name).tree for name in opened.trees}), target, opened.path)
+    return f" These rules would map them to the target:\n{found}" if found is not None and found.confident else ""
 
 
 def only_tree(opened: opening.Opened) -> str | None:

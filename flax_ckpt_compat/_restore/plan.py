@@ -91,15 +91,20 @@ class TreePlan:
 
     def suggest(self) -> Any:
         """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves and other shapes, or None."""
-        from flax_ckpt_compat import _suggest  # most restores need none of it
-
         if self.target is None or not (self.missing or self.shapes):
             return None
-        try:
-            return _suggest.suggest(*(self.all_items or (self.tree, self.target.node)))
-        except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
-            _log.debug("no suggestion for %s", self.path, exc_info=True)
-            return None
+        return suggested(*(self.all_items or (self.tree, self.target.node)), self.path)
+
+
+def suggested(stored: Node, target: Node, path: str) -> Any:
+    """Return the `flax_ckpt_compat._suggest.Suggestion` for a checkpoint's tree and a target's, or None."""
+    from flax_ckpt_compat import _suggest  # most restores need none of it
+
+    try:
+        return _suggest.suggest(stored, target)
+    except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
+        _log.debug("no suggestion for %s", path, exc_info=True)
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts
+from flax_ckpt_compat._suggest.layouts import laid_out
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
@@ -90,7 +91,8 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if isinstance(first.tree, Branch):
         likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
         begun += filter(None, (pairing.tried(first, steps) for steps in likely))
-    found = sorted(map(pairing.paired, begun), key=lambda one: (-one.matched, len(one.steps)))
+    arranged = (laid_out(pairing, pairing.paired(state)) for state in begun)
+    found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None
     for state in found:
         # Fewer leaves found is no better way, however sure.

@@ -29,6 +29,7 @@ from flax_ckpt_compat._suggest.leaf_features import (
 )
 from flax_ckpt_compat._suggest.names import is_copy, share_a_word, unnumbered, words
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
+from flax_ckpt_compat._suggest.torch_layouts import is_transposed
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 # Layers of which the number of outputs is that of the classes, and belongs to the task.
@@ -77,7 +78,7 @@ def doubts(
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     judges = [
-        *moved_layers.judges(own, outcome.stored, idle, fresh),
+        *moved_layers.judges(own, outcome.stored, outcome.goal, idle, fresh),
         *(
             _same_size(fresh, idle),
             _resized(outcome, fresh),
@@ -146,7 +147,9 @@ def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]
     levels, names = {len(path) == 1 for path in numbers}, {path[-1:] for path in numbers}
     for path, (shape, kind) in fresh.items():
         other = sizes.get((math.prod(shape), kind)) if shape else None
-        if other is not None:
+        if other is not None and is_transposed(idle[other][0], shape):
+            yield f"{show_path(path)} has, transposed, the shape of {show_path(other)}, which is not used"
+        elif other is not None:
             yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
         if not shape and ((len(bare(path)) == 1) in levels or bare(path)[-1:] in names):
             yield f"{show_path(path)} may be a stored number that is not used"
@@ -249,6 +252,8 @@ def _twice(outcome: Outcome) -> Iterator[str]:
 
 def _dropped(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if moments that are stored start from zero, or counts do although their moments are restored."""
+    if not outcome.kept:
+        return
     idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
     restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
     fields = {outcome.has.spot(path).field for path in outcome.pairs if outcome.has.is_optimizer(path)} & MOMENTS

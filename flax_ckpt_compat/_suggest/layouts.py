@@ -16,7 +16,8 @@ from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._suggest.torch_layouts import TORCH_ORDERS, is_torch_name, permuted
 
-_MAX_NAMES = 12
+# Names in a pattern, and shapes that need a rule each: more are no evidence.
+_MAX_NAMES, _MAX_SHAPES = 12, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def _without_units(odd: Iterable[Misshapen], arrays: Sequence[Misshapen]) -> Ite
             many = sum(size != 1 for size in one.wanted) == 1
             form = tuple(-1 if many and size != 1 else size for size in one.wanted)
             groups.setdefault(form, []).append(one)
-    for form, group in groups.items():
+    for form, group in groups.items() if len(groups) <= _MAX_SHAPES else ():
         if pattern := pattern_of(group, arrays):
             yield ProposedRule(rules.reshape(pattern, form), "axes of length 1 come or go, and all values stay")
 
@@ -117,7 +118,7 @@ def _heads(odd: Iterable[Misshapen], arrays: Sequence[Misshapen]) -> Iterator[Pr
     for one in odd:
         if _is_split(one.handle.shape, one.wanted) or _is_split(one.wanted, one.handle.shape):
             groups.setdefault(one.wanted, []).append(one)
-    for shape, group in groups.items():
+    for shape, group in groups.items() if len(groups) <= _MAX_SHAPES else ():
         if pattern := pattern_of(group, arrays):
             doubt = f"{show_path(group[0].path)} has as many values, whose order in the new axes the shapes do not tell"
             yield ProposedRule(rules.reshape(pattern, shape), f"stored {group[0].handle.shape}", doubt)

@@ -45,7 +45,11 @@ class Moved(NamedTuple):
 
 
 def judges(
-    pairs: dict[Path, Path], stored: dict[Path, Look], idle: dict[Path, Look], fresh: dict[Path, Look]
+    pairs: dict[Path, Path],
+    stored: dict[Path, Look],
+    goal: dict[Path, Look],
+    idle: dict[Path, Look],
+    fresh: dict[Path, Look],
 ) -> tuple[Iterator[str], ...]:
     """Return iterators of doubts about the sources (target path → stored path) of all leaves except optimizers'."""
     layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
@@ -59,6 +63,10 @@ def judges(
     return (
         *(_names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)),
         *(_transposed(moved), _crossed(moved)),
+        *(
+            _grown({new: goal[new] for new in pairs}, kept),
+            _grown({old: stored[old] for old in pairs.values()}, unused),
+        ),
     )
 
 
@@ -233,6 +241,21 @@ def _fitting(one: Moved, layers: Layers, by_leaf: dict[tuple[str, Look], list[Pa
         # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
         if one.is_leaf or names <= {name for name, _ in layers[path]}:
             yield path
+
+
+def _grown(others: dict[Path, Look], layers: Layers) -> Iterator[str]:
+    """Yield a doubt if a row of one tree has layers of which the other tree has none, like those that both have."""
+    held = {path[:end] for path in others for end in range(len(path) + 1)} if layers else set()
+    rows: dict[tuple[Path, str], set[tuple[str, Look]]] = {}
+    for path, seen in others.items() if layers else ():
+        for place, name in enumerate(path[:-1]):
+            if row := numbered(name):
+                rows.setdefault((path[:place], row[0]), set()).add((bare(path)[-1], seen))
+    for path, leaves in layers.items():
+        place = next((place for place in range(len(path)) if path[: place + 1] not in held), len(path))
+        row = numbered(path[place]) if place < len(path) else None
+        if row and not leaves.isdisjoint(rows.get((path[:place], row[0]), ())):
+            yield f"{show_path(path)} may be one that others of its row had, with another number"
 
 
 Row = tuple[Path, str, Path]  # names before, text before the number, names after

@@ -11,7 +11,6 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, topmost
-from flax_ckpt_compat._suggest.layouts import laid_out
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
@@ -112,7 +111,6 @@ def _ends(node: Node) -> Counter[tuple[str, Look]]:
 
 def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
-    state = laid_out(pairing, state)
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
         if not pairing.missing(state.tree, at):

@@ -23,6 +23,9 @@ def create_state():
 def without_data():
     raise RuntimeError("no data set here")
 
+def create_other_shape():
+    return {"dense": {"w": np.zeros((4, 3), np.float32)}, "step": 0}
+
 def forgot_return():
     create_state()
 
@@ -55,6 +58,20 @@ def test_what_is_missing() -> None:
     assert "restore raises MissingLeavesError" in result.stdout
     assert "rules.rename" in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_what_restore_checkpoint_would_do() -> None:
+    """It warns of another shape, where ``restore`` raises; the text names the function."""
+    strict = plan("run", "--target", "my_train:create_other_shape")
+    assert strict.exit_code == 1
+    assert "restore raises ShapeMismatchError (restore_checkpoint warns, and returns what is stored)" in strict.stdout
+    mild = plan("run", "--target", "my_train:create_other_shape", "--restore-checkpoint")
+    assert mild.exit_code == 0
+    assert "restore_checkpoint succeeds. Where shapes differ, the result has the stored shape." in mild.stdout
+    assert (
+        "restore_checkpoint raises MissingLeavesError"
+        in plan("run", "--target", "my_train:create_state", "--restore-checkpoint").stdout
+    )
 
 
 def test_rules_of_the_project() -> None:

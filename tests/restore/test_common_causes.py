@@ -181,3 +181,17 @@ def test_a_proposal_for_several_items(student: Any, teacher: Any, tmp_path: Path
         restore(tmp_path, target)
     assert str(plan.suggestion) in str(caught.value)
     same(restore(tmp_path, target, transforms=plan.suggestion.rules), expected)
+
+
+def test_items_with_other_names(tmp_path: Path) -> None:
+    """The error names the rules that rename items, and these work, although no item has the target's names."""
+    with ocp.CheckpointManager(tmp_path, item_names=("gen", "disc")) as manager:
+        items = {"gen": ocp.args.PyTreeSave(net(OLD)), "disc": ocp.args.PyTreeSave({"params": dense(5, 2, 9)})}
+        manager.save(5, args=ocp.args.Composite(**items))
+    expected = {"generator": net(OLD), "discriminator": {"params": dense(5, 2, 9)}}
+    target = jax.tree.map(np.zeros_like, expected)
+    with pytest.raises(errors.KindMismatchError, match=r"rules.rename\('disc', 'discriminator'\)"):
+        restore(tmp_path, target)
+    steps = [rules.rename("gen", "generator"), rules.rename("disc", "discriminator")]
+    same(restore(tmp_path, target, transforms=steps), expected)
+    assert plan_restore(tmp_path, target, transforms=steps).raises is None
