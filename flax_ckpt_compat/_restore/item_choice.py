@@ -66,7 +66,7 @@ def choose_item(
     if chosen is None:
         raise KindMismatchError(
             f"{opened.path} holds several trees ({shown}), equally like the target; pass a dict of them, or restore "
-            f"one by its own path, such as {os.path.join(opened.path, names[0])}.{_renaming(opened, target)}",
+            f"one by its own path, such as {os.path.join(opened.path, names[0])}.{_renaming(opened, fits, target)}",
             path=opened.path,
         )
     for fit in fits:
@@ -90,9 +90,10 @@ def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node, options: 
     return Fit(ALL, found, len(wanted), len(there - wanted))
 
 
-def _renaming(opened: opening.Opened, target: Node) -> str:
+def _renaming(opened: opening.Opened, fits: list[Fit], target: Node) -> str:
     """Return rules that give the items the target's names, if that is certain; or empty."""
-    found = suggested(Branch({name: opened.reader(name).tree for name in opened.trees}), target, opened.path)
+    readable = [fit.name for fit in fits if fit.name != ALL and not fit.error]
+    found = suggested(Branch({name: opened.reader(name).tree for name in readable}), target, opened.path)
     return f" These rules would map them to the target:\n{found}" if found is not None and found.confident else ""
 
 
