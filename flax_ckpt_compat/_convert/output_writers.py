@@ -22,6 +22,7 @@ from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
@@ -128,12 +129,11 @@ def copy_root_metadata(jobs: Iterable[Job]) -> None:
 
 
 @contextmanager
-def reading(location: Location, to: str, output: Output) -> Iterator[dict[tuple[str, Path], Any]]:
-    """Open a written checkpoint: (item, key path) → `LeafHandle`, `safetensors.FileArray`, value or empty container."""
+def reading(location: Location, to: str) -> Iterator[dict[tuple[str, Path], Any]]:
+    """Open a written checkpoint: (item, key path) → `LeafHandle`, None or empty container."""
     if to == "safetensors":
-        # The names of such a file do not tell the key paths.
-        known = {layout.leaf_name(keys): keys for _, keys in output.leaves}
-        yield {("", known.get(name, (name,))): leaf for name, leaf in safetensors.read(location.path).items()}
+        with closing(SafetensorsReader(location)) as reader:
+            yield {("", keys): leaf for keys, leaf in iter_leaves(reader.tree)}
         return
     with closing(Opened(location, verify=False, warns=False)) as opened:
         items = {name: opened.reader(name).tree for name in opened.trees}

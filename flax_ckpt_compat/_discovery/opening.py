@@ -88,7 +88,9 @@ class Opened:
 
     @property
     def format(self) -> str:
-        """Return ``msgpack`` or ``orbax``: all items are of one format, JSON ones too."""
+        """Return ``msgpack``, ``orbax`` or ``safetensors``: all items are of one format, JSON ones too."""
+        if self.contents.layout is contents.Layout.SAFETENSORS:
+            return "safetensors"
         return (next(iter(self.items.values())).format or Format.ORBAX).value
 
     def reader(self, item: str) -> Reader:
@@ -156,6 +158,10 @@ def open_item(item: Item, *, verify: bool = False) -> Reader:
     with lfs_pointers.named(item.location):
         if item.format is None:
             return JsonReader(item.location)
+        if item.is_safetensors:
+            from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader  # few restores need it
+
+            return SafetensorsReader(item.location)
         return backend_for(item.format).open(item.location, verify=verify)
 
 
