@@ -170,7 +170,8 @@ class _Items:
             return renamed
         if self.job.items is not None or (name and self.rewritten != [name]):
             return name
-        is_of_v1 = name in ("state", "pytree") and (self.opened.location / layout.V1_MARKER).isfile()
+        is_by_v1 = ".v1." in self.handlers.get(name, "") or (self.opened.location / layout.V1_MARKER).isfile()
+        is_of_v1 = name in ("state", "pytree") and is_by_v1
         return ITEM[self.job.to] if is_of_v1 or name in ("", ITEM["manager"]) else name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -129,20 +129,26 @@ class Opened:
 
 def _one_item(found: contents.Contents, name: str) -> contents.Contents:
     _check_names(found, [name])
-    if name not in found.items:
-        raise UnrecognizedFormatError(
-            f"{found.path}: only the handler that wrote the item {name!r} can read it; restore it with the "
-            f"orbax_checkpointer that wrote it, or one of {', '.join(found.items)}",
-            path=found.path,
-        )
+    _check_readable(found, [name])
     return dataclasses.replace(found, items={"": found.items[name]}, unknown=())
 
 
 def _some_items(found: contents.Contents, names: Iterable[str]) -> contents.Contents:
     wanted = set(names)
     _check_names(found, wanted)
+    _check_readable(found, wanted)
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
+
+
+def _check_readable(found: contents.Contents, names: Collection[str]) -> None:
+    """Raise UnrecognizedFormatError if this library can read none of the items."""
+    if found.items.keys().isdisjoint(names):
+        raise UnrecognizedFormatError(
+            f"{found.path}: only the handler that wrote the item {', '.join(map(repr, names))} can read it; use the "
+            f"orbax_checkpointer that wrote it, or another item: {', '.join(found.items)}",
+            path=found.path,
+        )
 
 
 def _check_names(found: contents.Contents, names: Iterable[str]) -> None:

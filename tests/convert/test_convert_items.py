@@ -258,14 +258,40 @@ def test_damage_of_a_copied_item_is_found(tmp_path: Path, name: str) -> None:
     assert not list((tmp_path / "dst").glob("*"))
 
 
+def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) -> None:
+    """The only tree gets the name that each manager restores by default, and the best step is known."""
+    state = {"a": jnp.ones(2), "b": {"c": jnp.arange(3)}}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
+        checkpointer.save(7, state, metrics={"loss": 0.25})
+    flax_ckpt_compat.convert(tmp_path / "v1", tmp_path / "v0", "manager")
+    with ocp.CheckpointManager(tmp_path / "v0", options=options) as manager:
+        assert (manager.best_step(), manager.metrics(7)) == (7, {"loss": 0.25})
+        assert bits(manager.restore(7)) == bits(state)
+    flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / "again", "v1")
+    with v1.training.Checkpointer(tmp_path / "again") as checkpointer:
+        assert bits(checkpointer.load(7)) == bits(state)
+        assert checkpointer.checkpoints[0].metrics == {"loss": 0.25}
+
+
+def test_an_item_that_cannot_stand_alone(tmp_path: Path) -> None:
+    """Chosen alone, an item that only its own handler reads is refused; with a tree it is copied."""
+    source = saved(tmp_path / "run", ("state", "vocabulary"))
+    with pytest.raises(errors.ConversionError, match="only the handler that wrote the item 'vocabulary' can read it"):
+        converted(source, tmp_path / "dst", "manager", step=5, item="vocabulary")
+    result = converted(source, tmp_path / "dst", "manager", step=5, item=["vocabulary", "state"])
+    assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
+
+
 def test_transforms_do_not_touch_what_is_copied(tmp_path: Path) -> None:
     """A rule for the tree leaves arrays alone; one that would change an array says so."""
     from flax_ckpt_compat import rules
 
-    source = saved(tmp_path / "run", ("state", "mean", "notes"))
+    source = saved(tmp_path / "run", ("state", "mean", "notes", "vocabulary"))
     result = converted(source, tmp_path / "dst", "manager", step=5, transforms=[rules.rename("params", "weights")])
     assert bits(restored(result, "mean", KINDS["mean"])) == bits(MEAN)
     assert restored(result, "notes", KINDS["notes"]) == NOTES
+    assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
     assert bits(restored(result, "state", KINDS["state"])["weights"]) == bits(STATE["params"])
     with pytest.raises(errors.ConversionError, match=r"mean.*is no tree"):
         converted(source, tmp_path / "other", "manager", step=5, transforms=[rules.cast("mean", "float16")])
