@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert import output_writers, stored_trees
+from flax_ckpt_compat._convert import item_copies, output_writers, stored_trees
 from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.output_trees import Output
 from flax_ckpt_compat._core import array_boxes, checksums, memory
@@ -51,6 +51,10 @@ def compare(
         for item, copy in output.copies.items():
             if why := copy.difference(location / item):
                 differences["", (item,)] = why
+        for beside, file in output.files.items():
+            copied = location / beside
+            if not copied.isfile() or item_copies.is_other(file, copied):
+                differences["", (beside,)] = "has other bytes"
         if output_writers.has_other_metadata(location, to, output):
             differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import safetensors
+from flax_ckpt_compat._convert import item_copies, safetensors
 from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._convert.output_trees import Output
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -56,6 +56,8 @@ def write(temporary: str, to: str, output: Output, prepared: Any, final: str) ->
     with translated(final, "written"):
         for item, copy in output.copies.items():
             copy.write(os.path.join(temporary, item) if item else temporary)
+        for name, file in output.files.items():
+            item_copies.copy_file(file, os.path.join(temporary, name))
         if output.has_items:
             _finish_step(temporary, output)
         elif output.copies:

@@ -184,6 +184,28 @@ def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step:
         convert(resume=True)
 
 
+@pytest.mark.parametrize("names", [("state",), ("state", "notes")])
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax", "msgpack"])
+def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, names: tuple[str, ...]) -> None:
+    """A configuration in the step's folder is no item, and is not lost; a file names it as not converted."""
+    source = saved(tmp_path / "run", names)
+    (source / "config.yaml").write_text("lr: 0.1")
+    item = "state" if to == "msgpack" and len(names) > 1 else None
+    step = {"step": 5} if to in ("manager", "v1") else {}
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **step)
+    noted = [note for note in done.notes if "config.yaml" in note]
+    assert len(noted) == (item is None)
+    if to == "msgpack":
+        assert item is not None or noted[0].startswith("not converted")
+        return
+    copied = Path(done.destination) / "config.yaml"
+    assert copied.read_text() == "lr: 0.1"
+    assert bits(flax_ckpt_compat.restore(done.destination)["params"]) == bits(STATE["params"])
+    copied.write_text("lr: 0.2")
+    with pytest.raises(errors.ConversionError, match=r"config\.yaml has other bytes"):
+        flax_ckpt_compat.convert(source, tmp_path / "dst", to, resume=True, **step)
+
+
 @pytest.mark.parametrize("to", ["msgpack", "safetensors"])
 @pytest.mark.parametrize("name", ["notes", "vocabulary"])
 def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path: Path, to: Any, name: str) -> None:
