@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert import output_writers, stored_trees
+from flax_ckpt_compat._convert import item_copies, output_writers, stored_trees
 from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.output_trees import Output
-from flax_ckpt_compat._convert.safetensors import FileArray
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
@@ -46,12 +45,16 @@ def compare(
     ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
     ``crcs`` are not read again."""
     expected = output.leaves
-    with output_writers.reading(location, to, output) as found:
+    with output_writers.reading(location, to) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
         for item, copy in output.copies.items():
             if why := copy.difference(location / item):
                 differences["", (item,)] = why
+        for beside, file in output.files.items():
+            copied = location / beside
+            if not copied.isfile() or item_copies.is_other(file, copied):
+                differences["", (beside,)] = "has other bytes"
         if output_writers.has_other_metadata(location, to, output):
             differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
@@ -61,7 +64,7 @@ def compare(
             leaf = small.leaf(found[name])
             if why := _difference(expected[name], leaf):
                 differences[name] = why
-            elif isinstance(leaf, StoredArray | FileArray):
+            elif isinstance(leaf, StoredArray):
                 if name in crcs and (boxes := _consecutive_boxes(leaf)):
                     sums[name] = [_Sum(leaf, box) for box in boxes]
                     parts += [(name, one.compute) for one in sums[name]]
@@ -92,7 +95,7 @@ def compare(
 
 def _difference(expected: Any, found: Any) -> str | None:
     """Return how two leaves differ, without the values of arrays; or None."""
-    if isinstance(expected, StoredArray) and isinstance(found, StoredArray | FileArray):
+    if isinstance(expected, StoredArray) and isinstance(found, StoredArray):
         if (expected.shape, expected.dtype) == (found.shape, found.dtype):
             return None
         return f"is {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
@@ -106,23 +109,18 @@ def _difference(expected: Any, found: Any) -> str | None:
     return None if same_bits(expected, found) else f"is {found!r}, expected {expected!r}"
 
 
-def _compare_part(expected: LeafHandle, found: StoredArray | FileArray, box: array_boxes.Box) -> tuple[int, bool]:
+def _compare_part(expected: LeafHandle, found: StoredArray, box: array_boxes.Box) -> tuple[int, bool]:
     one = expected.reader.read([ArraySlice(expected, box)])[0]
     return one.nbytes, same_bits(one, _part_of(found, box))
 
 
-def _part_of(array: StoredArray | FileArray, box: array_boxes.Box) -> Any:
+def _part_of(array: StoredArray, box: array_boxes.Box) -> Any:
     """Return a part of an array of the result, mapped if it can be: nobody else writes to it."""
-    if isinstance(array, FileArray):
-        return array.part(box)
     return array.handle.reader.read([ArraySlice(array.handle, box)], mapped=True)[0]
 
 
-def _consecutive_boxes(array: StoredArray | FileArray) -> list[array_boxes.Box]:
+def _consecutive_boxes(array: StoredArray) -> list[array_boxes.Box]:
     """Return boxes whose bytes, one after another, are those of an array in C order; none if its chunks make others."""
-    if isinstance(array, FileArray):
-        limit = max(1, _PART // array.dtype.itemsize)
-        return list(array_boxes.readable_boxes(array.shape, array.shape, limit, splits_chunks=True))
     boxes = list(array.handle.reader.boxes(array.handle, _PART))
     sizes = [math.prod(array_boxes.shape_of(box)) for box in boxes]
     starts = [array_boxes.offset(array.shape, box) for box in boxes]
@@ -133,7 +131,7 @@ def _consecutive_boxes(array: StoredArray | FileArray) -> list[array_boxes.Box]:
 class _Sum:
     """The CRC-32 of a part of an array of the result."""
 
-    array: StoredArray | FileArray
+    array: StoredArray
     box: array_boxes.Box
     crc: int = 0
     nbytes: int = 0

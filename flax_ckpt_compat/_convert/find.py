@@ -48,7 +48,7 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
         top = source.parent if found == [source] else source
         jobs = [_job(one, destination.sibling(one.parent.path[len(top.path) :]), to) for one in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
-    errors = {one.path: _refusal(one) for one in holding if not one.is_complete}
+    errors = {one.path: _refusal(one) for one in holding if not one.is_readable}
     jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
     _check_outside(jobs)
     return _without_collisions(jobs)

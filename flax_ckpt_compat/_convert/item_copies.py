@@ -45,8 +45,7 @@ class Copy:
         for name, content in self.files():
             final = os.path.join(path, name)
             os.makedirs(os.path.dirname(final), exist_ok=True)
-            with open(final, "xb") as file:
-                file.writelines(_pieces(content))
+            copy_file(content, final)
         sync_tree(path)
 
     def difference(self, location: Location) -> str | None:
@@ -58,7 +57,7 @@ class Copy:
                 return f"lacks {name}"
             if name not in wanted:
                 return f"has {name}"
-            if any(one != other for one, other in _pairs(_pieces(wanted[name]), _pieces(found[name]))):
+            if is_other(wanted[name], found[name]):
                 return "is other JSON" if self.kind is ItemKind.JSON else f"has other bytes in {name}"
         return None
 
@@ -66,6 +65,19 @@ class Copy:
         """Yield the files of the item; the metadata of one that was a checkpoint of its own is that of a step now."""
         is_known = self.kind is not ItemKind.UNKNOWN
         return (pair for pair in _files_below(folder, "") if not (is_known and pair[0] == layout.STEP_METADATA))
+
+
+def copy_file(content: Location | bytes, path: str) -> None:
+    """Write bytes, or those of a file, to a new local file, and sync it."""
+    with open(path, "xb") as file:
+        file.writelines(_pieces(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_other(content: Location | bytes, copied: Location) -> bool:
+    """Return whether a file does not hold these bytes, or those of the other file."""
+    return any(one != other for one, other in _pairs(_pieces(content), _pieces(copied)))
 
 
 def with_v0_names(copy: Copy) -> Copy:

@@ -12,7 +12,9 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
+from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.orbax_directory import ItemKind, kind_of_item, names_in, recorded_handlers
 from flax_ckpt_compat._view import metadata
@@ -40,6 +42,7 @@ class Output:
     # Item name → item to copy as it is, and the tree of one that this library reads, to compare and to count.
     copies: dict[str, Copy] = dataclasses.field(default_factory=dict)
     copied_trees: dict[str, Node] = dataclasses.field(default_factory=dict)
+    files: dict[str, Location] = dataclasses.field(default_factory=dict)  # name → other file of a step, to copy
     handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → name of the handler that reads it
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
@@ -92,6 +95,9 @@ def output_of(opened: Opened, job: Job) -> Output:
     if job.to == "safetensors":
         found.trees = {"": safetensors.prepared(found.trees[""])}
         notes += safetensors.note_of_others(found.trees[""])
+    if items.files:
+        what = "not converted: files beside the items" if job.to in FILES else "copied: files beside the items"
+        notes.append(f"{what}: {one_line(items.files)}")
     found.notes = notes
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
@@ -122,6 +128,7 @@ class _Items:
         self.kinds |= dict.fromkeys(unknown, ItemKind.UNKNOWN)
         for name in opened.items:
             opened.reader(name)
+        self.files = _other_files(opened) if job.items is None else {}
         self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
 
     @property
@@ -170,8 +177,17 @@ class _Items:
             return renamed
         if self.job.items is not None or (name and self.rewritten != [name]):
             return name
-        is_of_v1 = name in ("state", "pytree") and (self.opened.location / layout.V1_MARKER).isfile()
+        is_by_v1 = ".v1." in self.handlers.get(name, "") or (self.opened.location / layout.V1_MARKER).isfile()
+        is_of_v1 = name in ("state", "pytree") and is_by_v1
         return ITEM[self.job.to] if is_of_v1 or name in ("", ITEM["manager"]) else name
+
+
+def _other_files(opened: Opened) -> dict[str, Location]:
+    """Return the files beside the items of a step that Orbax does not write, such as a configuration."""
+    if opened.contents.layout is not Layout.ITEMS:
+        return {}
+    names = names_in(opened.location).difference(opened.items, opened.contents.unknown, layout.STEP_FILES)
+    return {name: opened.location / name for name in sorted(names) if (opened.location / name).isfile()}
 
 
 def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:
@@ -254,5 +270,6 @@ def _arranged(trees: dict[str, Node], items: _Items) -> Output:
         {names[name]: trees[name] for name in written},
         {names[name]: items.copy(name) for name in copied},
         {names[name]: trees[name] for name in copied if name in trees},
+        items.files,
         {new: handler for name, new in names.items() if (handler := items.handler(name))},
     )

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import safetensors
+from flax_ckpt_compat._convert import item_copies, safetensors
 from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._convert.output_trees import Output
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -22,6 +22,7 @@ from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
@@ -55,6 +56,8 @@ def write(temporary: str, to: str, output: Output, prepared: Any, final: str) ->
     with translated(final, "written"):
         for item, copy in output.copies.items():
             copy.write(os.path.join(temporary, item) if item else temporary)
+        for name, file in output.files.items():
+            item_copies.copy_file(file, os.path.join(temporary, name))
         if output.has_items:
             _finish_step(temporary, output)
         elif output.copies:
@@ -128,12 +131,11 @@ def copy_root_metadata(jobs: Iterable[Job]) -> None:
 
 
 @contextmanager
-def reading(location: Location, to: str, output: Output) -> Iterator[dict[tuple[str, Path], Any]]:
-    """Open a written checkpoint: (item, key path) → `LeafHandle`, `safetensors.FileArray`, value or empty container."""
+def reading(location: Location, to: str) -> Iterator[dict[tuple[str, Path], Any]]:
+    """Open a written checkpoint: (item, key path) → `LeafHandle`, None or empty container."""
     if to == "safetensors":
-        # The names of such a file do not tell the key paths.
-        known = {layout.leaf_name(keys): keys for _, keys in output.leaves}
-        yield {("", known.get(name, (name,))): leaf for name, leaf in safetensors.read(location.path).items()}
+        with closing(SafetensorsReader(location)) as reader:
+            yield {("", keys): leaf for keys, leaf in iter_leaves(reader.tree)}
         return
     with closing(Opened(location, verify=False, warns=False)) as opened:
         items = {name: opened.reader(name).tree for name in opened.trees}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Collection
@@ -39,7 +40,9 @@ def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[s
 
     Items that are not ``rewritten``, but copied, must stay as they are: UnsupportedLeafError otherwise."""
     options = RestoreOptions.strict(job.transforms, True)
-    plan_of_all = plan_all(opened, job.target, options)
+    known = copy.copy(opened)  # without the items that only their own handlers read: these are copied
+    known.contents = dataclasses.replace(opened.contents, unknown=())
+    plan_of_all = plan_all(known, job.target, options)
     plans = {name: plan for name, plan in plan_of_all.items.items() if name not in opened.items or name in opened.trees}
     for name, plan in plans.items():
         policies.enforce(plan)

@@ -80,6 +80,8 @@ class Layout(enum.Enum):
     # Read, and never written by Flax, Orbax's checkpointers or this library.
     T5X = "T5X"
     ARRAYS = "arrays without a tree"  # of jax's own array serialization
+    # Read by its own path, and something else than a checkpoint for all look-ups: it is never the latest.
+    SAFETENSORS = "safetensors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +117,11 @@ class Contents:
     def is_complete(self) -> bool:
         """Return whether nothing that names, sizes and records tell is missing."""
         return self.state is State.COMPLETE
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether restores read it by its own path: complete checkpoints, and safetensors files."""
+        return self.is_complete or (self.state is State.FOREIGN and bool(self.items))
 
     @property
     def is_listed(self) -> bool:
@@ -215,9 +222,9 @@ def checkpoint_at(path: Location) -> Contents:
         raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
     if found.is_dangling:
         raise CheckpointNotFoundError(found.why, path=path.path, has_remedy=True)
-    if found.state is State.FOREIGN:
+    if found.state is State.FOREIGN and not found.is_readable:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
-    if not found.is_complete and not (found.state is State.TEMPORARY and found.is_whole):
+    if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
         raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
     if not found.items:
         raise UnrecognizedFormatError(
@@ -291,6 +298,9 @@ def _file(path: Location) -> Contents:
         if path.exists() and not path.isfile():
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
+    if look is not None and foreign.is_readable_safetensors(path, look):
+        item = Item(Format.MSGPACK, path, is_safetensors=True)
+        return Contents(path, State.FOREIGN, look, Layout.SAFETENSORS, {"": item}, is_one_checkpoint=True)
     return whole if look is None else Contents(path, State.FOREIGN, look, Layout.FILE)
 
 

@@ -53,6 +53,8 @@ _SCALAR_SIZES = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 
 _SIZED_SCALARS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 _MAX_SHOWN = 3
+_SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
+_OURS = b'{"__metadata__": {"flax_ckpt_compat'  # of `convert`, 8 bytes into the file
 _SOMETHING_ELSE = "a folder of something else"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
@@ -90,7 +92,7 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
     """Return what a file with these first bytes, and this size in bytes, looks like; see `file_looks_like`."""
     # First: the length at its beginning may look like a pickle or any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
-        return "a safetensors file"
+        return _SAFETENSORS
     if is_one_scalar(first, size):
         return None
     for magic, what in _LOOKS:
@@ -106,6 +108,18 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
     if first[257:262] == b"ustar":
         return "a tar archive (unpack it first)"
     return _text_looks_like(first)
+
+
+def is_readable_safetensors(path: Location, look: str) -> bool:
+    """Return whether a file that looks like this is one that restores read: safetensors under their own name.
+
+    Under a checkpoint's name it is something else than a checkpoint, unless `convert` wrote it."""
+    if path.name.endswith(".safetensors.index.json"):
+        return path.head()[:1] == b"{"
+    if look != _SAFETENSORS:
+        return False
+    with translated(path.path):
+        return path.name.endswith(".safetensors") or _OURS in path.read(0, FIRST_BYTES)
 
 
 def is_one_scalar(first: bytes, size: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import (
+    ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -25,6 +26,7 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     TransformError,
     UnrecognizedFormatError,
+    UnusedLeavesError,
     add_sentence,
 )
 from flax_ckpt_compat._core.local import atomic, directories
@@ -49,7 +51,15 @@ _ROUNDS, _SECONDS = 10, 5.0
 _WAITS_SECONDS, _SHORT_WAITS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.2, 0.0), 3
 _LONGEST_CHAIN = 8  # of causes, which may form a ring
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
-_POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
+_POLICY_ERRORS = (
+    ArgumentError,
+    DtypeMismatchError,
+    KindMismatchError,
+    MissingLeavesError,
+    ShapeMismatchError,
+    TransformError,
+    UnusedLeavesError,
+)
 _DAMAGED = CorruptCheckpointError | UnrecognizedFormatError
 _UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
@@ -304,7 +314,7 @@ def _has_changed(
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
-        if not isinstance(error, _AS_FOUND) and not contents.contents_of(location).is_complete:
+        if not isinstance(error, _AS_FOUND) and not contents.contents_of(location).is_readable:
             raise removed_error(location) from error
         return False
     try:

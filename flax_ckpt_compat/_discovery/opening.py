@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -88,7 +88,9 @@ class Opened:
 
     @property
     def format(self) -> str:
-        """Return ``msgpack`` or ``orbax``: all items are of one format, JSON ones too."""
+        """Return ``msgpack``, ``orbax`` or ``safetensors``: all items are of one format, JSON ones too."""
+        if self.contents.layout is contents.Layout.SAFETENSORS:
+            return "safetensors"
         return (next(iter(self.items.values())).format or Format.ORBAX).value
 
     def reader(self, item: str) -> Reader:
@@ -127,20 +129,26 @@ class Opened:
 
 def _one_item(found: contents.Contents, name: str) -> contents.Contents:
     _check_names(found, [name])
-    if name not in found.items:
-        raise UnrecognizedFormatError(
-            f"{found.path}: only the handler that wrote the item {name!r} can read it; restore it with the "
-            f"orbax_checkpointer that wrote it, or one of {', '.join(found.items)}",
-            path=found.path,
-        )
+    _check_readable(found, [name])
     return dataclasses.replace(found, items={"": found.items[name]}, unknown=())
 
 
 def _some_items(found: contents.Contents, names: Iterable[str]) -> contents.Contents:
     wanted = set(names)
     _check_names(found, wanted)
+    _check_readable(found, wanted)
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
+
+
+def _check_readable(found: contents.Contents, names: Collection[str]) -> None:
+    """Raise UnrecognizedFormatError if this library can read none of the items."""
+    if found.items.keys().isdisjoint(names):
+        raise UnrecognizedFormatError(
+            f"{found.path}: only the handler that wrote the item {', '.join(map(repr, names))} can read it; use the "
+            f"orbax_checkpointer that wrote it, or another item: {', '.join(found.items)}",
+            path=found.path,
+        )
 
 
 def _check_names(found: contents.Contents, names: Iterable[str]) -> None:
@@ -156,6 +164,10 @@ def open_item(item: Item, *, verify: bool = False) -> Reader:
     with lfs_pointers.named(item.location):
         if item.format is None:
             return JsonReader(item.location)
+        if item.is_safetensors:
+            from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader  # few restores need it
+
+            return SafetensorsReader(item.location)
         return backend_for(item.format).open(item.location, verify=verify)
 
 

@@ -52,6 +52,7 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
+    is_safetensors: bool = False  # a file that is read by the rules of msgpack files
 
     def unlisted(self) -> Item:
         """Return this item without a listing."""

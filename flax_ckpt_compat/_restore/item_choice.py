@@ -66,7 +66,8 @@ def choose_item(
     if chosen is None:
         raise KindMismatchError(
             f"{opened.path} holds several trees ({shown}), equally like the target; pass a dict of them, or restore "
-            f"one by its own path, such as {os.path.join(opened.path, names[0])}.{_renaming(opened, fits, target)}",
+            f"one: item={names[0]!r} of restore, or its path, {os.path.join(opened.path, names[0])}."
+            f"{_renaming(opened, fits, target)}",
             path=opened.path,
         )
     for fit in fits:

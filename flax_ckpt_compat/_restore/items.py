@@ -48,10 +48,10 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
 
 def _check_all_known(opened: opening.Opened) -> None:
     if unread := opened.contents.unread:
-        whole = f"{opened.path.rstrip('/')}/{next(iter(opened.items))}"
+        name = next(iter(opened.items))
         raise UnrecognizedFormatError(
             f"{opened.path} has items that only the handlers which wrote them can read: {', '.join(unread)}. Pass a "
-            f"target for the others, or restore one by its own path, such as {whole}.",
+            f"target for the others, or restore one: item={name!r} of restore, or its path, {opened.location / name}.",
             path=opened.path,
         )
 
@@ -69,7 +69,8 @@ def _log_omitted_json(opened: opening.Opened) -> None:
         message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
         log_once(
             (opened.path, "json"),
-            f"{message}; pass a target with these names, or restore {opened.items[rest[0]].location}",
+            f"{message}; pass a target with these names, or restore one: item={rest[0]!r} of restore, or "
+            f"its path, {opened.items[rest[0]].location}",
         )
 
 

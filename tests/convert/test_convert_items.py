@@ -184,6 +184,28 @@ def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step:
         convert(resume=True)
 
 
+@pytest.mark.parametrize("names", [("state",), ("state", "notes")])
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax", "msgpack"])
+def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, names: tuple[str, ...]) -> None:
+    """A configuration in the step's folder is no item, and is not lost; a file names it as not converted."""
+    source = saved(tmp_path / "run", names)
+    (source / "config.yaml").write_text("lr: 0.1")
+    item = "state" if to == "msgpack" and len(names) > 1 else None
+    step = {"step": 5} if to in ("manager", "v1") else {}
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **step)
+    noted = [note for note in done.notes if "config.yaml" in note]
+    assert len(noted) == (item is None)
+    if to == "msgpack":
+        assert item is not None or noted[0].startswith("not converted")
+        return
+    copied = Path(done.destination) / "config.yaml"
+    assert copied.read_text() == "lr: 0.1"
+    assert bits(flax_ckpt_compat.restore(done.destination)["params"]) == bits(STATE["params"])
+    copied.write_text("lr: 0.2")
+    with pytest.raises(errors.ConversionError, match=r"config\.yaml has other bytes"):
+        flax_ckpt_compat.convert(source, tmp_path / "dst", to, resume=True, **step)
+
+
 @pytest.mark.parametrize("to", ["msgpack", "safetensors"])
 @pytest.mark.parametrize("name", ["notes", "vocabulary"])
 def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path: Path, to: Any, name: str) -> None:
@@ -258,14 +280,40 @@ def test_damage_of_a_copied_item_is_found(tmp_path: Path, name: str) -> None:
     assert not list((tmp_path / "dst").glob("*"))
 
 
+def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) -> None:
+    """The only tree gets the name that each manager restores by default, and the best step is known."""
+    state = {"a": jnp.ones(2), "b": {"c": jnp.arange(3)}}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
+        checkpointer.save(7, state, metrics={"loss": 0.25})
+    flax_ckpt_compat.convert(tmp_path / "v1", tmp_path / "v0", "manager")
+    with ocp.CheckpointManager(tmp_path / "v0", options=options) as manager:
+        assert (manager.best_step(), manager.metrics(7)) == (7, {"loss": 0.25})
+        assert bits(manager.restore(7)) == bits(state)
+    flax_ckpt_compat.convert(tmp_path / "v0", tmp_path / "again", "v1")
+    with v1.training.Checkpointer(tmp_path / "again") as checkpointer:
+        assert bits(checkpointer.load(7)) == bits(state)
+        assert checkpointer.checkpoints[0].metrics == {"loss": 0.25}
+
+
+def test_an_item_that_cannot_stand_alone(tmp_path: Path) -> None:
+    """Chosen alone, an item that only its own handler reads is refused; with a tree it is copied."""
+    source = saved(tmp_path / "run", ("state", "vocabulary"))
+    with pytest.raises(errors.ConversionError, match="only the handler that wrote the item 'vocabulary' can read it"):
+        converted(source, tmp_path / "dst", "manager", step=5, item="vocabulary")
+    result = converted(source, tmp_path / "dst", "manager", step=5, item=["vocabulary", "state"])
+    assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
+
+
 def test_transforms_do_not_touch_what_is_copied(tmp_path: Path) -> None:
     """A rule for the tree leaves arrays alone; one that would change an array says so."""
     from flax_ckpt_compat import rules
 
-    source = saved(tmp_path / "run", ("state", "mean", "notes"))
+    source = saved(tmp_path / "run", ("state", "mean", "notes", "vocabulary"))
     result = converted(source, tmp_path / "dst", "manager", step=5, transforms=[rules.rename("params", "weights")])
     assert bits(restored(result, "mean", KINDS["mean"])) == bits(MEAN)
     assert restored(result, "notes", KINDS["notes"]) == NOTES
+    assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
     assert bits(restored(result, "state", KINDS["state"])["weights"]) == bits(STATE["params"])
     with pytest.raises(errors.ConversionError, match=r"mean.*is no tree"):
         converted(source, tmp_path / "other", "manager", step=5, transforms=[rules.cast("mean", "float16")])

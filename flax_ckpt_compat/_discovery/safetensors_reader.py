@@ -1,0 +1,157 @@
+"""Read safetensors files, alone or in Hugging Face's shards: the length of a JSON header, the header, the tensors.
+
+Names joined with dots become nested dicts, as `convert` and most programs write them. What `convert` keeps in the
+header's free text (``__metadata__``) is read back: numbers, text, None, empty containers, and names with dots of their
+own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NameCollisionError,
+    UnsupportedLeafError,
+)
+from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
+
+# Those of safetensors 0.8, by numpy's names.
+DTYPE_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
+_LENGTH = 8  # bytes of the header's length
+_MAX_HEADER = 100_000_000  # bytes, of the format's own reader
+_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+class SafetensorsReader(Reader):
+    """Reader of a file, or of the index of shards; the locator of an array is its file and the offset of its bytes."""
+
+    format = Format.MSGPACK  # by whose rules its leaves are restored
+    places_on_device, keeps_lists = False, False
+
+    def __init__(self, location: Location):
+        """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
+        self.location = location.unlisted()
+        leaves: dict[Path, Any] = {}
+        for file in self._files() if location.name.endswith(INDEX_SUFFIX) else [self.location]:
+            for path, leaf in self._leaves(file):
+                if path in leaves:
+                    raise _corrupt(file, f"{'.'.join(path)} is in another shard, too")
+                leaves[path] = leaf
+        try:
+            self.tree: Node = from_leaves(leaves)
+        except NameCollisionError:  # "a" and "a.b": the names are no key paths
+            self.tree = from_leaves({(".".join(path),): leaf for path, leaf in leaves.items()})
+
+    def _files(self) -> list[Location]:
+        """Return the files of the shards that an index names."""
+        try:
+            names = sorted(set(json.loads(_bytes(self.location, 0, None))["weight_map"].values()))
+            bad = [name for name in names if not name.endswith(SUFFIX) or not stays_inside(name)]
+        except _DECODE_ERRORS as error:
+            raise _corrupt(self.location, f"it is not an index of safetensors files ({error!r})") from error
+        if bad:
+            raise _corrupt(self.location, f"it names {bad[0]!r:.100}, which is not a safetensors file beside it")
+        files = [self.location.parent / name for name in names]
+        if lost := [file.name for file in files if not file.isfile()]:
+            raise IncompleteCheckpointError(
+                f"{self.location}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}; copy them beside "
+                "it, or download them again",
+                path=self.location.path,
+            )
+        return files
+
+    def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
+        with translated(file.path):
+            size = file.size()
+        try:
+            length = int.from_bytes(_bytes(file, 0, _LENGTH), "little")
+            if length > min(_MAX_HEADER, size - _LENGTH):
+                raise ValueError(f"a header of {length} bytes, in a file of {size}")
+            header = json.loads(_bytes(file, _LENGTH, _LENGTH + length))
+            kept = header.pop(METADATA, None) or {}
+            paths = {name: tuple(path) for name, path in json.loads(kept.get(PATHS, "{}")).items()}
+            for names, value in json.loads(kept.get(OURS, "[]")):
+                yield tuple(map(str, names)), self._value(tuple(map(str, names)), value)
+            for name, entry in header.items():
+                path = paths.get(name, tuple(name.split(".")))
+                yield path, self._array(file, path, name, entry, _LENGTH + length, size)
+        except _DECODE_ERRORS as error:
+            if isinstance(error, UnsupportedLeafError | CorruptCheckpointError):
+                raise
+            raise _corrupt(file, f"its header does not decode ({error!r:.200})") from error
+
+    def _value(self, path: Path, value: Any) -> Any:
+        if isinstance(value, dict):
+            return Branch({}, Container(value["empty"]))
+        return None if value is None else LeafHandle(path, _KINDS[type(value)], (), None, 0, None, self, value)
+
+    def _array(self, file: Location, path: Path, name: str, entry: Any, data: int, size: int) -> LeafHandle:
+        if entry["dtype"] not in _DTYPES:
+            raise UnsupportedLeafError(
+                f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it with the "
+                "program that wrote it",
+                path=file.path,
+                leaf=name,
+            )
+        dtype, shape = dtype_from_name(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
+        start, stop = map(int, entry["data_offsets"])
+        nbytes = math.prod(shape) * dtype.itemsize
+        is_list = isinstance(entry["shape"], list) and min(shape, default=0) >= 0
+        if not is_list or not 0 <= start <= stop <= size - data or stop - start != nbytes:
+            raise _corrupt(file, f"{name} has the bytes {start} to {stop} of {size - data}, and needs {nbytes}", name)
+        return LeafHandle(path, LeafKind.ARRAY, shape, dtype, nbytes, name, self, (file, data + start))
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        """See `flax_ckpt_compat._core.backend.Reader.read`."""
+        return [self._read(one) for one in handles]
+
+    def _read(self, one: LeafHandle | ArraySlice) -> Any:
+        handle = one if isinstance(one, LeafHandle) else one.handle
+        if handle.dtype is None:
+            return handle.locator
+        file, offset = handle.locator
+        is_part = isinstance(one, ArraySlice) and bool(one.index)
+        rows = one.index[0] if is_part else slice(0, handle.shape[0] if handle.shape else 1)  # type: ignore[union-attr]
+        shape = (rows.stop - rows.start, *handle.shape[1:]) if handle.shape else ()
+        row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
+        found = memory.empty(shape, handle.dtype)
+        data = _bytes(file, offset + rows.start * row, offset + rows.start * row + found.nbytes)
+        if len(data) != found.nbytes:
+            raise _corrupt(file, f"{handle.name} ends after {len(data)} of {found.nbytes} bytes", handle.name)
+        memory.as_bytes(found)[:] = data
+        if isinstance(one, LeafHandle):
+            return found
+        part = found[(slice(None), *one.index[1:])] if one.index else found
+        result = memory.empty(part.shape, part.dtype)
+        result[...] = part
+        return result
+
+
+def _bytes(file: Location, start: int, stop: int | None) -> bytes:
+    with translated(file.path):
+        return file.read(start, stop) if stop is None or stop > start else b""
+
+
+def _corrupt(file: Location, what: str, leaf: str | None = None) -> CorruptCheckpointError:
+    message = f"{file}: {what}; restore the file from a backup, or download it again"
+    return CorruptCheckpointError(message, path=file.path, leaf=leaf)
