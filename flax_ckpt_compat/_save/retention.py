@@ -24,6 +24,7 @@ from flax_ckpt_compat._save.retention_policy import expired
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
+_LISTINGS, _LISTING_SECONDS = 10, 0.002  # of what other writers change meanwhile
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
@@ -59,10 +60,13 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
     try:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         listed = checkpoint_dir.listed_with(checkpoint_dir.directory.with_listing(listing)).listed()
-        names = saved_steps.names_in(listed)
-        counted = saved_steps.counted_steps(listed, names)
-        ordered = [name for name in counted if name not in others]
-        is_gone = request.name not in ordered
+        for _ in range(_LISTINGS):
+            names = saved_steps.names_in(listed)
+            counted = saved_steps.counted_steps(listed, names)
+            ordered = [name for name in counted if name not in others]
+            is_gone = request.name not in ordered
+            if not is_gone or request.location.is_remote or not request.location.exists():
+                break  # else a listing missed it, while another writer was replacing it
         if is_gone and _may_be_evicted(request, ordered):
             return  # another writer removed it meanwhile, and cleans up itself
         doomed = [] if is_gone else [name for name in _to_remove(request, ordered) if counted[name]]
@@ -97,11 +101,16 @@ def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
         return True
     prefix, began = request.checkpoint_dir.prefix, request.start - _CLOCK_SECONDS
     saved = steps.step_of(request.name, prefix) or 0
-    others = (name for name in ordered if name != request.name)
-    return any(
-        (steps.step_of(name, prefix) or 0) > saved or _modified(request.checkpoint_dir.path(name).path) > began
-        for name in others
-    )
+    for _ in range(_LISTINGS):  # that writer may be evicted itself meanwhile, and a listing may miss names that change
+        for name in ordered:
+            step = steps.step_of(name, prefix)
+            if step is None or name == request.name:
+                continue
+            if step > saved or _modified(request.checkpoint_dir.path(name).path) > began:
+                return True
+        time.sleep(_LISTING_SECONDS)
+        ordered = saved_steps.names_in(request.checkpoint_dir)
+    return False
 
 
 def _modified(path: str) -> float:
