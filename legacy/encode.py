@@ -13,6 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
+from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import (
@@ -49,7 +50,7 @@ def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
 
     With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them."""
     with translated(path, "written"):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = create_file(path)
         try:
             _Writer(fd, BlockSums() if sums else None).write(tree)
             os.fsync(fd)

@@ -12,6 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
+from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -75,7 +76,7 @@ class CheckpointFiles:
 def make_directory(path: str) -> None:
     """Create a directory in an existing one."""
     with translated(path, "created"):
-        os.mkdir(path)
+        create_directory(path)
 
 
 def sync_directory(path: str) -> None:

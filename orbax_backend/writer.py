@@ -71,18 +71,22 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
 def _check_whole(path: str, files: Iterable[str], has_arrays: bool) -> None:
     """Raise StorageError if a file that was written is not there any more: somebody removes the temporary."""
     expected = [*files, *(os.path.join(path, name) for name in (layout.STEP_METADATA, layout.COMMIT_FILE))]
-    location = Location(path, LOCAL)
-    try:
-        expected += [os.path.join(path, name) for name in files_of_database(location)] if has_arrays else []
-    except CorruptCheckpointError:
-        expected.append(os.path.join(path, layout.MANIFEST))
-    lost = next((file for file in expected if not presence.exists(file)), None)
+    lost, damaged = next((file for file in expected if not presence.exists(file)), None), None
+    if lost is None and has_arrays:
+        try:
+            data = [os.path.join(path, name) for name in files_of_database(Location(path, LOCAL))]
+            lost = next((file for file in data if not presence.exists(file)), None)
+        except CorruptCheckpointError as error:  # a file with a part of the index is not there
+            is_manifest = not presence.exists(os.path.join(path, layout.MANIFEST))
+            lost, damaged = os.path.join(path, layout.MANIFEST if is_manifest else layout.DATA_DIRECTORY), error
     if lost is not None:
         name = os.path.relpath(lost, path)
         message = (
             f"{path}: {name} was removed while it was written, so it is not whole: another program removes what is"
         )
-        raise StorageError(f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT)
+        raise StorageError(
+            f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT
+        ) from damaged
 
 
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:

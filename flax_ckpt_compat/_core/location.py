@@ -202,9 +202,11 @@ class Location:
         self.storage.prepare_directory(self.path, self.listing)
 
     @contextmanager
-    def temporary(self) -> Iterator[str]:
-        """Yield a local path for a checkpoint that `publish` publishes within the context; a failure removes it."""
-        found = self.storage.temporary_path(self.path)
+    def temporary(self, *, locked: bool = False) -> Iterator[str]:
+        """Yield a local path for a checkpoint that `publish` publishes within the context; a failure removes it.
+
+        ``locked``: a backend creates it, which locks it, so that others can tell whether this process is alive."""
+        found = self.storage.temporary_path(self.path, locked=locked)
         try:
             yield found
         except BaseException:

@@ -50,7 +50,7 @@ class Staging:
 def begin(location: Location, *, in_gda_folder: bool) -> Staging:
     """Choose the temporary; called in process 0."""
     upload = location.storage.begin_upload(location.path, in_gda_folder=in_gda_folder)
-    return Staging(location.storage.temporary_path(location.path), upload)
+    return Staging(location.storage.temporary_path(location.path, locked=True), upload)
 
 
 def from_json(text: str, location: Location, is_primary: bool) -> Staging:
@@ -59,4 +59,4 @@ def from_json(text: str, location: Location, is_primary: bool) -> Staging:
     if found["upload"] is None:
         return Staging(found["path"])
     upload = location.storage.join_upload(found["upload"])
-    return Staging(found["path"] if is_primary else location.storage.temporary_path(upload.url), upload)
+    return Staging(found["path"] if is_primary else location.storage.temporary_path(upload.url, locked=True), upload)

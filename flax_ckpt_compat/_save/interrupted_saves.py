@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, add_sentence
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage_errors import FULL_DISK, translated
+from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
@@ -25,6 +28,7 @@ class Leftover:
     what: str
     nbytes: int  # size in bytes; in a store, of the whole folder, of which only the unfinished part goes
     kept: str = ""  # why it is not removed: who may still write it; empty if it can go
+    by_time: bool = False  # it is kept because it was changed not long ago, and for nothing else
 
 
 def find_leftovers(root: Location) -> list[Leftover]:
@@ -37,23 +41,50 @@ def find_leftovers(root: Location) -> list[Leftover]:
     return [*found, *(Leftover(root.at(str(error.path)), "a directory, perhaps with more", 0, why) for error in denied)]
 
 
-def remove(leftover: Leftover) -> bool:
-    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays."""
+def remove(leftover: Leftover, *, force: bool = False) -> bool:
+    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays.
+
+    ``force``: also what only time protects."""
     folder, name = leftover.location.parent, leftover.location.name
-    if any(not one.kept for one in in_folder(folder, [name])):
+    if any(not one.kept or (force and one.by_time) for one in in_folder(folder, [name])):
         with translated(leftover.location.path):
-            _remove(folder, name)
+            _remove(folder, name, force=force)
     return not list(in_folder(folder, [name]))
 
 
-def _remove(folder: Location, name: str) -> None:
-    if folder.is_remote or temporaries.is_temporary(name):
+def _remove(folder: Location, name: str, *, force: bool) -> None:
+    if temporaries.is_temporary(name) and not folder.is_remote:
+        atomic.remove_stale(folder.path, [name], force=force)
+    elif folder.is_remote:
         folder.storage.remove_leftovers(folder.path, [name])
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
         gda_folder.remove_orphan((folder / name).path)
     else:
         for error in folder.discard([name]).values():
             raise error
+
+
+@contextmanager
+def named_on_full_disk(location: Location) -> Iterator[None]:
+    """Let the error of a full disk say what interrupted saves left where this checkpoint is written, and its bytes."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno in FULL_DISK:
+            with suppress(CheckpointError, OSError):
+                folder = of_text(os.path.dirname(location.storage.temporary_path(location.path)))
+                if found := [one for one in in_folder(folder) if not one.kept or one.by_time]:
+                    add_sentence(error, _described(folder, found))
+        raise
+
+
+def _described(folder: Location, found: Collection[Leftover]) -> str:
+    certain = [one for one in found if not one.kept]
+    nbytes, names = sum(one.nbytes for one in found), one_line([one.location.name for one in found])
+    text = f"Interrupted saves left {format_size(nbytes)} in {folder}: {names}. "
+    if len(certain) == len(found):
+        return f"{text}`flax-ckpt clean` removes them."
+    return f"{text}If nothing is saving there, `flax-ckpt clean --force` removes them."
 
 
 def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterator[Leftover]:
@@ -72,12 +103,15 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
         if temporaries.is_temporary(name):
             match = temporaries.parse(name)
             assert match is not None
+            by_time = name not in stale and temporaries.writer_of(match, path) == "perhaps"
             kept = "" if name in stale else "its writer may be running"
+            if by_time:
+                kept += ", on another machine or in another container: it was changed lately"
             what = f"unfinished save of {match['name']}"
             if match["role"] == "old":
                 is_there = (folder / match["name"]).exists()
                 what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
-            yield Leftover(folder / name, what, (folder / name).total_size(), kept)
+            yield Leftover(folder / name, what, (folder / name).total_size(), kept, by_time)
         elif PARTIAL_SAVE in name:
             whose = contents.temporary_of(name) or ""
             kept = "it holds values that were saved, and can be completed"
@@ -90,7 +124,7 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
             main = path.removesuffix(steps.ARRAYS_POSTFIX)
             found = _of_others(folder / name, f"arrays of {os.path.basename(main)}, which does not exist")
             is_live = atomic.has_live_writer(main)
-            yield dataclasses.replace(found, kept="a save of it may be running") if is_live else found
+            yield dataclasses.replace(found, kept="a save of it may be running", by_time=False) if is_live else found
 
 
 def _of_others(location: Location, what: str) -> Leftover:
@@ -100,7 +134,7 @@ def _of_others(location: Location, what: str) -> Leftover:
         if temporaries.is_long_unchanged(location.path)
         else "changed in the last 24 hours, so its writer may be running"
     )
-    return Leftover(location, what, location.total_size(), kept)
+    return Leftover(location, what, location.total_size(), kept, by_time=bool(kept))
 
 
 def _is_orphan(folder: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from flax_ckpt_compat._core import multiprocess_staging
 from flax_ckpt_compat._core.backend import Backend, WriteOptions
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, validation
+from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
@@ -70,7 +72,7 @@ class _ProcessSave:
         request.directory.prepare_directory()
         staged = multiprocess_staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
         try:
-            with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
+            with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(
                     staged.path, self.prepared, self.options, self.coordinator.process, staged.upload
                 )
@@ -78,6 +80,11 @@ class _ProcessSave:
             staged.cleanup(is_primary=True)
             raise
         return staged.to_json()
+
+    @contextmanager
+    def _writing(self, staged: multiprocess_staging.Staging) -> Iterator[None]:
+        with interrupted_saves.named_on_full_disk(self.request.location), writing(self.request.path, staged.path):
+            yield
 
     def start(self, manager: SaveManager, staging_json: str) -> None:
         """Write and commit in the background."""
@@ -102,7 +109,7 @@ class _ProcessSave:
         try:
             staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
             if failed is None:
-                with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
+                with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
                     self.backend.write_process_part(staged.path, self.prepared, self.options, process, staged.upload)
         except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
             failed = error
@@ -111,7 +118,7 @@ class _ProcessSave:
             assert staged is not None
             if self.backend.write_event:
                 monitoring.record_event(self.backend.write_event)
-            with writing(request.path, staged.path):
+            with self._writing(staged):
                 self.backend.finish_multiprocess(staged.path, self.prepared, self.options, process, staged.upload)
             validation.publish(request, lambda location, new: staged.publish(location, new=new))
             retain(request)

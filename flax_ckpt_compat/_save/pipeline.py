@@ -17,7 +17,15 @@ from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiprocess, shadow, snapshot, validation
+from flax_ckpt_compat._save import (
+    async_saves,
+    checkpointer_adapter,
+    interrupted_saves,
+    multiprocess,
+    shadow,
+    snapshot,
+    validation,
+)
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._trees import depth
@@ -87,7 +95,8 @@ def _write(
 def _publish(
     request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, after: AfterCommit | None
 ) -> None:
-    with request.location.temporary() as temporary:
+    location = request.location
+    with interrupted_saves.named_on_full_disk(location), location.temporary(locked=True) as temporary:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)

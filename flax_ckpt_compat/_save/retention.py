@@ -24,7 +24,7 @@ from flax_ckpt_compat._save.retention_policy import expired
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
-_LOOKS, _PAUSE_SECONDS = 5, 0.02  # for other writers, after a checkpoint vanished
+_LOOKS, _PAUSE_SECONDS = 5, 0.02  # at what other writers change meanwhile
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
@@ -98,17 +98,16 @@ def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
         return True
     prefix, began = request.checkpoint_dir.prefix, request.start - _CLOCK_SECONDS
     saved = steps.step_of(request.name, prefix) or 0
-    for _ in range(_LOOKS):
-        others = (name for name in ordered if name != request.name)
-        if any(
-            (steps.step_of(name, prefix) or 0) > saved or _modified(request.checkpoint_dir.path(name).path) > began
-            for name in others
-        ):
-            return True
+    for _ in range(_LOOKS):  # that writer may be evicted itself meanwhile, and a listing may miss names that change
+        for name in ordered:
+            step = steps.step_of(name, prefix)
+            if step is None or name == request.name:
+                continue
+            if step > saved or _modified(request.checkpoint_dir.path(name).path) > began:
+                return True
         ordered = saved_steps.names_in(request.checkpoint_dir)
         if any(map(atomic.is_temporary, ordered)) or contents.contents_of(request.location).is_complete:
             return True
-        ordered = steps.in_order(ordered, prefix)
         time.sleep(_PAUSE_SECONDS)
     return False
 

@@ -64,7 +64,7 @@ def _write(request: SaveRequest, tree: Node, copy: Location) -> float:
     """Write a tree in the other format and return the seconds that it took."""
     backend = backend_for(_OTHER[request.format])
     start = time.perf_counter()
-    with copy.temporary() as temporary:  # on a full disk, one that stays would make the next saves fail
+    with copy.temporary(locked=True) as temporary:  # on a full disk, one that stays would make the next saves fail
         with jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, backend.prepare(tree), request.options)
         copy.publish(temporary)

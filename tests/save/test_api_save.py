@@ -236,10 +236,10 @@ def test_a_foreign_thing_that_comes_meanwhile_stays(
     """What appears at the path while a background save writes is not replaced, and the save says so."""
     path, manager, real = tmp_path / "model", checkpoints.AsyncManager(), atomic.temporary_path
 
-    def meanwhile(at: str, role: str = "new") -> str:
+    def meanwhile(at: str, role: str = "new", **options: bool) -> str:
         path.mkdir(exist_ok=True)
         (path / "mine.txt").write_text("mine")
-        return real(at, role)
+        return real(at, role, **options)
 
     monkeypatch.setattr(atomic, "temporary_path", meanwhile)
     save(path, tree(1), format=format, overwrite=True, async_manager=manager)

@@ -110,7 +110,7 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an error of this library, whatever the system says."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / "a")

@@ -23,7 +23,17 @@ from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, abandon, is_alive, is_taken, parse
+from flax_ckpt_compat._core.local.temporaries import (
+    ABSENT,
+    GONE,
+    abandon,
+    claimed_path,
+    is_alive,
+    is_taken,
+    parse,
+    release,
+    writer_of,
+)
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
@@ -37,24 +47,26 @@ _NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def stale_names(directory: str, names: Iterable[str]) -> list[str]:
-    """Return the names of temporaries of dead writers."""
-    stale = []
+def stale_names(directory: str, names: Iterable[str], *, force: bool = False) -> list[str]:
+    """Return the names of temporaries of dead writers; with ``force`` also of those that only time protects."""
+    stale, certain = [], ("dead", "perhaps") if force else ("dead",)
     for name in names:
         path = os.path.join(directory, name)
         match = parse(name)
-        if match and presence.lexists(path) and not is_alive(match, path):
+        if match and presence.lexists(path) and writer_of(match, path) in certain:
             stale.append(name)
     return stale
 
 
-def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
-    """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names."""
+def remove_stale(directory: str, names: Collection[str] | None = None, *, force: bool = False) -> list[str]:
+    """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names.
+
+    ``force``: also those that only time protects."""
     if names is None:
         with translated(directory):
             names = os.listdir(directory)
     restore_set_aside(directory, names)
-    stale = stale_names(directory, names)
+    stale = stale_names(directory, names, force=force)
     try:
         if stale:  # one may be what a rename replaced that its dead writer did not sync
             sync_directory(directory)
@@ -148,6 +160,7 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
         if replaced is not None:
             _remove_replaced(replaced, final)
         gda_folder.remove_replaced(move)
+        release(temporary)
 
 
 def _sizes_in(path: str) -> dict[str, tuple[int, int]]:
@@ -206,8 +219,13 @@ def _never_put_back(path: str) -> str:
     match = parse(os.path.basename(path))
     if match is None or match["role"] != "old":
         return path
-    doomed = temporary_path(os.path.join(os.path.dirname(path), match["name"]))
-    os.rename(path, doomed)
+    doomed = claimed_path(os.path.join(os.path.dirname(path), match["name"]), now=path)
+    try:
+        os.rename(path, doomed)
+    except BaseException:
+        release(doomed)
+        raise
+    release(path)
     return doomed
 
 
@@ -236,11 +254,12 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
 
 def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     """Replace with two renames; return the path of the old one. After a crash, `restore_set_aside` puts it back."""
-    aside = temporary_path(final, "old")
+    aside = claimed_path(final, "old")
     try:
         try:
             os.rename(final, aside)
         except FileNotFoundError:  # another process evicted it
+            release(aside)
             os.rename(temporary, final)
             return None
         os.rename(temporary, final)

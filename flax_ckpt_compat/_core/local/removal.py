@@ -18,7 +18,7 @@ from typing import Any
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
-from flax_ckpt_compat._core.local.temporaries import GONE, abandon, temporary_path
+from flax_ckpt_compat._core.local.temporaries import GONE, abandon, claimed_path, release
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
@@ -103,10 +103,11 @@ def _hide(path: str) -> str | None:
     if presence.islink(path) or not presence.isdir(path):
         os.unlink(path)
         return None
-    aside = temporary_path(path)
+    aside = claimed_path(path)
     try:
         os.rename(path, aside)
     except OSError as error:
+        release(aside)
         if error.errno != errno.EXDEV:
             raise
         write_file(os.path.join(path, _DOOMED), b"", new=False)
@@ -139,8 +140,7 @@ def delete(path: str) -> None:
                 os.unlink(path)
         is_gone = not presence.lexists(path)
     finally:
-        if not is_gone:
-            abandon(path)
+        (release if is_gone else abandon)(path)
 
 
 def _delete_tree(path: str) -> None:

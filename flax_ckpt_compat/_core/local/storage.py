@@ -167,8 +167,8 @@ class LocalStorage(Storage):
     def why_unfinished(self, path: str, names: Collection[str]) -> str | None:  # noqa: ARG002
         return None
 
-    def temporary_path(self, path: str) -> str:
-        return atomic.temporary_path(path)
+    def temporary_path(self, path: str, *, locked: bool = False) -> str:
+        return atomic.temporary_path(path, locked=locked)
 
     def publish(
         self,

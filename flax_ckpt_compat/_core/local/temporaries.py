@@ -1,4 +1,8 @@
-"""Name temporaries after their writer, and tell whether that writer is alive."""
+"""Name temporaries after their writer, and tell whether that writer is alive.
+
+Within one pid namespace of one boot, its process tells. Elsewhere a lock on what it writes does, if the name says that
+there is one, and locks reach from there to here. Else time tells.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ import errno
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import re
 import time
 from contextlib import suppress
+from typing import Literal
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import presence
+from flax_ckpt_compat._core.local import presence, writer_locks
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -25,7 +31,8 @@ _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 _STAGED = ".staged"
 _TAG = r"(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-(?P<count>\d+)"
 # Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix; the leading dot keeps
-# them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive.
+# them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive; a zero before
+# the count says that it locks what it writes.
 _TEMPORARY = re.compile(
     rf"\.(?P<name>.+)\.(?P<tag>{_TAG})(?P<role>new|old|put)"
     rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})"
@@ -37,18 +44,24 @@ _GENERATION = re.compile(rf"\.{_TAG}")
 # milliseconds, so what it has replaced goes sooner.
 _LONG = 24 * 3600.0
 _STALE_AFTER = {"new": _LONG, "put": _LONG, "old": 3600.0}
+# The server of a network file system gives up the locks of a client that it does not hear of for a while.
+_LOCK_LOST_SECONDS = 600.0
 # Bytes of a file's name. Encrypted file systems allow fewer, and EncFS 14 fewer than it tells (measured).
 _MAX_NAME, _LEAST_NAME, _ENCFS_ERROR = 255, 128, 14
 _counter = itertools.count()
+_log = logging.getLogger("flax_ckpt_compat")
 # Tags of failed saves of this process. The next save removes what is left of them, because it could not be removed
 # or a late process of the same job wrote it again.
 _abandoned: set[str] = set()
 
 
-def temporary_path(path: str, role: str = "new") -> str:
-    """Return a path beside ``path``, unique to this writer, with a name that `parse` recognizes."""
+def temporary_path(path: str, role: str = "new", *, locked: bool = False) -> str:
+    """Return a path beside ``path``, unique to this writer, with a name that `parse` recognizes.
+
+    ``locked``: the caller creates it by `create_file` or `create_directory`."""
     directory, name = os.path.split(path)
-    tag = f".{machine()}-{os.getpid()}-{start_time(os.getpid())}-{next(_counter)}{role}"
+    count = f"{'0' if locked and writer_locks.work_in(directory or os.curdir) else ''}{next(_counter)}"
+    tag = f".{machine()}-{os.getpid()}-{start_time(os.getpid())}-{count}{role}"
     tail = tag + TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _longest_name(directory) - len(tail) - 1
     if len(encoded) > room and role == "old":  # putting it back needs its whole name
@@ -117,21 +130,78 @@ def link_marker_of(temporary: str) -> str | None:
     return os.path.join(directory, basename[: match.start("role")] + "put" + basename[match.end("role") :])
 
 
+def create_directory(path: str) -> None:
+    """Create a directory; hold it if it is a temporary of this process."""
+    os.mkdir(path)
+    _hold_new(path)
+
+
+def create_file(path: str) -> int:
+    """Create a file that does not exist, and return a descriptor to write to; hold it if it is a temporary."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _hold_new(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _hold_new(path: str) -> None:
+    match = parse(os.path.basename(path))
+    if match is not None and _is_locked(match) and not writer_locks.hold(match["tag"], path):
+        _log.warning("%s cannot be locked, so other saves may take it for what a dead process left", path)
+
+
+def claimed_path(path: str, role: str = "new", *, now: str | None = None) -> str:
+    """Return a `temporary_path` for what is at ``now``, by default at ``path``; locked until `release` if possible."""
+    found = temporary_path(path, role, locked=True)
+    match = parse(os.path.basename(found))
+    if match is not None and _is_locked(match) and writer_locks.hold(match["tag"], now or path):
+        return found
+    return temporary_path(path, role)
+
+
+def release(temporary: str) -> None:
+    """Unlock a temporary that was published or removed."""
+    match = parse(os.path.basename(temporary))
+    if match is not None:
+        writer_locks.release(match["tag"])
+
+
 def abandon(temporary: str) -> None:
     """Record that a save of this process failed: its temporary no longer has a live writer."""
     match = parse(os.path.basename(temporary))
     if match is not None:
         _abandoned.add(match["tag"])
+        writer_locks.release(match["tag"])
+
+
+def _is_locked(match: re.Match[str]) -> bool:
+    """Return whether the writer of a temporary locks it."""
+    return len(match["count"]) > 1 and match["count"].startswith("0")
+
+
+def writer_of(match: re.Match[str], path: str) -> Literal["alive", "perhaps", "dead"]:
+    """Return the state of the writer of a temporary, given its parsed name; "perhaps": only time can tell."""
+    if match["tag"] in _abandoned:
+        return "dead"
+    if match["machine"] == machine():
+        started, recorded = start_time(int(match["pid"])), int(match["start"])
+        return "alive" if started >= 0 and (started == recorded or 0 in (started, recorded)) else "dead"
+    is_held = writer_locks.is_held(path) if _is_locked(match) else None
+    if is_held:
+        return "alive"
+    directory = os.path.dirname(path) or os.curdir
+    seconds = _STALE_AFTER[match["role"]]
+    if is_held is not None:
+        seconds = 0.0 if writer_locks.is_of_this_machine(directory) else _LOCK_LOST_SECONDS
+    return "perhaps" if seconds and storage_time(directory) - _last_change(path) < seconds else "dead"
 
 
 def is_alive(match: re.Match[str], path: str) -> bool:
     """Return whether the writer of a temporary, given its parsed name, may still be running."""
-    if match["tag"] in _abandoned:
-        return False
-    if match["machine"] == machine():
-        started, recorded = start_time(int(match["pid"])), int(match["start"])
-        return started >= 0 and (started == recorded or 0 in (started, recorded))
-    return storage_time(os.path.dirname(path)) - _last_change(path) < _STALE_AFTER[match["role"]]
+    return writer_of(match, path) != "dead"
 
 
 def storage_time(directory: str) -> float:
@@ -167,12 +237,16 @@ def _last_change(path: str) -> float:
 
 @functools.cache
 def machine() -> str:
-    """Return an id of this host, boot and pid namespace, within which pids can be looked up."""
-    parts = [platform.node()]
+    """Return an id of this boot and pid namespace, within which pids can be looked up.
+
+    The name of the host counts only where these are unknown: containers may get another one with each start."""
+    parts = []
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
+    if len(parts) < 2:
+        parts.append(platform.node())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 

@@ -60,7 +60,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def staging_path(url: str) -> str:
+def staging_path(url: str, *, locked: bool = False) -> str:
     """Return a local path for a checkpoint before its upload, and remove local files of dead writers."""
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
     with translated(folder):
@@ -69,7 +69,7 @@ def staging_path(url: str) -> str:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
     atomic.remove_stale(folder)
-    return atomic.temporary_path(os.path.join(folder, posixpath.basename(url)))
+    return atomic.temporary_path(os.path.join(folder, posixpath.basename(url)), locked=locked)
 
 
 def publish(

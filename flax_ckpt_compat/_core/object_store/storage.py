@@ -139,8 +139,8 @@ class ObjectStorage(Storage):
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
         removal.remove_stale(path, names)
 
-    def temporary_path(self, path: str) -> str:
-        return commit.staging_path(path)
+    def temporary_path(self, path: str, *, locked: bool = False) -> str:
+        return commit.staging_path(path, locked=locked)
 
     def publish(
         self,
