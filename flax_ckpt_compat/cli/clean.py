@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, print_json
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_json
 
 
 @click.command(
@@ -18,7 +18,7 @@ flax-ckpt clean runs                 asks before it removes anything
 flax-ckpt clean gs://bucket/runs --yes
 """,
 )
-@click.argument("directory")
+@path_argument("directory")
 @click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option("a JSON list of what there is")
