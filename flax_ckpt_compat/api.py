@@ -7,6 +7,7 @@ import os
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
+from flax_ckpt_compat._core import misplaced_keywords
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._discovery import saved_steps
@@ -27,6 +28,7 @@ class _Unset(enum.Enum):
     UNSET = "the setting's value"
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
 def restore(
     path: str | os.PathLike[str],
     target: Any = None,
@@ -127,6 +129,7 @@ def restore(
     )
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_SAVE)
 def save(
     path: str | os.PathLike[str],
     tree: Any,

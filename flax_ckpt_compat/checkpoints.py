@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flax import core
 
 from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Flax's, as in its own module
-from flax_ckpt_compat._core import arguments, module_names, orbax_layout, steps
+from flax_ckpt_compat._core import arguments, misplaced_keywords, module_names, orbax_layout, steps
 from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
@@ -45,6 +45,7 @@ PyTree = Any
 MultiprocessArrayType = Any
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_SAVE_CHECKPOINT)
 def save_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -100,6 +101,7 @@ def save_checkpoint(
     return save_pipeline.save(request, target)
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_SAVE_CHECKPOINT)
 def save_checkpoint_multiprocess(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -158,6 +160,7 @@ def save_checkpoint_multiprocess(
     return save_pipeline.save(request, target)
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE_CHECKPOINT)
 def restore_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: Any | None,

@@ -100,7 +100,8 @@ def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
         raise ValueError(f"{shape!r} is not a shape")
     if type(name) is not bytes:
         raise ValueError(f"{name!r} is not a dtype name")
-    dtype = dtypes.dtype_from_name(name.decode("ascii"))
+    # Flax before 0.3 stored the str of a dtype, not its name, and that of bfloat16 is what no other dtype has.
+    dtype = dtypes.dtype_from_name("bfloat16" if name == b"<V2" else name.decode("ascii"))
     start, nbytes = _data_field(head, unpacker.tell())
     _check_size(shape, dtype, nbytes)
     if start + nbytes != length:

@@ -46,6 +46,7 @@ suppress_warnings = ["myst.header"]  # the tables of results have no sections of
 PARTS = {
     "Learn": [
         "guide",
+        "how_to",
         "old_checkpoints",
         "changed_state",
         "recipes",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core import array_boxes, unsupported
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
@@ -154,7 +154,8 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
         if leaf.chunks is not None and len(stored.shape) == len(leaf.shape):
             stored.write_shape = leaf.chunks
         return stored
-    raise _unsupported(keystr, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
+    found = f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}"
+    raise _unsupported(keystr, found, unsupported.remedy(leaf))
 
 
 def encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:
@@ -272,9 +273,11 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _unsupported(keystr: str, what: str) -> UnsupportedLeafError:
+def _unsupported(
+    keystr: str, what: str, remedy: str = "convert the leaf or leave it out of the tree"
+) -> UnsupportedLeafError:
     return UnsupportedLeafError(
         f"{keystr}: {what} cannot be stored in a checkpoint; expected an array of numbers, text or dates, a number, "
-        f"str, bytes or None. Convert the leaf or leave it out of the tree",
+        f"str, bytes or None; {remedy}",
         leaf=keystr,
     )

@@ -6,6 +6,8 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from flax_ckpt_compat._core.errors import SettingError
@@ -20,7 +22,13 @@ def load_name(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        with _as_program(module):
+            found: Any = importlib.import_module(module)
+    except SystemExit as error:
+        raise SettingError(
+            f"{name!r}: importing {module} ended the program (SystemExit: {error}): put what it runs below "
+            'if __name__ == "__main__":'
+        ) from error
     except Exception as error:
         remedy = f"searched {os.getcwd()} and PYTHONPATH: run this in the module's folder, or put that on PYTHONPATH"
         remedy = remedy if isinstance(error, ModuleNotFoundError) else "importing the module must not fail"
@@ -53,7 +61,13 @@ def load_value(name: str) -> Any:
     found = load_name(name)
     called = f"{name}()" if callable(found) else name
     try:
-        value = found() if callable(found) else found
+        with _as_program(name.partition(":")[0]):
+            value = found() if callable(found) else found
+    except SystemExit as error:
+        raise SettingError(
+            f"{called} ended the program (SystemExit: {error}), as a function that parses arguments does; name one "
+            "that takes no arguments and returns the state"
+        ) from error
     except Exception as error:
         raise SettingError(
             f"{called} raised {type(error).__name__}: {error}; it must take no arguments and return the state"
@@ -61,3 +75,17 @@ def load_value(name: str) -> Any:
     if value is None:  # a forgotten return: without a target every checkpoint fits
         raise SettingError(f"{called} is None; it must {'return' if callable(found) else 'be'} the state")
     return value
+
+
+@contextmanager
+def _as_program(module: str) -> Iterator[None]:
+    """Let code of the user see the arguments of a program of that name, without any, and not ours.
+
+    What it prints goes to standard error, since standard output may be JSON."""
+    file = getattr(sys.modules.get(module), "__file__", None) or module.replace(".", "/") + ".py"
+    given, sys.argv = sys.argv, [file]
+    try:
+        with redirect_stdout(sys.stderr) if sys.stderr is not None else nullcontext():
+            yield
+    finally:
+        sys.argv = given

@@ -22,6 +22,8 @@ _REMEDIES = {
     errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
     errno.ENFILE: "the machine has too many files open; close some",
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
+    errno.ENOTDIR: "a part of this path is no directory; check the path",
+    errno.ELOOP: "a part of this path is a link that leads to itself; check the path",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
 }
 # FAT, exFAT and NTFS refuse these characters in names, with one of these errors; so do SMB servers.
@@ -100,6 +102,10 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         message += "; check the disk's space and permissions"
         if "://" in path:
             message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
+    elif number == errno.ENOENT:  # also where a file system takes no new names, such as /proc
+        message += f"; check that {os.path.dirname(path)} exists and that files can be created in it"
+    else:
+        message += "; check the path, and the disk or network file system that it is on"
     return storage_error_of(message, path=path, errno=number)
 
 

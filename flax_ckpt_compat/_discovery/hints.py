@@ -21,6 +21,8 @@ from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, saved_ste
 
 _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
+_WORDS = re.compile(r"[^a-zA-Z]+")
+_SHORTEST_WORD = 4  # letters, of which one may be a typo
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
 _MAX_REVISION = 200  # characters
@@ -66,13 +68,17 @@ def steps_of_prefix(path: str) -> list[str]:
 
 @_quietly
 def sibling_directory(path: str) -> str | None:
-    """Return a sibling directory whose name differs from that of a path like a typo, or None."""
-    parent, name = os.path.split(path)
+    """Return the directory that a path differs from by a typo in one of its names, or None."""
+    parent, below = os.path.split(path)[0], [os.path.basename(path)]
+    while not os.path.isdir(parent):  # the typo may be in a name above
+        parent, name = os.path.split(parent)
+        below.insert(0, name)
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    near = difflib.get_close_matches(name, names, 1, _LIKE_A_TYPO)
-    # Sibling runs often differ in a number.
-    return os.path.join(parent, near[0]) if near and not _differ_in_numbers(near[0], name) else None
+    near = [name for name in names if _is_like_a_typo(name, below[0])]
+    near = difflib.get_close_matches(below[0], near, _MAX_NAMES, 0)
+    paths = (os.path.join(parent, name, *below[1:]) for name in near)
+    return next(filter(os.path.isdir, paths), None)
 
 
 @_quietly
@@ -105,6 +111,31 @@ def unexpanded_home(path: str) -> str | None:
     """Return the expression to write for a path whose ``~``, as the caller wrote it, became a directory's name."""
     shown = os.path.relpath(path)
     return f"os.path.expanduser({shown!r})" if shown != os.path.expanduser(shown) else None
+
+
+def _is_like_a_typo(name: str, other: str) -> bool:
+    """Return whether names differ like typos; sibling runs differ in a number or in a short word (run_a, run_b)."""
+    if _differ_in_numbers(name, other):
+        return False
+    if difflib.SequenceMatcher(None, name, other).ratio() >= _LIKE_A_TYPO:
+        return True
+    words, others = _WORDS.split(name), _WORDS.split(other)
+    differing = [pair for pair in itertools.zip_longest(words, others, fillvalue="") if pair[0] != pair[1]]
+    return len(differing) == 1 and min(map(len, differing[0])) >= _SHORTEST_WORD and _is_one_edit(*differing[0])
+
+
+def _is_one_edit(word: str, other: str) -> bool:
+    """Return whether one letter was left out, added or replaced, or two neighbours were exchanged."""
+    if abs(len(word) - len(other)) > 1:
+        return False
+    start = next((n for n, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]), len(word))
+    rest, rest_of_other = word[start:], other[start:]
+    return (
+        rest[1:] == rest_of_other[1:]  # replaced
+        or rest[1:] == rest_of_other  # added
+        or rest == rest_of_other[1:]  # left out
+        or (rest[2:] == rest_of_other[2:] and rest[:2] == rest_of_other[1::-1])  # exchanged
+    )
 
 
 def _differ_in_numbers(name: str, other: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
+from flax_ckpt_compat._core import misplaced_keywords
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
@@ -89,6 +90,7 @@ class Plan:
         return Plan, (*kept, self.unused_nbytes, self.function)
 
 
+@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
 def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,

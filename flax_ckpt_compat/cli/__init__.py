@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
 from flax_ckpt_compat import __version__
+
+from ._command_base import reporting_closed_pipe
 
 _COMMANDS = [
     "clean", "convert", "demo", "diff", "doctor", "ls", "plan", "run", "scan", "shadow-report", "show", "verify",
@@ -24,6 +27,14 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with reporting_closed_pipe():  # of the help
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with reporting_closed_pipe():
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -3,7 +3,7 @@
 - Paths are local, ``s3://`` or ``gs://``. ``--help`` shows examples.
 - Exit code 0: done, and all is well. 1: done, and what was looked for is there (damage, a difference, a restore that
   would raise). 2: refused or failed; standard error has one paragraph that says what to do, ``--debug`` the traceback.
-  130: interrupted.
+  130: interrupted. 141: whatever read the output went away, as ``head`` does (128 + SIGPIPE, as of other programs).
 - Results go to standard output, warnings and errors to standard error. Commands that read have ``--json``. Colours
   are for terminals, and ``NO_COLOR`` in the environment turns them off.
 - A command starts in less than 0.3 s: it imports jax only to place arrays, and everything slow when it runs.
@@ -15,13 +15,17 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from typing import IO, Any, TypeGuard
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard
 
 import click
+from click.shell_completion import CompletionItem
 
-FOUND, INTERRUPTED = 1, 130
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 
 
 class FailedError(click.ClickException):
@@ -86,7 +90,16 @@ class Command(click.Command):
 def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
     """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
     stream = file or (sys.stderr if err else sys.stdout)
-    click.secho(wrapped(text, indent) if is_terminal(stream) else text, file=file, err=err, fg=fg)
+    color = False if os.environ.get("NO_COLOR") else None  # errors are shown outside of the command's context
+    click.secho(wrapped(text, indent) if is_terminal(stream) else text, file=file, err=err, fg=fg, color=color)
+
+
+def make_console(*, highlight: bool = False, soft_wrap: bool = False) -> Console:
+    """Return a console for standard output; with NO_COLOR, bold and dim text are plain, too."""
+    from rich.console import Console
+
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(highlight=highlight, soft_wrap=soft_wrap, color_system=colors)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
@@ -134,12 +147,32 @@ def _is_full_disk(error: Exception) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in FULL_DISK and not isinstance(error, CheckpointError)
 
 
+@contextmanager
+def reporting_closed_pipe() -> Iterator[None]:
+    """Exit with a code of its own when the reader of the output has gone; click's 1 would mean damage."""
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_output()
+        raise SystemExit(CLOSED_PIPE) from None
+
+
 def _discard_output() -> None:
     """Discard what is still to be written, which would fail once more at the exit."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
+
+
+def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
+    """Return an argument that is a path, for which shells complete names of files."""
+    return click.argument(name, shell_complete=complete_files, **options)
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Tell the shell to complete names of files; click completes nothing for arguments that are text."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def json_option(what: str) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.text_formatting import aligned, format_size, printab
 from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
-from ._command_base import FailedError, echo, is_terminal, print_json
+from ._command_base import FailedError, echo, is_terminal, make_console, print_json
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 
@@ -141,11 +141,10 @@ def _age(saved: datetime.datetime) -> str:
 
 def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence[bool]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = make_console()
     # Between narrow columns there is no room for two forms of the time.
     dropped = None if console.width >= 100 else "saved" if "leaves" in headings else "age"
     shown = [n for n, heading in enumerate(headings) if heading != dropped]

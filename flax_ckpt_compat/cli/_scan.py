@@ -8,14 +8,13 @@ import tokenize
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from flax_ckpt_compat import __version__
 from flax_ckpt_compat._scan.findings import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif, where
 
-from ._command_base import FailedError, echo, is_terminal, print_json
+from ._command_base import FailedError, echo, is_terminal, make_console, print_json
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 
@@ -31,7 +30,7 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
         if is_written:
             _tell_of_flax(report)
     if not (as_json or as_sarif):
-        print_report(report, Console(soft_wrap=not is_terminal(sys.stdout)), verbose=verbose)
+        print_report(report, make_console(highlight=True, soft_wrap=not is_terminal(sys.stdout)), verbose=verbose)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
     has_changes = any(found.about.action == CHANGE for found in report.findings)

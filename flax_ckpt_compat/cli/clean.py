@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, print_json
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_json
 
 
 @click.command(
@@ -19,7 +19,7 @@ flax-ckpt clean gs://bucket/runs --yes
 flax-ckpt clean runs --force         also what was changed today, where nothing saves any more
 """,
 )
-@click.argument("directory")
+@path_argument("directory")
 @click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also what was changed within 24 hours: nothing may be saving here.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, json_option
+from ._command_base import Command, json_option, path_argument
 
 _EXAMPLES = """
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
@@ -30,8 +30,8 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 
 
 @click.command(cls=Command, short_help="Convert checkpoints to another layout.", examples=_EXAMPLES)
-@click.argument("src")
-@click.argument("dst")
+@path_argument("src")
+@path_argument("dst")
 @click.option(
     "--to",
     required=True,

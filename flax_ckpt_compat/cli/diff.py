@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, echo, item_option, json_option, prefix_option, print_json, step_option
+from ._command_base import (
+    Command,
+    echo,
+    item_option,
+    json_option,
+    path_argument,
+    prefix_option,
+    print_json,
+    step_option,
+)
 
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 
@@ -19,8 +28,8 @@ flax-ckpt diff old.msgpack new/checkpoint_1         across formats
 flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 """,
 )
-@click.argument("a")
-@click.argument("b")
+@path_argument("a")
+@path_argument("b")
 @step_option
 @prefix_option
 @item_option

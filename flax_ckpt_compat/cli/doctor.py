@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, echo, json_option, print_json
+from ._command_base import Command, echo, json_option, path_argument, print_json
 
 
 @click.command(
@@ -16,12 +16,13 @@ flax-ckpt doctor runs/a s3://bucket/runs     also: can these be listed
 flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
 """,
 )
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@path_argument("paths", metavar="[PATH]...", nargs=-1)
 @json_option("JSON")
 def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     """Print what a bug report needs: versions, Flax's flag, settings, what is patched, and whether PATHs can be listed.
 
-    Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH cannot be listed.
+    Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH does not exist or cannot be
+    listed.
     """
     from ._doctor import examine
 

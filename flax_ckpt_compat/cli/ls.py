@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, json_option, prefix_option
+from ._command_base import Command, json_option, path_argument, prefix_option
 
 
 @click.command(
@@ -17,7 +17,7 @@ flax-ckpt ls runs/a --prefix model_ --leaves
 flax-ckpt ls gs://bucket/runs/a --json
 """,
 )
-@click.argument("directory")
+@path_argument("directory")
 @prefix_option
 @click.option("-r", "--recursive", is_flag=True, help="List all directories below too, with checkpoints of any prefix.")
 @click.option("--leaves", is_flag=True, help="Open each checkpoint and count its leaves.")

@@ -8,7 +8,17 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, is_terminal, item_option, json_option, prefix_option, print_json, step_option
+from ._command_base import (
+    Command,
+    is_terminal,
+    item_option,
+    json_option,
+    make_console,
+    path_argument,
+    prefix_option,
+    print_json,
+    step_option,
+)
 
 
 @click.command(
@@ -20,7 +30,7 @@ flax-ckpt plan runs/a --target train:create_state --transforms train:RULES
 flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
 """,
 )
-@click.argument("path")
+@path_argument("path")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Returns the state to restore into; may be abstract.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to restore with.")
 @click.option(
@@ -65,9 +75,7 @@ def command(
     if as_json:
         print_json(plan_text.to_json(found))
     elif is_terminal(sys.stdout):
-        from rich.console import Console
-
-        Console(highlight=False).print(found)
+        make_console().print(found)
     else:
         click.echo(str(found))
     return found.raises is not None

@@ -12,6 +12,8 @@ import sys
 
 import click
 
+from ._command_base import path_argument
+
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pythonpath")
 _EXAMPLES = """\b
 Examples:
@@ -34,7 +36,7 @@ class _RunCommand(click.Command):
 
 @click.command(cls=_RunCommand, options_metavar="", epilog=_EXAMPLES)
 @click.option("--pythonpath", is_flag=True, help="Print the folder to put on PYTHONPATH instead, and exit.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...")
+@path_argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...")
 def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     """Run a program unchanged, with the shim installed.
 

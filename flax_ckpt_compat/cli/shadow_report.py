@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, echo, json_option, print_json
+from ._command_base import Command, echo, json_option, path_argument, print_json
 
 
 @click.command(
@@ -15,7 +15,7 @@ FLAX_CKPT_COMPAT_SHADOW=true flax-ckpt run train.py --workdir runs/a
 flax-ckpt shadow-report runs/a
 """,
 )
-@click.argument("directory")
+@path_argument("directory")
 @json_option("a JSON list with one object a save; seconds, and sizes in bytes,")
 def command(directory: str, *, as_json: bool) -> bool:
     """Show what shadow mode found in DIRECTORY: differences between the formats, seconds and bytes of each.

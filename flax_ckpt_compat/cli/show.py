@@ -12,10 +12,12 @@ import click
 from ._command_base import (
     Command,
     FailedError,
+    complete_files,
     echo,
     is_terminal,
     item_option,
     json_option,
+    path_argument,
     prefix_option,
     print_json,
     step_option,
@@ -34,7 +36,7 @@ flax-ckpt show runs/a --html sizes.html
 flax-ckpt show gs://bucket/runs/a --json
 """,
 )
-@click.argument("path")
+@path_argument("path")
 @step_option
 @prefix_option
 @item_option
@@ -46,7 +48,12 @@ flax-ckpt show gs://bucket/runs/a --json
     help="Show only leaves whose key path it matches: whole names, anywhere, or from the root with ^, as in rules.",
 )
 @click.option("--stats", is_flag=True, help="Read all values: min, max and mean of the finite ones; NaN, inf: counts.")
-@click.option("--html", metavar="FILE", help="Write a page instead: a treemap of sizes, and a searchable tree.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Write a page instead: a treemap of sizes, and a searchable tree.",
+)
 @json_option("a JSON object with all leaves")
 def command(
     path: str,
@@ -105,17 +112,17 @@ def _write_page(file: str, found: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, from the first bytes on."""
-    bar: Any = None
+    """Show on standard error how much is read; without the escape sequences of a progress bar."""
+    shown = ""
 
     def advance(done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = click.progressbar(length=total, file=sys.stderr, label="reading")
-        bar.update(done - bar.pos)
+        nonlocal shown
+        text = f"reading: {100 * done // max(total, 1)} %"
+        if text != shown:
+            click.echo(f"\r{text}", nl=False, err=True)
+            shown = text
 
     try:
         yield advance
     finally:
-        if bar is not None:
-            bar.render_finish()
+        click.echo(f"\r{'':{len(shown)}}\r" if shown else "", nl=False, err=True)

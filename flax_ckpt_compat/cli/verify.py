@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, echo, json_option, prefix_option, print_json
+from ._command_base import Command, echo, json_option, path_argument, prefix_option, print_json
 
 _COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
 
@@ -19,7 +19,7 @@ flax-ckpt verify runs/a/checkpoint_100       one
 flax-ckpt verify gs://bucket/runs --json
 """,
 )
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@path_argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--step", help="Only this step of a directory of checkpoints.")
 @prefix_option
 @click.option("--strict", is_flag=True, help="Exit with 1 also for leaves without checksums and unexpected files.")

@@ -1,4 +1,4 @@
-"""Checkpoints of real releases from flax 0.3.6 and orbax-checkpoint 0.1.8 on: each restores to what was saved."""
+"""Checkpoints of real releases from flax 0.1.0 and orbax-checkpoint 0.1.8 on: each restores to what was saved."""
 
 import json
 from pathlib import Path

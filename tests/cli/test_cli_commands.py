@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -28,7 +29,7 @@ def test_imports(tmp_path: Path) -> None:
     script = f"""
 import json, sys
 from flax_ckpt_compat.cli import main
-heavy = {{"jax", "flax", "numpy", "tensorstore", "orbax", "rich"}}
+heavy = {{"jax", "flax", "numpy", "tensorstore", "orbax", "rich", "flax_ckpt_compat.rules"}}
 for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(tmp_path)!r}],
                   ["show", {path!r}], ["verify", {path!r}], ["diff", {path!r}, {path!r}]):
     try:
@@ -89,14 +90,50 @@ def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert CliRunner().invoke(cli.main, ["verify", str(tmp_path)]).exit_code == 130
 
 
-def test_completion() -> None:
-    """Click's completion, as the guide shows it, completes commands."""
-    words = {"_FLAX_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": "flax-ckpt ver", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("flax-ckpt ver", "plain,verify"),
+        ("flax-ckpt show ru", "file,ru"),
+        ("flax-ckpt show runs --html pa", "file,pa"),
+        ("flax-ckpt diff runs/a ru", "file,ru"),
+        ("flax-ckpt verify runs/a ru", "file,ru"),
+        ("flax-ckpt run tra", "file,tra"),
+        ("flax-ckpt show --stat", "plain,--stats"),
+    ],
+)
+def test_completion(line: str, completed: str) -> None:
+    """Click's completion, as the guide shows it, completes commands and options, and leaves files to the shell."""
+    words = {"_FLAX_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
     command = [sys.executable, "-c", "from flax_ckpt_compat.cli import main; main(prog_name='flax-ckpt')"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **words}, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["plain,verify"]
+    assert done.stdout.split() == [completed]
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_paths_are_completed(command: str) -> None:
+    """The shell completes names of files for every argument of every command: all are paths."""
+    found = cli.main.get_command(context := click.Context(cli.main), command)
+    assert found is not None
+    arguments = [one for one in found.params if isinstance(one, click.Argument)]
+    assert [item.type for one in arguments for item in one.shell_complete(context, "x")] == ["file"] * len(arguments)
+
+
+@pytest.mark.parametrize("line", ["verify runs", "verify runs --json", "show runs/a", "verify --help", "--help"])
+def test_a_reader_that_goes_away(line: str, tree_of_runs: Path) -> None:
+    """Behind ``| head -1``, a command exits with 128 + SIGPIPE, as others do, and not as if it had found damage."""
+    del tree_of_runs
+    reader, pipe = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "flax_ckpt_compat", *line.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_guide() -> None:
@@ -117,6 +154,16 @@ def test_colors(no_color: str, tmp_path: Path) -> None:
     assert code == 1
     assert ("\x1b[31m- layer_a" in text) is (not no_color)
     assert ("\x1b" in text) is (not no_color)
+
+
+@pytest.mark.parametrize(
+    "line", ["ls runs/a", "show --stats runs/a", "verify runs", "plan runs/a", "show nope", "doctor", "scan ."]
+)
+def test_no_color(line: str, tree_of_runs: Path) -> None:
+    """With NO_COLOR a terminal gets no escape sequence at all, for bold text and of a progress bar neither."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    words = [sys.executable, "-m", "flax_ckpt_compat", *line.split()]
+    assert "\x1b" not in terminal.raw(words, str(tree_of_runs), environment)[1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +205,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
         *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
         *(((name, "runz"), 2, "id you mean ") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
-        (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs?"),
+        (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs/a?"),
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "there are checkpoints at "),
@@ -187,7 +234,8 @@ def test_output_that_does_not_fit_the_disk(tree_of_runs: Path) -> None:
     """It is one line without a traceback, and no failure of this program."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         words = [sys.executable, "-m", "flax_ckpt_compat", "ls", "runs/a"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "Error: the output could not be written: No space left on device; free space, or redirect it elsewhere"

@@ -14,6 +14,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat.cli import main
 
 SCRIPT = """
+import argparse
 import numpy as np
 from flax_ckpt_compat import rules
 
@@ -28,6 +29,15 @@ def create_other_shape():
 
 def forgot_return():
     create_state()
+
+def main():
+    argparse.ArgumentParser().parse_args(["--steps", "3"])
+
+def from_options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=3)
+    print("building with", parser.parse_args())
+    return {"head": {"w": np.zeros((2, parser.parse_args().width), np.float32)}, "step": 0}
 
 RULES = [rules.rename("dense", "head")]
 """
@@ -89,6 +99,7 @@ def test_rules_of_the_project() -> None:
     [
         ("my_train:create_stat", "did you mean create_state?"),
         ("my_train:without_data", "my_train:without_data() raised RuntimeError: no data set here"),
+        ("my_train:main", "my_train:main() ended the program (SystemExit: 2), as a function that parses arguments"),
         ("my_train:forgot_return", "my_train:forgot_return() is None; it must return the state"),
         ("my_trian:create_state", "cannot import my_trian"),
         ("my_trian:create_state", "searched {cwd} and PYTHONPATH"),
@@ -106,3 +117,20 @@ def test_targets_that_cannot_be_loaded(target: str, says: str, tmp_path: Path) -
     assert (result.exit_code, result.stdout) == (2, "")
     assert says.format(cwd=tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_module_that_ends_the_program() -> None:
+    """A script that runs at its import, and ends, is refused with what to change."""
+    Path("my_script.py").write_text("raise SystemExit(3)\n")
+    result = plan("run", "--target", "my_script:create_state")
+    assert result.exit_code == 2
+    assert "importing my_script ended the program (SystemExit: 3): put what it runs below" in result.stderr
+
+
+def test_a_function_that_parses_options_and_prints() -> None:
+    """It sees no options of ours, so that it takes its defaults, and what it prints is not in the JSON."""
+    arguments = ["--target", "my_train:from_options", "--transforms", "my_train:RULES", "--json"]
+    result = plan("run", *arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["missing"] == []
+    assert "building with Namespace(width=3)" in result.stderr

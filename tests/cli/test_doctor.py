@@ -31,7 +31,8 @@ def test_report(tmp_path):
     found = run(
         *DOCTOR, str(tmp_path), missing, "--json", FLAX_USE_ORBAX_CHECKPOINTING="true", FLAX_CKPT_COMPAT_DTYPE="target"
     )
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == 1, found.stderr
+    assert found.stderr.rstrip().endswith(f"Problem: {missing} does not exist; did you mean {tmp_path}/checkpoint_1?")
     sections = json.loads(found.stdout)
     for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
         assert sections["Versions"][name] == metadata.version(name)

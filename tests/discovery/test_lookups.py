@@ -334,6 +334,33 @@ def test_a_directory_that_is_almost_there(tmp_path: Path, caplog: pytest.LogCapt
     assert len(messages(caplog)) == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("runz/a", "runs/a"),
+        ("rnus/a", "runs/a"),
+        ("run/a", "runs/a"),
+        ("runs/a/modle", "runs/a/model"),
+        ("runz", "runs"),
+        ("base_lines/a", "baselines/a"),
+        ("runs/b", None),  # another run
+        ("runz/b", None),
+        ("exp_b", None),
+        ("2024-05-02", None),
+        ("new", None),
+    ],
+)
+def test_typos(asked: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One letter of a longer word, anywhere in a path, is a warning, once; a new run beside others is none."""
+    for name in ("runs/a/model", "baselines/a", "exp_a", "2024-05-01"):
+        (tmp_path / name).mkdir(parents=True)
+    target = {"w": 1}
+    for _ in range(2):
+        assert checkpoints.restore_checkpoint(tmp_path / asked, target) is target
+    expected = [] if meant is None else [f"did you mean {tmp_path / meant}?"]
+    assert [text.rpartition(": ")[2] for text in messages(caplog)] == expected
+
+
 def test_dots_of_a_prefix_behind_a_link(flag: bool, tmp_path: Path) -> None:
     """``link/..`` is the directory above the one that the link leads to, not the one that holds the link."""
     (tmp_path / "other" / "inner").mkdir(parents=True)

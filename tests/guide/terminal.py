@@ -10,7 +10,7 @@ import re
 import struct
 import subprocess
 import termios
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.color import blend_rgb
 from rich.color_triplet import ColorTriplet
@@ -48,11 +48,17 @@ def run(command: str, cwd: str, environment: Mapping[str, str], answer: str = ""
     Returns:
         The exit code, and the lines that the terminal shows at the end, with their colours.
     """
+    code, written = raw(["bash", "-c", command], cwd, environment, answer)
+    return code, shown(written)
+
+
+def raw(words: Sequence[str], cwd: str, environment: Mapping[str, str], answer: str = "") -> tuple[int, str]:
+    """Run a program in a terminal; see `run`. Return the exit code, and all that it wrote."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
-    words = {**environment, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    variables = {**environment, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     with subprocess.Popen(
-        ["bash", "-c", command], cwd=cwd, env=words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        words, cwd=cwd, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
         os.close(theirs)
         written = b""
@@ -61,7 +67,7 @@ def run(command: str, cwd: str, environment: Mapping[str, str], answer: str = ""
             if answer and written.endswith(b"[y/N]: "):
                 os.write(ours, f"{answer}\n".encode())
     os.close(ours)
-    return process.returncode, shown(written.decode())
+    return process.returncode, written.decode()
 
 
 def _read(file: int) -> bytes:

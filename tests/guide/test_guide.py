@@ -26,6 +26,7 @@ import legacy
 import orbax_backend
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint
 from tests.guide.pictures import drawings
+from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler, skip_without_typed_keys
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
@@ -52,6 +53,22 @@ def value_of(cell: str) -> Any:
         return eval(cell, dict(NAMES))
     except AttributeError as error:
         pytest.skip(str(error))
+
+
+def test_which_files_are_read() -> None:
+    """Every page says the same, and the corpus has files of the oldest releases that it names."""
+    cases = corpus.cases()
+    oldest = min(case.flax for case in cases)[:2], min(case.orbax for case in cases if case.orbax)[:2]
+    claim = "every release of Flax from {}.{} and of Orbax from {}.{}".format(*oldest[0], *oldest[1])
+    for page in (GUIDE.parent / "README.md", GUIDE / "index.md", GUIDE / "stability.md"):
+        assert claim in " ".join(page.read_text(encoding="utf-8").split()), page
+    stability = " ".join((GUIDE / "stability.md").read_text(encoding="utf-8").split())
+    flax_ends, orbax_ends = (
+        [".".join(map(str, end(releases))) for end in (min, max)]
+        for releases in ([case.flax for case in cases], [case.orbax for case in cases if case.orbax])
+    )
+    counted = f"{len({case.release for case in cases})} pairs of releases wrote"
+    assert f"{counted}, from Flax {' to '.join(flax_ends)} and from Orbax {' to '.join(orbax_ends)}" in stability
 
 
 SEEN = rows("formats.md", "What others see")

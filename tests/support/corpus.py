@@ -139,8 +139,8 @@ def difference(case: Case, path: str, entry: dict[str, Any], got: Any, *, with_t
     # optax's EmptyState has no children, and so no marker of its own in Orbax's format.
     if entry["kind"] == "empty_dict" and case.orbax and "opt_state" in path.split("/"):
         return None if got is None or _is_same(want, got) else f"expected nothing, got {got!r}"
-    # Flax up to 0.8.5 stored Python's complex as numpy's.
-    if not case.orbax and case.flax < (0, 9) and type(want) is complex:
+    # Flax from 0.3 to 0.8.5 stored Python's complex as numpy's.
+    if not case.orbax and (0, 3) <= case.flax < (0, 9) and type(want) is complex:
         want = np.complex128(want)
     if entry["kind"] == "npscalar" and case.orbax and not with_target and want is not None:
         # Orbax has no numpy scalars of its own: the number and its dtype come back, the kind may be another.
