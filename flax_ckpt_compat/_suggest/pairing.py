@@ -125,6 +125,8 @@ class Pairing:
     def _keeps_roles(self, change: Change, own: Roles) -> bool:
         """Return whether no optimizer's state, whose moments look like parameters, becomes another thing."""
         was_optimizer = all(own.is_optimizer((*change.path, name)) for name in change.old)
+        if was_optimizer and not change.path and len(own.roots) != len(self.roles.roots):
+            return False  # one became several, or the other way round
         return not was_optimizer or any(self.roles.is_optimizer((*change.path, name)) for name in change.new)
 
     def _branches(

@@ -12,6 +12,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, topmost
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, leaves_at, look
+from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
@@ -19,6 +20,7 @@ from flax_ckpt_compat._trees.leaf_sources import is_array
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
 _MAX_ENDS = 12
+_MAX_PARTS = 6
 _NO_MOMENTS = "no moments"
 
 
@@ -118,6 +120,11 @@ def finished(pairing: Pairing, state: State) -> State:
         text, fields = literal("/".join(at)), _fields(node_at(pairing.target, at))
         if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
             continue  # numbers alone, of which `_kept` names those that are new
+        if at not in roles.roots and len(roles.roots) != len(pairing.roles.roots):
+            parts = _of_parts(pairing, state, at, sorted(roles.roots))
+            if parts is not state and not pairing.missing(parts.tree, at):
+                state = parts
+                continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
             tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
@@ -132,6 +139,28 @@ def finished(pairing: Pairing, state: State) -> State:
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
     state = _typed_keys(pairing, _counted(pairing, state))
     return dataclasses.replace(_kept(pairing, state), named=state.tree)
+
+
+def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -> State:
+    """Return the state after taking the moments of the parts of a model that have, or had, optimizers of their own."""
+    params = node_at(pairing.target, (*at[:-1], "params"))
+    children = params.children if isinstance(params, Branch) else {}
+    parts = [name for name, node in children.items() if isinstance(node, Branch)]
+    before = state
+    for root in roots if len(parts) <= _MAX_PARTS else ():
+        found: list[tuple[bool, int, State]] = []
+        for part in parts:
+            is_named = akin(at[-1], part) or akin(root[-1], part)
+            doubt = "" if is_named else f"only shapes say that {'/'.join(root)}, for {'/'.join(at)}, is of {part}"
+            if not doubt and state is not before:
+                doubt = f"{'/'.join(at)} has one count, and would not take that of {'/'.join(root)}"
+            rule = rules.optimizer_state(literal("/".join(at)), literal("/".join(root)), subtree=part)
+            after = pairing.tried(state, [ProposedRule(rule, f"the moments of {part}", doubt)])
+            if after is not None and after.matched > state.matched:
+                found.append((bool(doubt), -after.matched, after))
+        if found:
+            state = min(found, key=lambda one: one[:2])[2]
+    return state
 
 
 def _counted(pairing: Pairing, state: State) -> State:

@@ -235,6 +235,22 @@ def test_a_new_schedule_begins_at_the_stored_step() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("names", [("opt_gen", "opt_disc"), ("opt1", "opt2")])
+def test_an_optimizer_for_each_part(names: tuple[str, str]) -> None:
+    """One optimizer that became two, or the reverse, takes a rule a part: certain where their names tell the parts."""
+    params = {"gen": {"a": dense(4, 8)}, "disc": {"b": dense(3, 2)}}
+    one = trained(params)
+    states = {name: jax.eval_shape(ADAM.init, part) for name, part in zip(names, params.values(), strict=True)}
+    two = {"step": 0, "params": params, **states}
+    suggestion, found = proposed(one, two)
+    assert suggestion is not None
+    assert suggestion.confident == (names[0] == "opt_gen")
+    assert found[f"{names[0]}/0/mu/a/kernel"] == "opt_state/0/mu/gen/a/kernel"
+    assert found[f"{names[1]}/0/nu/b/bias"] == "opt_state/0/nu/disc/b/bias"
+    back = guess(two, one)
+    assert len(back.rules) == 2 and not back.remaining
+
+
 def flat(names: Any) -> dict[str, Any]:
     """Arrays of four shapes, all in one module."""
     shapes = ((8, 8), (8,), (8, 16), (16,))
