@@ -61,6 +61,8 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         listed = checkpoint_dir.listed_with(checkpoint_dir.directory.with_listing(listing)).listed()
         names = saved_steps.names_in(listed)
+        if request.name not in names and not request.location.is_remote and request.location.exists():
+            names = saved_steps.names_in(listed := checkpoint_dir.listed())  # a listing misses what is being replaced
         counted = saved_steps.counted_steps(listed, names)
         ordered = [name for name in counted if name not in others]
         is_gone = request.name not in ordered

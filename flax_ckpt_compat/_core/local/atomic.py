@@ -180,9 +180,10 @@ def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
     If another writer has replaced or evicted all of it meanwhile, that is not our matter."""
     try:
         found = _sizes_in(final)
+        inodes = {found[""][0], os.lstat(final).st_ino}  # another writer may replace it while it is walked
     except GONE:
         return
-    if found[""][0] != written[""][0]:
+    if inodes != {written[""][0]}:
         return
     lost = sorted(name for name, one in written.items() if name and found.get(name) != one)
     if lost:
