@@ -55,7 +55,7 @@ class Listing:
 
 
 class AfterCommit:
-    """What a commit leaves to those who come next: a new listing of ``folder``, and tasks that run beside them.
+    """The listing of ``folder`` that a commit made, and the tasks that it leaves to run beside what comes next.
 
     As a context, its end waits for the tasks, and raises their failure unless there is another."""
 

@@ -1,4 +1,4 @@
-"""What to do about a leaf of a type that no format can hold, in the words of all formats."""
+"""Remedies for leaves of types that no format can hold, in the words of all formats."""
 
 from __future__ import annotations
 

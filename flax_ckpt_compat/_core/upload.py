@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.listing import AfterCommit
 
 
 class Upload(abc.ABC):
-    """What the processes of one save write below unique names, until process 0 commits it.
+    """The files of one save that its processes write below unique names, until process 0 commits them.
 
     Attributes:
         url: the checkpoint's path.

@@ -59,7 +59,7 @@ DENIED = "permission to list it is denied"
 
 
 class State(enum.Enum):
-    """What a path is."""
+    """The kinds of what a path holds."""
 
     COMPLETE = "complete"  # a checkpoint; its data may still be damaged
     INCOMPLETE = "incomplete"  # a checkpoint that was begun, or lost a part
@@ -70,7 +70,7 @@ class State(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """How a checkpoint is laid out."""
+    """The layouts of checkpoints on disk."""
 
     FILE = "msgpack file"
     TREE = "one tree in a directory"

@@ -18,7 +18,7 @@ _MAX_SHOWN = 8
 
 
 class Fit(NamedTuple):
-    """How well one item fits a target."""
+    """A comparison of one item with a target."""
 
     name: str
     found: int  # leaves of the target that it has

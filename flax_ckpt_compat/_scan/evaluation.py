@@ -36,7 +36,7 @@ _OF_PATH = {"name", "stem", "path"}
 
 
 class Evaluation:
-    """What names and attributes of a project are bound to, and what expressions hold because of that."""
+    """The values that names and attributes of a project are bound to, and those of expressions of them."""
 
     def __init__(self, project: Project, names: CheckpointNames) -> None:
         self.project, self.names = project, names

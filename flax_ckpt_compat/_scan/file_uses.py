@@ -60,7 +60,7 @@ Found = Iterator[tuple[str, ast.AST]]
 
 
 class FileUses:
-    """What one module does with checkpoints as files."""
+    """The uses of checkpoints as files in one module."""
 
     def __init__(self, evaluation: Evaluation, module: Module) -> None:
         self._evaluation, self._module, self._names = evaluation, module, module.names

@@ -66,7 +66,7 @@ _OBJECTS = {ARCHIVE, "shutil.make_archive"}
 
 
 class Evaluator(Protocol):
-    """What evaluates the arguments of calls."""
+    """Evaluates the arguments of calls."""
 
     project: Project
     names: CheckpointNames

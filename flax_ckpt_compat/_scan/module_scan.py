@@ -28,7 +28,7 @@ class Use:
 
 @dataclass
 class ModuleScan:
-    """What was found in a module."""
+    """The findings of one module."""
 
     uses: list[Use]
     lost: list[Use]  # calls that the scan could not follow
