@@ -96,8 +96,8 @@ def output_of(opened: Opened, job: Job) -> Output:
         found.trees = {"": safetensors.prepared(found.trees[""])}
         notes += safetensors.note_of_others(found.trees[""])
     if items.files:
-        what = "not converted: other files in its directory" if job.to in FILES else "copied: other files in its directory"
-        notes.append(f"{what}: {one_line(items.files)}")
+        done = "not converted" if job.to in FILES else "copied"
+        notes.append(f"{done}: other files in its directory: {one_line(items.files)}")
     found.notes = notes
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
