@@ -24,10 +24,10 @@ def refusals(plan: TreePlan) -> Iterator[Refusal]:
     settings = plan.options.settings
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
         yield errors.MissingLeavesError, lambda: _missing_error(plan)
+    if plan.kinds and settings.kind_mismatch == "error":  # before what is unused: entries of a longer sequence are, too
+        yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if unused_policy(plan) == "error":
         yield errors.UnusedLeavesError, lambda: _unused_error(plan)
-    if plan.kinds and settings.kind_mismatch == "error":
-        yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if plan.shapes and settings.shape_mismatch == "error":
         yield errors.ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
     for problem in plan.problems:
