@@ -21,6 +21,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "ChecksumError": (ValueError, errors.CorruptCheckpointError),
     "ReplacedError": (ValueError,),
     "MissingLeavesError": (ValueError,),
+    "UnusedLeavesError": (ValueError,),
     "ShapeMismatchError": (ValueError,),
     "KindMismatchError": (TypeError, ValueError),
     "DtypeMismatchError": (TypeError, ValueError),
