@@ -96,8 +96,8 @@ def output_of(opened: Opened, job: Job) -> Output:
         found.trees = {"": safetensors.prepared(found.trees[""])}
         notes += safetensors.note_of_others(found.trees[""])
     if items.files:
-        what = "not converted: files beside the items" if job.to in FILES else "copied: files beside the items"
-        notes.append(f"{what}: {one_line(items.files)}")
+        done = "not converted" if job.to in FILES else "copied"
+        notes.append(f"{done}: other files in its directory: {one_line(items.files)}")
     found.notes = notes
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
@@ -138,7 +138,8 @@ class _Items:
 
     def check_all_are_leaves(self) -> None:
         """Raise UnsupportedLeafError if there is more than trees, arrays and keys: a file has no place for it."""
-        others = [f"{name} ({kind.value})" for name, kind in self.kinds.items() if name not in self.opened.trees]
+        kinds = [(name, kind) for name, kind in self.kinds.items() if name not in self.opened.trees]
+        others = [f"{name} ({kind.value})" if name else kind.value for name, kind in kinds]
         if not others:
             return
         trees = [name for name in self.rewritten if name]
@@ -183,11 +184,16 @@ class _Items:
 
 
 def _other_files(opened: Opened) -> dict[str, Location]:
-    """Return the files beside the items of a step that Orbax does not write, such as a configuration."""
-    if opened.contents.layout is not Layout.ITEMS:
+    """Return the files in the directory of a step, or of one tree, that Orbax does not write, as a configuration."""
+    known = [*opened.items, *opened.contents.unknown, *layout.STEP_FILES]
+    if opened.contents.layout is Layout.TREE:
+        known += layout.TREE_FILES
+    elif opened.contents.layout is not Layout.ITEMS:
         return {}
-    names = names_in(opened.location).difference(opened.items, opened.contents.unknown, layout.STEP_FILES)
-    return {name: opened.location / name for name in sorted(names) if (opened.location / name).isfile()}
+    names = [
+        name for name in sorted(names_in(opened.location).difference(known)) if not layout.ZARR2_CHUNK.fullmatch(name)
+    ]
+    return {name: opened.location / name for name in names if (opened.location / name).isfile()}
 
 
 def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:

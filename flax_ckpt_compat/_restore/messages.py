@@ -128,8 +128,8 @@ def unused_leaves(plan: TreePlan) -> str:
 
 def counts_of_schedules(plan: TreePlan) -> str:
     """Return a sentence that names the dropped counts of an optimizer's schedules, or empty."""
-    stored = dict(iter_leaves(plan.tree)) if plan.unused else {}
-    counts = [path for path in plan.unused if path and path[-1] == "count" and _is_count(stored[path])]
+    named = [path for path in plan.unused if path and path[-1] == "count"]
+    counts = [path for path in named if _is_count(node_at(plan.tree, path))]
     if not counts:
         return ""
     return (

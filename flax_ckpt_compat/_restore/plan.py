@@ -62,6 +62,7 @@ class TreePlan:
     # The missing key paths that are containers without children, such as optax.EmptyState.
     empty: set[Path] = dataclasses.field(default_factory=set)
     unused: list[Path] = dataclasses.field(default_factory=list)  # stored leaves that are not in the target
+    cuts_layers: bool | None = None  # the unused leaves are layers of which the target has fewer; None: not looked yet
     shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)  # those that differ
     kinds: list[KindDifference] = dataclasses.field(default_factory=list)
     problems: list[CheckpointError] = dataclasses.field(default_factory=list)  # allowed by no policy

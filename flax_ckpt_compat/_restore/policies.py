@@ -26,10 +26,10 @@ def refusals(plan: TreePlan) -> Iterator[Refusal]:
     settings = plan.options.settings
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
         yield errors.MissingLeavesError, lambda: _missing_error(plan)
+    if plan.kinds and settings.kind_mismatch == "error":  # before what is unused: entries of a longer sequence are, too
+        yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if unused_policy(plan) == "error":
         yield errors.UnusedLeavesError, lambda: _unused_error(plan)
-    if plan.kinds and settings.kind_mismatch == "error":
-        yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if plan.shapes and settings.shape_mismatch == "error":
         yield errors.ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
     for problem in plan.problems:
@@ -60,12 +60,14 @@ def enforce(plan: TreePlan) -> None:
 def unused_policy(plan: TreePlan) -> str:
     """Return what happens to stored leaves that the target lacks: error, warn or ignore."""
     settings = plan.options.settings
-    if plan.target is None or not messages.unused_values(plan):
+    if plan.target is None or not plan.unused:
         return "ignore"
     if settings.unused_leaves != "auto":
-        return settings.unused_leaves
+        return settings.unused_leaves if messages.unused_values(plan) else "ignore"
+    if plan.cuts_layers is None:
+        plan.cuts_layers = bool(layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node))
     # Layers that are cut off are no other part of the state, which a program may not want.
-    if not layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node):
+    if not plan.cuts_layers:
         return "ignore"
     is_error = settings.kind_mismatch == "error" and not plan.options.transforms.lenient
     return "error" if is_error else "warn"

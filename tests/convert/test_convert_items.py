@@ -206,6 +206,25 @@ def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, na
         flax_ckpt_compat.convert(source, tmp_path / "dst", to, resume=True, **step)
 
 
+@pytest.mark.parametrize("to", ["manager", "orbax"])
+def test_files_beside_a_tree_are_copied(tmp_path: Path, to: Any) -> None:
+    """Nothing that Orbax or this library writes is one of them, in any way of storing arrays."""
+    for number, options in enumerate([{}, {"use_ocdbt": False}, {"use_zarr3": True}]):
+        source = tmp_path / "run" / str(number)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+            checkpointer.save(source, args=ocp.args.PyTreeSave({**STATE, "text": "text"}))
+        (done,) = flax_ckpt_compat.convert(source, tmp_path / "plain" / str(number), to, step=number)
+        assert not [note for note in done.notes if "other files" in note]
+        (source / "config.yaml").write_text("lr: 0.1")
+        (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst" / str(number), to, step=number)
+        assert (Path(done.destination) / "config.yaml").read_text() == "lr: 0.1"
+        assert [note for note in done.notes if "config.yaml" in note]
+        assert bits(flax_ckpt_compat.restore(done.destination)["params"]) == bits(STATE["params"])
+    flax_ckpt_compat.save(tmp_path / "ours", STATE, format="orbax")
+    (done,) = flax_ckpt_compat.convert(tmp_path / "ours", tmp_path / "ours_again", to, step=3)
+    assert not done.notes
+
+
 @pytest.mark.parametrize("to", ["msgpack", "safetensors"])
 @pytest.mark.parametrize("name", ["notes", "vocabulary"])
 def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path: Path, to: Any, name: str) -> None:

@@ -101,6 +101,17 @@ def test_16_layers_are_not_restored_into_12(tmp_path: Path, format: Any, caplog:
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_longer_list_of_layers_is_a_longer_sequence(tmp_path: Path, format: Any) -> None:
+    """The error is that of sequences, whose remedy works."""
+    had, has = ([{"w": np.full(2, layer), "b": np.ones(3)} for layer in range(count)] for count in (16, 12))
+    flax_ckpt_compat.save(tmp_path / "saved", {"blocks": had}, format=format)
+    with pytest.raises(errors.KindMismatchError, match="a sequence of 16 entries"):
+        flax_ckpt_compat.restore(tmp_path / "saved", {"blocks": has})
+    found = flax_ckpt_compat.restore(tmp_path / "saved", {"blocks": has}, kind_mismatch="warn")
+    jax.tree.map(np.testing.assert_array_equal, found["blocks"], had[:12])
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_count_of_a_schedule_is_named_when_it_is_dropped(
     tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
