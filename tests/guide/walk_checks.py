@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from flax import serialization
 
 if TYPE_CHECKING:
@@ -50,8 +53,8 @@ def same_values(walk: Walk, _: str) -> None:
 
 def paste(walk: Walk, shown: str) -> None:
     """Paste the proposed rules."""
-    begin, end = shown.index("from flax_ckpt_compat import rules"), shown.index("\n]\n") + 3
-    (walk.folder / "renamed.py").write_text(shown[begin:end], encoding="utf-8")
+    begin, end = shown.index("from flax_ckpt_compat import rules"), shown.rindex("\n]") + 2
+    (walk.folder / "renamed.py").write_text(shown[begin:end] + "\n", encoding="utf-8")
 
 
 def managed(walk: Walk, _: str) -> None:
@@ -59,6 +62,38 @@ def managed(walk: Walk, _: str) -> None:
     assert _managed_steps(walk) == [100, 200, 300, 350]
     for step in (100, 200, 300):
         _assert_same(_managed_tree(walk, step), walk.aside / f"run/checkpoint_{step}", _RENAMED)
+
+
+def trained_on_gpus(walk: Walk, _: str) -> None:
+    """Save two items by a real CheckpointManager, as of a GPU; and write the program that reads one by Orbax alone."""
+    state = jax.tree.map(jnp.asarray, _managed_tree(walk, 350))
+    items = {"state": state, "ema": state["params"]}
+    with ocp.CheckpointManager(walk.folder / "runs/teacher", item_names=tuple(items)) as manager:
+        manager.save(
+            350, args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in items.items()})
+        )
+    files = list((walk.folder / "runs/teacher").rglob("_sharding"))
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert "cpu:0" in text or "CPU" in text
+        file.write_text(text.replace("TFRT_CPU_0", "cuda:0").replace("cpu:0", "cuda:0"), encoding="utf-8")
+    assert len(files) == 2
+    with pytest.raises(ValueError, match="Topology mismatch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ocp.StandardCheckpointer().restore(walk.folder / "runs/teacher/350/ema")
+    shutil.copy(PROJECT / "later/evaluate_orbax.py", walk.folder)
+
+
+def on_cpus(walk: Walk, shown: str) -> None:
+    """Real Orbax has restored the weights on this machine's CPU, bit by bit; they are as good as they were."""
+    assert "accuracy 0.97" in shown
+    with warnings.catch_warnings(), ocp.CheckpointManager(walk.folder / "orbax/teacher") as manager:
+        warnings.simplefilter("ignore")
+        found = manager.restore(350, args=ocp.args.StandardRestore())
+    expected = dict(_leaves(_managed_tree(walk, 350)["params"]))
+    assert {path: value.tobytes() for path, value in _leaves(found)} == {
+        path: value.tobytes() for path, value in expected.items()
+    }
 
 
 def uninstall(walk: Walk, _: str) -> None:
