@@ -171,7 +171,7 @@ def parts_by_unit(spans: Iterable[Span], values: list[Any], size: int) -> dict[i
 def _lay_out(
     parts: Iterable[Part], first: int, last: int
 ) -> tuple[list[memoryview], list[tuple[Part, memoryview]], list[Part]]:
-    """Return buffers for a range (array memory, scratch for gaps), parts to copy out of scratch, and overlapping parts."""
+    """Return buffers for a range (array memory, scratch for gaps), parts to copy from scratch, and overlapping ones."""
     pieces: list[memoryview] = []
     copied: list[tuple[Part, memoryview]] = []
     overlapping: list[Part] = []
