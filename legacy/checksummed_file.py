@@ -171,10 +171,7 @@ def parts_by_unit(spans: Iterable[Span], values: list[Any], size: int) -> dict[i
 def _lay_out(
     parts: Iterable[Part], first: int, last: int
 ) -> tuple[list[memoryview], list[tuple[Part, memoryview]], list[Part]]:
-    """Return memory for all bytes of a range, that of arrays and what is between; parts to copy from it; and the rest.
-
-    The rest are parts that overlap others.
-    """
+    """Return buffers for a range (array memory, scratch for gaps), parts to copy from scratch, and overlapping ones."""
     pieces: list[memoryview] = []
     copied: list[tuple[Part, memoryview]] = []
     overlapping: list[Part] = []

@@ -60,7 +60,7 @@ class Guesses:
         return _merged(found)
 
     def _repeated(self) -> list[tuple[int, int]] | None:
-        """Return the reads since the last time that reads like the last ones came before; None if they never did."""
+        """Return the reads since the current pattern of reads last occurred; None if it never did."""
         steps, longest, since = self._steps, 0, None
         for end in range(len(steps) - 1, 0, -1):
             length = 0

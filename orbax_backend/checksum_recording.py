@@ -77,9 +77,9 @@ class Recorder:
             start_thread(self._computed.run, "flax-ckpt-sums")
 
     def written(self) -> None:
-        """Start to compute the checksums again of what others may write to: files have its bytes, and are being synced.
+        """Recompute checksums of mutable arrays in the background once their bytes are written, while files are synced.
 
-        They may still lack some of the last bytes, as many as the index has, which is written with the chunks."""
+        The last bytes, as many as the index has, may not be in the files yet: it is written with the chunks."""
         if self._started and self._after is None:
             self._after = Once(_sums, self._started)
             start_thread(self._after.run, "flax-ckpt-sums")

@@ -1,4 +1,4 @@
-"""Validate arguments of the public functions: numbers, flags and functions; arrays of one value count as it."""
+"""Validate numbers, flags and functions that callers pass; one-element arrays are accepted as scalars."""
 
 from __future__ import annotations
 

@@ -199,9 +199,9 @@ def in_parallel(
 ) -> list[_Result]:
     """Call ``work`` for each item, on up to ``at_once`` threads, and return what it returns, in the order of the items.
 
-    After a failure, start no more, and raise it. With ``in_runs``, each thread takes a run of neighbours, and when it
-    is done half of the longest run that is left: the system reads ahead well in a few parts of a file, and badly where
-    threads take turns."""
+    After a failure, start no more, and raise it. With ``in_runs``, each thread takes a contiguous run, then steals half
+    of the longest remaining one: the system reads ahead well in a few parts of a file, and badly where threads take
+    turns."""
     n_threads, ordered = min(at_once, len(items)), list(items)
     if n_threads < 2:
         return [work(item) for item in ordered]

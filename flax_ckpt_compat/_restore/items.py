@@ -85,7 +85,7 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
 
 
 def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
-    """Return whether a target has items, maybe as fields of a class or beside others; of one, more than its names."""
+    """Return whether the target's top-level names match items better than the leaves of the only tree."""
     if "" in opened.items:
         return False
     names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()

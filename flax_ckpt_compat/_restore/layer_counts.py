@@ -63,7 +63,7 @@ def _numbered(missing: Sequence[Path], target: Node, stored: Node) -> str:
 
 
 def longer_rows(paths: Iterable[Path], longer: Node, shorter: Node) -> dict[tuple[Path, str], tuple[int, int]]:
-    """Return rows of numbered subtrees, 0, 1, …, of which one tree has more than the other, all of them alike.
+    """Find numbered groups of equal layers with more layers in one tree than in the other.
 
     ``paths`` are the leaves that only the longer tree has. Returns place and text before the numbers → both counts."""
     rows: dict[Path, dict[str, set[int]]] = {}

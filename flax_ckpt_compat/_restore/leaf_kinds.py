@@ -89,7 +89,7 @@ def becomes_array(target: Any, cast: bool) -> bool:
 
 
 def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | None:
-    """Compare the kind of a stored node with that of the target's leaf, of which None takes anything; None if they fit.
+    """Return how the kinds of a stored node and a target's leaf differ, or None. A None target accepts anything.
 
     ``cast`` is the setting ``dtype="target"``, which makes arrays of numbers."""
     if target is None or (isinstance(stored, Derived) and stored.shape is None):

@@ -29,6 +29,7 @@ _SEARCH = (
     "root.querySelectorAll('li').forEach(one => "
     'one.hidden = !one.dataset.path.includes(words) && !one.querySelector(`[data-path*="${CSS.escape(words)}"]`));'
     "if (words) root.querySelectorAll('details').forEach(one => one.open = true);"
+    "this.nextElementSibling.hidden = !words || !!root.querySelector('li:not([hidden])');"
 )
 
 
@@ -49,7 +50,8 @@ def render(plan: Plan) -> str:
 
 def search_box() -> str:
     """Return an input that searches the list items beside it, by their ``data-path``, in lower case."""
-    return f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
+    box = f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
+    return f'{box}<p hidden="">No leaf has this in its path.</p>'
 
 
 def _list(tree: dict[str, Any], is_open: bool) -> str:

@@ -7,7 +7,7 @@ from html import escape
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view import show_text
+from flax_ckpt_compat._view import large_tree_html, show_text
 from flax_ckpt_compat._view.plan_html import STYLE, search_box
 from flax_ckpt_compat._view.show import Contents
 from flax_ckpt_compat._view.show_text import Subtree
@@ -15,17 +15,23 @@ from flax_ckpt_compat._view.treemap import Box, squarified
 
 DOCTYPE = "<!doctype html>"
 _WIDTH, _HEIGHT = 1200, 600
-# Smaller ones, in square units, are one box; this also limits the page.
-_LEAST_AREA = 40.0
+# Smaller boxes, in square units, are one; this also limits the page.
+_LEAST_AREA, _MOST_BOXES = 40.0, 3000
 _HEADER, _LEAST_WIDTH, _LEAST_HEIGHT, _LETTER = 15.0, 60.0, 40.0, 6.7
 # Black text is legible on all of them.
 _FILLS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4")
 _MAX_OPEN = 50
+# Of more leaves the list is data, and equal numbered subtrees are one box of the treemap, which then has a label.
+_MAX_STATIC, _MAX_UNFOLDED = 2000, 500
 _PAGE_STYLE = (
     ":root { color-scheme: light dark } body { margin: 16px; font: 13px/1.5 ui-monospace, monospace }"
-    "h1 { font-size: 15px; overflow-wrap: anywhere } svg { width: 100%; height: auto; display: block }"
+    "h1 { font-size: 15px; overflow-wrap: anywhere }"
+    # On a phone the map scrolls, so that its text stays legible.
+    ".map { overflow-x: auto } svg { width: 100%; min-width: 1000px; height: auto; display: block }"
     "svg text { font: 11px ui-monospace, monospace; fill: #000; pointer-events: none }"
-    "svg rect { stroke: #fff; cursor: pointer } svg .group { fill: #eee; stroke: #888 }"
+    "svg rect { stroke: #fff; cursor: pointer } svg rect.group { fill: #eee; stroke: #888 }"
+    "@media (prefers-color-scheme: dark) { svg rect { stroke: #111 } svg rect:not(.group) { filter: brightness(0.8) }"
+    "svg rect.group { fill: #24272b; stroke: #777 } svg text.group { fill: #ddd } }"
     "ul.legend { padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; list-style: none }"
     "i { display: inline-block; width: 12px; height: 12px; margin-right: 6px }"
     ".ckpt-plan { margin-top: 12px } b { font-weight: normal; color: #d33 }"
@@ -48,14 +54,18 @@ def render(contents: Contents) -> str:
         f" in {count_of_leaves(one['leaves'])}</li>"
         for name, one in totals.items()
     )
-    boxes = "".join(_boxes(root, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
+    mapped = show_text.folded(root) if root.count > _MAX_UNFOLDED else root
+    boxes = "".join(_boxes(mapped, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
+    is_large = root.count > _MAX_STATIC
+    listed = search_box() + large_tree_html.render(root, has_stats=contents.has_stats) if is_large else _tree(root)
     title = _text(show_text.title(contents))
     return (
         f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width"><style>'
         f"{STYLE}{_PAGE_STYLE}</style></head><body><h1>{title}</h1>"
-        f'<ul class="legend">{legend}</ul><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="sizes">'
-        f'{boxes}</svg><div class="ckpt-plan">{_tree(root)}</div>'
+        f'<ul class="legend">{legend}</ul><div class="map">'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="sizes">{boxes}</svg></div>'
+        f'<div class="ckpt-plan">{listed}</div>'
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -82,28 +92,32 @@ def _boxes(node: Subtree, box: Box, path: str, fills: dict[str, str]) -> Iterato
         return
     # A chain of subtrees with one child needs one header.
     name = node.name
-    while len(node.children) == 1 and (child := next(iter(node.children.values()))).leaf is None:
-        node, name, path = child, f"{name}/{child.name}" if path else child.name, f"{path}{child.name}/"
+    while len(node.children) == 1 and (child := next(iter(node.children.items())))[1].leaf is None:
+        key, node = child
+        name, path = f"{name}/{node.name}" if path else node.name, f"{path}{key}/"
     yield _rect(node, box, path.removesuffix("/"), 'class="group"', count_of_leaves(node.count), name)
-    if width * height < 2 * _LEAST_AREA:
+    least = max(_LEAST_AREA, _WIDTH * _HEIGHT / _MOST_BOXES if node.count > _MAX_UNFOLDED else 0.0)
+    if width * height < 2 * least:
         return
     left, top = box[0] + 1, box[1] + 1
     width, height = max(0.0, width - 2), max(0.0, height - 2)
     if path and width > _LEAST_WIDTH and height > _LEAST_HEIGHT:
         top, height = top + _HEADER, height - _HEADER
-    children = sorted((one for one in node.children.values() if one.nbytes), key=lambda one: -one.nbytes)
+    children = sorted((one for one in node.children.items() if one[1].nbytes), key=lambda one: -one[1].nbytes)
     scale = width * height / node.nbytes
-    shown = [one for one in children if one.nbytes * scale >= _LEAST_AREA]
-    rest = node.nbytes - sum(one.nbytes for one in shown)  # stays grey, as the last box
-    sizes = [float(one.nbytes) for one in shown] + ([float(rest)] if rest else [])
-    for one, inner in zip(shown, squarified(sizes, (left, top, width, height)), strict=False):
+    shown = [(key, one) for key, one in children if one.nbytes * scale >= least]
+    rest = node.nbytes - sum(one.nbytes for _, one in shown)  # stays grey, as the last box
+    sizes = [float(one.nbytes) for _, one in shown] + ([float(rest)] if rest else [])
+    for (key, one), inner in zip(shown, squarified(sizes, (left, top, width, height)), strict=False):
         end = "" if one.leaf is not None else "/"
-        yield from _boxes(one, inner, f"{path}{one.name}{end}", fills)
+        yield from _boxes(one, inner, f"{path}{key}{end}", fills)
 
 
 def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str | None = None) -> str:
     left, top, width, height = box
-    tip = f"{path or node.name}: {what}, {format_size(node.nbytes)}"
+    is_folded = path.rpartition("/")[2] != node.name  # its path is that of the first one
+    tip = f"{path or node.name}{f' and its like, {node.name}' if path and is_folded else ''}: {what}"
+    tip = f"{tip}, {format_size(node.nbytes)}"
     place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
     rect = f'<rect {place} {style} data-at="{_quoted(path)}"><title>{_text(tip)}</title></rect>'
     if width < _LEAST_WIDTH or height < _HEADER or not path:
@@ -111,7 +125,8 @@ def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str |
     label, room = printable(name or node.name, one_line=True), int(width / _LETTER) - 1
     sized = f"{label} {format_size(node.nbytes)}"
     label = sized if len(sized) <= room else label[:room]
-    return f'{rect}<text x="{left + 4:.1f}" y="{top + 12:.1f}">{escape(label)}</text>'
+    kind = "" if node.leaf is not None else ' class="group"'
+    return f'{rect}<text{kind} x="{left + 4:.1f}" y="{top + 12:.1f}">{escape(label)}</text>'
 
 
 def _item(node: Subtree, path: str, is_open: bool) -> str:

@@ -92,6 +92,22 @@ def _rows(members: list[Subtree], levels: int | None, indent: str = "") -> Itera
             yield from _rows(below, levels and levels - 1, f"{indent}  ")
 
 
+def folded(node: Subtree) -> Subtree:
+    """Return the tree with equal numbered subtrees as one, with the sums of their leaves and sizes.
+
+    Its name is that of all, its key in ``children`` that of the first."""
+    return _folded(node.name, [node])
+
+
+def _folded(name: str, members: list[Subtree]) -> Subtree:
+    count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)
+    result = Subtree(name, leaf=members[0].leaf, count=count, nbytes=nbytes, form=members[0].form)
+    for row, alike in fold_with_members([Row((key,), (one.form,)) for key, one in members[0].children.items()]):
+        below = [member.children[one.names[0]] for member in members for one in alike]
+        result.children[alike[0].names[0]] = _folded(row.names[0], below)
+    return result
+
+
 def _row(name: str, members: list[Subtree]) -> tuple[_Cells, Stats | None]:
     leaf = members[0].leaf
     count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)

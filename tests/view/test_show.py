@@ -287,7 +287,7 @@ def test_page(tmp_path: Path) -> None:
         result = run(tmp_path, "--stats", "--html", page)
         assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"Wrote {page}.\n")
     text = page.read_text(encoding="utf-8")
-    assert re.search("(<input[^>]*>)<ul>", text)  # the search looks at what is beside it
+    assert re.search('(<input[^>]*>)<p hidden="">[^<]*</p><ul>', text)  # the search looks at what is beside it
     # The rest is XML.
     body = re.sub(
         "<input[^>]*>|<script>.*</script>|(?<=<details) open", "", text[text.index("<body>") : -len("</html>\n")]
@@ -317,3 +317,35 @@ def test_page_replaces_nothing_else(tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, "")
         assert "choose another FILE" in result.stderr
     assert path.read_bytes() == before
+
+
+def test_page_of_many_leaves(tmp_path: Path) -> None:
+    """50,000 leaves take less than 2 MB: equal numbered layers are one box, and the list is data, with each path."""
+    tree = {
+        f"layer_{n}": {"attn": {name: np.zeros((1, n % 7 + 1), np.int8) for name in ("query", "key", "<out>")}}
+        for n in range(16_000)
+    } | {f"head_{n:04}x": np.zeros(n % 50 + 1, np.int8) for n in range(2_000)}
+    saved(tmp_path, tree)
+    page = tmp_path / "page.html"
+    assert run(tmp_path, "--html", page).exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 2_000_000 and "<out>" not in text
+    data = json.loads(re.findall('<script type="application/json" id="leaves">(.*?)</script>', text)[0])
+    found: dict[str, str] = {}
+
+    def walk(form: int, path: str) -> None:
+        for name, ref in data["forms"][form][3]:
+            if ref < 0:
+                walk(~ref, f"{path}{name}/")
+            else:
+                found[f"{path}{name}"] = data["types"][ref][0]
+
+    walk(data["root"], "")
+    expected = {
+        "/".join(str(key.key) for key in path): f"int8[{','.join(map(str, leaf.shape))}]"  # type: ignore[union-attr]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    assert found == expected
+    labels = re.findall("<text[^>]*>([^<]*)</text>", text)
+    assert sum(label.startswith("layer_{") for label in labels) == 7
+    assert text.count("<rect") < 4_000

@@ -137,8 +137,8 @@ class WriteLease:
     def remove(self, names: Collection[str], seen: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Remove objects of the folder, commit files first.
 
-        Of names that other writers use too, what is there now, or was when it was ``seen``: a deletion that comes late
-        deletes nothing newer."""
+        For names that other writers share, delete only the current version, or the one in ``seen``, so that a late
+        deletion deletes nothing newer."""
         seen = {**self._versions(set(names).difference(seen)), **seen}
         commit_files = visible_objects.commit_files(names)
 
