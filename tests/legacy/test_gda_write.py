@@ -137,9 +137,9 @@ def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: 
     taken, written, held = [], [], []
     write, shards = gda_write._write, DistributedArray.shards
 
-    def slow(opened: Any, base: str, array: DistributedArray, shard: Shard) -> None:
+    def slow(opened: Any, base: str, array: DistributedArray, shard: Shard, sums: bool) -> None:
         time.sleep(0.02)
-        write(opened, base, array, shard)
+        write(opened, base, array, shard, sums)
         written.append(shard.data.nbytes)
 
     def counted(array: DistributedArray) -> Iterator[Shard]:
