@@ -146,8 +146,8 @@ class MsgpackReader(Reader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:
-            array = handle.locator[1] if handle.kind is LeafKind.PRNG_KEY else handle.locator
-            return gda_read.verify(array, handle.path, self._verified_files)
+            data = handle.locator[1] if handle.kind is LeafKind.PRNG_KEY else handle
+            return gda_read.verify(data.locator, handle.path, self._verified_files)
         with translated(self.path, "read"):
             self._sums = self._sums or open_checksums(self._source)
             if isinstance(self._source, StoredObject):
