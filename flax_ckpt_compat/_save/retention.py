@@ -67,7 +67,8 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
             is_gone = request.name not in ordered
             if not is_gone or request.location.is_remote or not request.location.exists():
                 break  # else a listing missed it, while another writer was replacing it
-        if is_gone and _may_be_evicted(request, ordered):
+        is_hollow = is_gone and not request.location.is_remote and request.location.exists()
+        if is_gone and not is_hollow and _may_be_evicted(request, ordered):
             return  # another writer removed it meanwhile, and cleans up itself
         doomed = [] if is_gone else [name for name in _to_remove(request, ordered) if counted[name]]
         if not (is_watched := _takes_newer_in_store(request, doomed)):
