@@ -85,11 +85,14 @@ def crash_loops(system: System, tally: Tally, extent: Extent) -> None:
                 worst = max(worst, len(_unfinished(folder)))
             forks.run(lambda: _contain(system, folder, _STARTS, None), timeout=120)
             left = len(_unfinished(folder))
-        tally.add("" if worst <= 1 and not left else f"leftover: {worst}, at the end {left}", f"loop {number}")
+        tally.add("" if worst <= 1 and not left else f"leftovers: {worst}, at the end {left}", f"loop {number}")
 
 
 def _unfinished(folder: str) -> list[str]:
-    return [name for name in os.listdir(f"{folder}/run") if "tmp" in name] if os.path.isdir(f"{folder}/run") else []
+    """Return what is left of saves and takes space: a program that is killed as it begins leaves an empty file."""
+    run = f"{folder}/run"
+    names = [name for name in os.listdir(run) if "tmp" in name] if os.path.isdir(run) else []
+    return [name for name in names if os.path.getsize(f"{run}/{name}")]
 
 
 def _contain(system: System, folder: str, start: int, delay: float | None) -> int:
