@@ -13,6 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
+from flax_ckpt_compat._core.local.syncing import sync_descriptor
 from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool
@@ -53,7 +54,7 @@ def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
         fd = create_file(path)
         try:
             _Writer(fd, BlockSums() if sums else None).write(tree)
-            os.fsync(fd)
+            sync_descriptor(fd, path)
         finally:
             os.close(fd)
 

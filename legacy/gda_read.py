@@ -7,6 +7,7 @@ those of zeros (measured); so a missing chunk means lost data.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -17,20 +18,23 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.local import file_checksums
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors, translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 # zstd expands 4 bytes to at most 128 KiB.
 _MAX_RATIO = 2**16
+_SUMMED_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,10 +105,49 @@ def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
     return [os.path.relpath(note, checkpoint.parent.path) for note in notes]
 
 
-class BatchedReads:
-    """Concurrent reads of arrays and slices; each array is opened once."""
+def verify(array: FolderArray, path: Path, verified: set[str]) -> bool:
+    """Compare the files of an array, or of its slice, with their recorded checksums, but for those in ``verified``.
 
-    def __init__(self) -> None:
+    Return whether all have some, and raise ChecksumError if one holds something else."""
+    if array.folder.is_remote:
+        return False
+
+    def check(name: str) -> bool:
+        file = (array.folder / name).path
+        if file in verified:
+            return True
+        found = file_checksums.holds(file)
+        if found is False:
+            leaf = show_path(path)
+            raise ChecksumError(
+                f"{array.checkpoint}: {leaf}: {file} is not what was saved: its checksum is another than the recorded "
+                "one; restore the files from a backup, or restore an older step. To read it as it is, set "
+                "checksums='off'",
+                path=array.checkpoint.path,
+                leaf=leaf,
+            )
+        if found:
+            verified.add(file)
+        return bool(found)
+
+    with _translated(array, path):
+        return all(in_parallel(check, [ZARR2_METADATA, *_chunk_names(array)], _SUMMED_AT_ONCE))
+
+
+def _chunk_names(array: FolderArray) -> list[str]:
+    """Return the names of the chunks that hold an array, or its slice."""
+    index = array.index or tuple(slice(0, length) for length in array.shape)
+    rows = [range(one.start // side, -(-one.stop // side)) for one, side in zip(index, array.chunks, strict=True)]
+    return [".".join(map(str, numbers)) or "0" for numbers in itertools.product(*rows)]
+
+
+class BatchedReads:
+    """Concurrent reads of arrays and slices; each array is opened once.
+
+    With ``verified``, the files of local ones are compared with their recorded checksums, and added to it."""
+
+    def __init__(self, verified: set[str] | None = None) -> None:
+        self._verified = verified
         self._stores: dict[Location, Any] = {}
         self._pending: list[tuple[FolderArray, Path, Any]] = []
         self._bytes = 0
@@ -112,6 +155,11 @@ class BatchedReads:
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
         """Start a read and return its result array, which is filled when `finish` returns."""
         tensorstore = load_tensorstore()
+        if self._verified is not None and not array.folder.is_remote:
+            if array.folder not in self._stores:
+                with _translated(array, path):
+                    _check_files(array)
+            verify(array, path, self._verified)
 
         with _translated(array, path):
             store = self._stores.get(array.folder)

@@ -10,8 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local import atomic, gda_folder, presence
-from flax_ckpt_compat._core.local.syncing import sync_file
+from flax_ckpt_compat._core.local import atomic, file_checksums, gda_folder, presence
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -60,7 +59,7 @@ def write_process_part(
     upload: Upload | None = None,
 ) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
-    written = _write_shards(_base(path, upload), prepared.arrays)
+    written = _write_shards(_base(path, upload), prepared.arrays, sums=options.checksums)
     if upload is not None:
         upload.check_active([f"{upload.tag}/{name}" for name in written])
     if process.index == 0:
@@ -71,7 +70,7 @@ def write_process_part(
 def finish(
     path: str,
     prepared: SharedTree,
-    _options: WriteOptions,
+    options: WriteOptions,
     _process: ProcessInfo,
     upload: Upload | None = None,
 ) -> None:
@@ -89,7 +88,7 @@ def finish(
             upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(path))}
-    in_parallel(lambda array: _check_and_sync(base, array), prepared.arrays, _THREADS)
+    in_parallel(lambda array: _check_and_sync(base, array, sums=options.checksums), prepared.arrays, _THREADS)
     in_parallel(atomic.sync_directory, folders, _THREADS)
 
 
@@ -104,9 +103,10 @@ def _subpath(array: DistributedArray, name: str) -> str:
     return f"{array.subpath}/{name}" if array.subpath else name
 
 
-def _write_shards(base: Location, arrays: Iterable[DistributedArray]) -> list[str]:
+def _write_shards(base: Location, arrays: Iterable[DistributedArray], *, sums: bool) -> list[str]:
     """Write and sync this process's shards with bounded memory; return their paths relative to ``base``.
 
+    With ``sums``, checksums of each file are recorded in an attribute of it, as `write_tree` does.
     `finish` syncs their names, once a folder.
     """
     opened: dict[str, Once] = {}
@@ -118,7 +118,9 @@ def _write_shards(base: Location, arrays: Iterable[DistributedArray]) -> list[st
             for shard in array.shards():
                 if array.subpath not in opened:
                     opened[array.subpath] = pool.submit(_open, base / array.subpath, array)
-                pending.append((pool.submit(_write, opened[array.subpath], base, array, shard), shard.data.nbytes))
+                pending.append(
+                    (pool.submit(_write, opened[array.subpath], base, array, shard, sums), shard.data.nbytes)
+                )
                 written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
                 total += shard.data.nbytes
                 while pending and (total > _IN_FLIGHT or pending[0][0].done):
@@ -130,7 +132,7 @@ def _write_shards(base: Location, arrays: Iterable[DistributedArray]) -> list[st
     return written
 
 
-def _write(opened: Once, base: Location, array: DistributedArray, shard: Shard) -> None:
+def _write(opened: Once, base: Location, array: DistributedArray, shard: Shard, sums: bool) -> None:
     folder = base / array.subpath
     store = opened.result()[shard.index]
     if folder.is_remote:
@@ -138,7 +140,7 @@ def _write(opened: Once, base: Location, array: DistributedArray, shard: Shard) 
         return
     with translated(folder.path, "written", TENSORSTORE_ERRORS):
         store.write(shard.data, can_reference_source_data_indefinitely=True).result()
-        sync_file((folder / array.chunk_name(shard.index)).path)
+        file_checksums.seal((folder / array.chunk_name(shard.index)).path, sums=sums)
 
 
 def _open(folder: Location, array: DistributedArray) -> Any:
@@ -160,13 +162,13 @@ def _open(folder: Location, array: DistributedArray) -> Any:
     return store
 
 
-def _check_and_sync(base: Location, array: DistributedArray) -> None:
+def _check_and_sync(base: Location, array: DistributedArray, *, sums: bool) -> None:
     folder = (base / array.subpath).path
     listed = set(os.listdir(folder))
     # On network file systems a listing may be stale, so check unlisted names directly too.
     missing = [name for name in array.chunk_names() if name not in listed]
     _require(base, array, [name for name in missing if not presence.exists(os.path.join(folder, name))])
-    sync_file(os.path.join(folder, ZARR2_METADATA))
+    file_checksums.seal(os.path.join(folder, ZARR2_METADATA), sums=sums)
 
 
 def _require(base: Location, array: DistributedArray, missing: list[str]) -> None:

@@ -48,6 +48,7 @@ class MsgpackReader(Reader):
     def __init__(self, location: Location, *, of_orbax: bool = False, verify: bool = False):
         self.location = location.unlisted()
         self._source = open_source(location)
+        self._verified_files: set[str] = set()  # of the folder of arrays
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
@@ -92,7 +93,7 @@ class MsgpackReader(Reader):
         in_memory: list[int] = []
         spans: list[Span] = []
         unfinished: list[int] = []
-        folders = gda_read.BatchedReads()
+        folders = gda_read.BatchedReads(self._verified_files if self._verify else None)
         for index, handle in enumerate(wanted):
             kind = type(handle.locator)
             if index in is_read:
@@ -145,7 +146,8 @@ class MsgpackReader(Reader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:
-            return False
+            data = handle.locator[1] if handle.kind is LeafKind.PRNG_KEY else handle
+            return gda_read.verify(data.locator, handle.path, self._verified_files)
         with translated(self.path, "read"):
             self._sums = self._sums or open_checksums(self._source)
             if isinstance(self._source, StoredObject):

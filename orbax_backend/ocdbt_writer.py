@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flax_ckpt_compat._core import array_boxes, checksums, memory, thread_pools
-from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
+from flax_ckpt_compat._core.local.syncing import can_sync, start_writeback
 from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -77,7 +77,7 @@ class Database:
                 "cache_pool": {"total_bytes_limit": 0},
                 "file_io_concurrency": {"limit": _FILE_THREADS},
                 # It also syncs directories, and fails where that is impossible; `writer.sync_database` does it then.
-                "file_io_sync": can_sync_directories(path),
+                "file_io_sync": can_sync(path),
             },
             parent=None if store is None else store.context(),
         )

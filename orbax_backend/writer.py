@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, SettingError, StorageError
 from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
+from flax_ckpt_compat._core.local.syncing import can_sync, sync_file, sync_tree
 from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -194,7 +194,7 @@ def sync_database(path: str) -> None:
     files = os.path.join(path, layout.DATA_DIRECTORY)
     if not presence.isdir(files):
         return
-    if can_sync_directories(path):
+    if can_sync(path):
         sync_directory(files)
         return
     with translated(path, "synced"):

@@ -253,7 +253,7 @@ class MultiprocessSaveError(CheckpointError, RuntimeError):
 
 
 class MultiprocessRestoreError(CheckpointError, RuntimeError):
-    """Processes that restore together (setting ``read_once``) could not exchange what each had read."""
+    """Processes of a job found different checkpoints, or could not exchange what each had read (``read_once``)."""
 
 
 class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):

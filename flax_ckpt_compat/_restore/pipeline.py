@@ -17,6 +17,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    MultiprocessRestoreError,
     UnrecognizedFormatError,
     add_sentence,
 )
@@ -25,7 +26,7 @@ from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._restore import checkpointer_reader, policies
+from flax_ckpt_compat._restore import checkpointer_reader, policies, process_agreement
 from flax_ckpt_compat._restore.execute import read_and_place
 from flax_ckpt_compat._restore.item_choice import choose_item
 from flax_ckpt_compat._restore.items import described, plan_all, plan_with_rules
@@ -52,7 +53,11 @@ def restore(
     # A second attempt, after the checkpoint was replaced, is one of this process only.
     attempts = iter([options.settings.read_once and orbax_checkpointer is None])
 
+    agreement = process_agreement.begin(checkpoint_dir, step)
+
     def restore_at(location: Location) -> Any:
+        if agreement is not None:
+            agreement.report(location)
         # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
         with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
@@ -61,12 +66,24 @@ def restore(
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values
 
+    def unrestored() -> Any:
+        if agreement is not None:
+            agreement.report(None)
+        return target
+
     if key_value_store.is_connected():  # processes on several machines have to find the same latest one
         locating.refresh(checkpoint_dir)
     with depth.limited("restored"):
-        otherwise = None if options.settings.must_exist else lambda: target
+        otherwise = None if options.settings.must_exist else unrestored
         try:
             return locating.read_found(checkpoint_dir, step, restore_at, otherwise)
+        except CheckpointNotFoundError as missing:
+            if agreement is not None and not agreement.has_reported:
+                try:
+                    agreement.report(None)
+                except MultiprocessRestoreError as others:  # this process stops in any case
+                    add_sentence(missing, str(others))
+            raise
         except KeyboardInterrupt:
             attempts = iter(())
             raise

@@ -87,11 +87,21 @@ def is_connected() -> bool:
     return _connection() is not None
 
 
-def _connection() -> Any:
+def process_and_count() -> tuple[int, int]:
+    """Return this process's index in its job, and the number of processes; does not start jax's backends."""
+    state = _state()
+    return getattr(state, "process_id", 0) or 0, getattr(state, "num_processes", 1) or 1
+
+
+def _state() -> Any:
     # jax has no public way to the store; multihost_utils and Orbax use it in just this way.
     from jax._src import distributed
 
-    return getattr(distributed.global_state, "client", None)
+    return distributed.global_state
+
+
+def _connection() -> Any:
+    return getattr(_state(), "client", None)
 
 
 def _client() -> Any:

@@ -41,18 +41,25 @@ def save(request: SaveRequest, target: Any) -> None:
         summary = TreeSummary(tree, replicas.holders() if own.backend.splits_replicas else None)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
-    signature = f"{request.format.value} with overwrite={request.overwrite}"
-    if own.backend.compresses and request.options.compression is not None:
-        signature += f", compression={request.options.compression!r}"
     staging_json = coordinator.join(
-        failed=failed, signature=signature, summary=summary, proposal=replicas.digest(), on_primary=own.begin
-    )
+        failed=failed, signature=_signature(request, own.backend), summary=summary, proposal=replicas.digest(),
+        on_primary=own.begin,
+    )  # fmt: skip
     if coordinator.agrees and own.backend.splits_replicas:
         own.options = dataclasses.replace(own.options, writers=replicas.writers())
     if request.async_manager:
         own.start(request.async_manager, staging_json)
     else:
         own.write_and_commit(staging_json)
+
+
+def _signature(request: SaveRequest, backend: Backend) -> str:
+    """Return the arguments and settings that have to be the same in all processes, as text."""
+    options, found = request.options, f"{request.format.value} with overwrite={request.overwrite}"
+    if backend.compresses and options.compression is not None:
+        found += f", compression={options.compression!r}"
+    found += "" if options.checksums else ", checksums='off'"
+    return found + (", oldest_orbax='0.3'" if options.for_old_orbax and backend.compresses else "")
 
 
 @dataclasses.dataclass(slots=True)

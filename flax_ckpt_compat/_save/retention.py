@@ -66,7 +66,9 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
         counted = saved_steps.counted_steps(listed, names)
         ordered = [name for name in counted if name not in others]
         is_gone = request.name not in ordered
-        if is_gone and _may_be_evicted(request, ordered):
+        is_there = is_gone and not request.location.is_remote and request.location.exists()
+        is_hollow = is_there and not contents.contents_of(request.location).is_complete
+        if is_gone and not is_hollow and _may_be_evicted(request, ordered):
             return  # another writer removed it meanwhile, and cleans up itself
         doomed = [] if is_gone else [name for name in _to_remove(request, ordered) if counted[name]]
         if not (is_watched := _takes_newer_in_store(request, doomed)):

@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.fold_names import Row, one_line, shown
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, counted, format_size, printable
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
-_WORDS = {"ok": "ok", "unverified": "ok*", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
+_WORDS = {"ok": "ok", "unverified": "unverified", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
 _WIDTH = max(map(len, _WORDS.values()))
 
 
@@ -81,13 +81,23 @@ class Verification:
     checkpoints: tuple[VerifiedCheckpoint, ...]
 
     @property
+    def state(self) -> State:
+        """Return the verdict, the worst state of the checkpoints: ``ok`` only if recorded checksums cover all."""
+        return max((one.state for one in self.checkpoints), key=list(_WORDS).index, default="ok")
+
+    @property
     def ok(self) -> bool:
-        """Return whether every leaf of every checkpoint decodes, and no checksum is wrong."""
-        return all(checkpoint.state in ("ok", "unverified") for checkpoint in self.checkpoints)
+        """Return whether the verdict is ``ok``: every leaf decodes, and is covered by checksums that hold."""
+        return self.state == "ok"
+
+    @property
+    def damaged(self) -> bool:
+        """Return whether anything is damaged or unreadable; if not, it is ``ok`` or ``unverified``."""
+        return any(one.state in ("damaged", "unreadable") for one in self.checkpoints)
 
     @property
     def verified(self) -> bool:
-        """Return whether also every leaf has checksums, and nothing unexpected is there."""
+        """Return whether it is `ok`, and nothing unexpected is there."""
         return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
 
     def __str__(self) -> str:
@@ -129,16 +139,16 @@ def _without_place(leaf: VerifiedLeaf, checkpoint: VerifiedCheckpoint) -> str:
 def summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
     """Return the last lines: how many checkpoints are in which state, and what the states mean."""
     counts = {state: sum(one.state == state for one in checkpoints) for state in _WORDS}
-    good = counts["ok"] + counts["unverified"]
-    words = [f"{good} ok"] + [f"{counts[state]} {state}" for state in ("damaged", "unreadable") if counts[state]]
+    words = [f"{counts['ok']} ok"] + [f"{count} {state}" for state, count in counts.items() if count and state != "ok"]
     strange = sum(bool(one.unexpected) for one in checkpoints)
     words += [f"{strange} with unexpected files"] if strange else []
     total = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
-    note = "Without recorded checksums; all leaves decode, but changed values would not show"
-    return f"{total}\n* {note}: {counts['unverified']}." if counts["unverified"] else total
+    note = "Unverified: all leaves decode, but no recorded checksums cover them, so that changed values would not show."
+    return f"{total}\n{note}" if counts["unverified"] else total
 
 
 def to_json(report: Verification) -> dict[str, Any]:
     """Return a `Verification` as what JSON holds; `state` and `ok` are included."""
     found = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in report.checkpoints]
-    return {"path": report.path, "ok": report.ok, "verified": report.verified, "checkpoints": found}
+    verdict = {"state": report.state, "ok": report.ok, "verified": report.verified}
+    return {"path": report.path} | verdict | {"checkpoints": found}

@@ -6,7 +6,7 @@ import click
 
 from ._command_base import Command, echo, json_option, path_argument, prefix_option, print_json
 
-_COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
+_COLORS = {"ok": "green", "unverified": "yellow", "damaged": "red", "unreadable": "yellow"}
 
 
 @click.command(
@@ -30,6 +30,9 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     PATH is a checkpoint, or a directory: all checkpoints below it are verified, of every prefix and format. Each leaf
     must decode, with the recorded checksums, shape and dtype. Files that belong to no leaf are listed.
 
+    The verdict is ok where recorded checksums cover every leaf, and hold; unverified where all decodes but some of it
+    has no checksums, as in files of Flax itself; else damaged.
+
     Exit code 1 if anything is damaged or unreadable, 2 if there is no checkpoint at PATH.
     """
     from flax_ckpt_compat._view import verify, verify_report
@@ -45,4 +48,4 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
         print_json([verify_report.to_json(report) for report in reports])
     else:
         echo(verify_report.summary([one for report in reports for one in report.checkpoints]), "  ")
-    return not all(report.verified if strict else report.ok for report in reports)
+    return not all(report.verified if strict else not report.damaged for report in reports)

@@ -36,10 +36,10 @@ def test_all_is_well(saved: Path) -> None:
     result = run(saved)
     assert result.exit_code == 0
     first, second, total, note = result.stdout.splitlines()
-    assert first.split() == ["ok*", "30", "leaves", "120", "kB", "msgpack", str(saved / "checkpoint_1")]
+    assert first.split() == ["unverified", "30", "leaves", "120", "kB", "msgpack", str(saved / "checkpoint_1")]
     assert second.split()[-2:] == ["orbax", str(saved / "checkpoint_2")]
-    assert total == "2 checkpoints: 2 ok."
-    assert "Without recorded checksums" in note
+    assert total == "2 checkpoints: 0 ok, 2 unverified."
+    assert note.startswith("Unverified: all leaves decode")
     assert run(saved, "--strict").exit_code == 1
 
 
@@ -52,7 +52,7 @@ def test_damage(saved: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[1].startswith("DAMAGED")
     assert lines[2].startswith("  damaged: block_{0..29}/kernel   (30 leaves): ")
-    assert "2 checkpoints: 1 ok, 1 damaged." in lines
+    assert "2 checkpoints: 0 ok, 1 unverified, 1 damaged." in lines
 
 
 def test_json(saved: Path) -> None:

@@ -18,7 +18,7 @@ from flax_ckpt_compat.legacy.gda_split import DistributedArray, choose_subpaths
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, verify
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
@@ -118,6 +118,7 @@ def test_spread_key_data(tmp_path: Path) -> None:
     atomic.publish(temporary, str(tmp_path / "c_1"))
     key = load(tmp_path / "c_1")[("k",)]
     assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
+    assert not verify(tmp_path / "c_1").damaged
 
 
 def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
@@ -137,9 +138,9 @@ def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: 
     taken, written, held = [], [], []
     write, shards = gda_write._write, DistributedArray.shards
 
-    def slow(opened: Any, base: str, array: DistributedArray, shard: Shard) -> None:
+    def slow(opened: Any, base: str, array: DistributedArray, shard: Shard, sums: bool) -> None:
         time.sleep(0.02)
-        write(opened, base, array, shard)
+        write(opened, base, array, shard, sums)
         written.append(shard.data.nbytes)
 
     def counted(array: DistributedArray) -> Iterator[Shard]:

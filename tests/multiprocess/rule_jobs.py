@@ -33,6 +33,7 @@ def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: flo
     more = {name: MORE[name]() for name in mine.pop("more", ())}
     folder = folder + mine.pop("below", "")
     settings = {"coordination_timeout": wait, "compression": mine.pop("compression", None)}
+    settings |= {"checksums": mine.pop("checksums")} if "checksums" in mine else {}
     with config.override(**settings):
         return checkpoints.save_checkpoint_multiprocess(folder, {**small(5), **more}, **mine)
 

@@ -94,5 +94,5 @@ def test_the_recorder_learns_that_all_bytes_are_in_files(tmp_path: Path) -> None
 @pytest.mark.parametrize("can_sync", [True, False])
 def test_tensorstore_syncs_what_it_writes(can_sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories can be synced; elsewhere it would fail, and the writer syncs the files."""
-    monkeypatch.setattr(ocdbt_writer, "can_sync_directories", lambda path: can_sync)
+    monkeypatch.setattr(ocdbt_writer, "can_sync", lambda path: can_sync)
     assert ocdbt_writer.Database(str(tmp_path))._context.spec.to_json()["file_io_sync"] is can_sync

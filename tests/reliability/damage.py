@@ -184,7 +184,7 @@ def outcome_of(system: System, folder: str, tree: Tree) -> str:
         # Real Flax has no errors of its own for damage: any counts.
         return f"raw: {type(error).__name__}: {error}" if system.is_ours else "found"
     if same_leaves(restored, tree()):
-        return "verify" if system.is_ours and not flax_ckpt_compat.verify(folder).ok else "same"
+        return "verify" if system.is_ours and flax_ckpt_compat.verify(folder).damaged else "same"
     if restored is None:
         return "skipped" if system.is_ours and _is_empty(folder) else "nothing: restored None"
     return "silent: other values"

@@ -179,6 +179,30 @@ def test_a_directory_that_cannot_be_synced_is_said_once(
     assert os.strerror(number) in said[0]
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("files_only", [False, True])
+def test_files_that_cannot_be_synced_are_said_once(
+    flag: bool, files_only: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One policy for files and directories: a file system without such a call takes saves, and they warn once."""
+    fsync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if not (files_only and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    monkeypatch.setattr(syncing, "_warned", set())
+    monkeypatch.setattr(syncing, "_can_sync", {})
+    for step in range(2):
+        checkpoints.save_checkpoint(tmp_path, TREE, step)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+    assert flax_ckpt_compat.verify(tmp_path).ok
+    assert len([record for record in caplog.records if "cannot be synced" in record.getMessage()]) == 1
+
+
 def test_where_no_directory_can_be_synced_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorStore would fail there, so it syncs nothing, and all of its files are synced afterwards."""
     fsync, synced = os.fsync, set[int]()

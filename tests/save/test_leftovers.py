@@ -104,7 +104,7 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     result = clean(tmp_path, "--yes")
     assert "Removed 3 of 3." in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "my_tmp"]
-    assert verify(tmp_path).ok
+    assert not verify(tmp_path).damaged
 
 
 def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.location.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
     assert clean(tmp_path, "--yes").exit_code == 0
     assert names(tmp_path / "a") == ["checkpoint_3_gda", "checkpoint_3_gda/notes.txt", "expected.json", "my_gda"]
-    assert verify(tmp_path / "b").ok
+    assert not verify(tmp_path / "b").damaged
 
 
 def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

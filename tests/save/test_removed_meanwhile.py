@@ -174,3 +174,22 @@ def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: 
         save(tmp_path, 2, overwrite=True, keep=1)
     assert missed
     assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_a_part_that_is_removed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that began in the temporary goes on in the checkpoint; one that is newer has not evicted it."""
+    real = pipeline.retain
+
+    def retain(request: Any, *arguments: Any) -> None:
+        (tmp_path / "checkpoint_2" / "_METADATA").unlink()
+        (tmp_path / "checkpoint_2" / "manifest.ocdbt").unlink()
+        (tmp_path / "checkpoint_2" / "_CHECKPOINT_METADATA").unlink()
+        (tmp_path / "checkpoint_2" / "commit_success.txt").unlink()
+        real(request, *arguments)
+
+    with use_flag(True):
+        save(tmp_path, 1)
+        monkeypatch.setattr(pipeline, "retain", retain)
+        with pytest.raises(errors.StorageError, match="no older checkpoint was removed"):
+            save(tmp_path, 2, keep=1)
+    assert restore(tmp_path / "checkpoint_1")["n"] == 1.0

@@ -49,19 +49,19 @@ def _of_process(tree: Any, process: int) -> Any:
     return half(tree.whole, process) if isinstance(tree, Spread) else tree
 
 
-def write(temporary: str, tree: Any) -> None:
+def write(temporary: str, tree: Any, options: WriteOptions = OPTIONS) -> None:
     """Writes what two processes save together, up to its publishing."""
     prepared = [BACKEND.prepare(to_branches(_of_process(tree, index)), ProcessInfo(index, 2)) for index in (0, 1)]
-    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(temporary, prepared[0], options, ProcessInfo(0, 2))
     for index in (1, 0):
-        BACKEND.write_process_part(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2))
-    BACKEND.finish_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+        BACKEND.write_process_part(temporary, prepared[index], options, ProcessInfo(index, 2))
+    BACKEND.finish_multiprocess(temporary, prepared[0], options, ProcessInfo(0, 2))
 
 
-def save(path: Any, tree: Any) -> None:
+def save(path: Any, tree: Any, options: WriteOptions = OPTIONS) -> None:
     """Saves as two processes."""
     temporary = atomic.temporary_path(str(path))
-    write(temporary, tree)
+    write(temporary, tree, options)
     atomic.publish(temporary, str(path))
 
 

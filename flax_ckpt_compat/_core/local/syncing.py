@@ -7,10 +7,12 @@ import errno
 import functools
 import logging
 import os
+import tempfile
 from typing import Any
 
-# Some network file systems cannot sync directories, and a directory may be writable but not readable.
-_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EPERM, errno.EACCES)
+# Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
+_CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
 _warned: set[int] = set()  # devices
 _can_sync: dict[int, bool] = {}  # by device
 _log = logging.getLogger("flax_ckpt_compat")
@@ -34,8 +36,22 @@ def _sync_file_range() -> Any:
 def sync_directory(path: str) -> None:
     """Sync the names in a directory to disk; warn, once for a file system, where that is impossible."""
     path = path or "."
-    refusal = _refusal(path)
-    if refusal is not None and (device := os.stat(path).st_dev) not in _warned:
+    if (refusal := _refusal(path)) is not None:
+        _warn(path, os.stat(path).st_dev, refusal)
+
+
+def sync_descriptor(descriptor: int, path: str) -> None:
+    """Sync the bytes of an open file to disk; warn, once for a file system, where that is impossible."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FILES:
+            raise
+        _warn(path, os.fstat(descriptor).st_dev, error)
+
+
+def _warn(path: str, device: int, refusal: OSError) -> None:
+    if device not in _warned:
         _warned.add(device)
         _log.warning(
             "%s cannot be synced (%s): checkpoints on its file system are safe from crashes of a program, but a "
@@ -44,18 +60,31 @@ def sync_directory(path: str) -> None:
         )  # fmt: skip
 
 
-def can_sync_directories(path: str) -> bool:
-    """Return whether directories can be synced on the file system of one of them, which is tried once."""
+def can_sync(path: str) -> bool:
+    """Return whether directories and files can be synced on the file system of a directory, which is tried once."""
     device = os.stat(path).st_dev
     if device not in _can_sync:
-        _can_sync[device] = _refusal(path) is None
+        _can_sync[device] = _refusal(path) is None and _can_sync_files(path)
     return _can_sync[device]
+
+
+def _can_sync_files(path: str) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno not in _CANNOT_SYNC_FILES
+    return True
 
 
 def _refusal(path: str) -> OSError | None:
     """Sync a directory; return the error if that is impossible there."""
     try:
-        sync_file(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
@@ -64,10 +93,10 @@ def _refusal(path: str) -> OSError | None:
 
 
 def sync_file(path: str) -> None:
-    """Sync the bytes of a file, or the names in a directory."""
+    """Sync the bytes of a file; see `sync_descriptor`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -77,7 +106,7 @@ def write_file(path: str, data: bytes, *, new: bool = True) -> None:
     with open(path, "xb" if new else "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        sync_descriptor(file.fileno(), path)
 
 
 def sync_tree(path: str) -> None:

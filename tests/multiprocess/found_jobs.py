@@ -1,0 +1,48 @@
+"""What the processes of a team do in the tests of what each of them finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any
+
+import jax
+
+from flax_ckpt_compat import checkpoints, restore
+from tests.multiprocess.jobs import small, use
+
+# One path that is another directory in each process, as where a mount is missing on a machine.
+OWN_VIEW = "/proc/self/cwd/run"
+
+
+def restore_own_view(folders: list[str], late: int, strict: bool) -> float:
+    """Restores the latest checkpoint of `OWN_VIEW`, which is ``run`` in a folder of each process; one comes later."""
+    before = os.getcwd()
+    os.chdir(folders[jax.process_index()])
+    try:
+        if jax.process_index() == late:
+            time.sleep(0.7)
+        got: Any = restore(OWN_VIEW, small(-1)) if strict else checkpoints.restore_checkpoint(OWN_VIEW, small(-1))
+    finally:
+        os.chdir(before)
+    return float(got["n"])
+
+
+def restore_and_save(folder: str, orbax: bool) -> list[float]:
+    """Looks before, between and after saves, as a training loop does; process 0 also on its own."""
+    use(orbax)
+    found = []
+    for step in range(3):
+        found.append(float(checkpoints.restore_checkpoint(folder, small(-1))["n"]))
+        checkpoints.save_checkpoint_multiprocess(folder, small(step), step)
+        if jax.process_index() == 0:
+            checkpoints.restore_checkpoint(folder, small(-1))
+    found.append(float(checkpoints.restore_checkpoint(folder, small(-1))["n"]))
+    return found
+
+
+def restore_after_removal(folder: str) -> float:
+    """Restores what process 0 has removed since the last look."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return float(checkpoints.restore_checkpoint(folder, small(-1))["n"])

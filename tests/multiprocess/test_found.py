@@ -1,0 +1,68 @@
+"""Processes that find different checkpoints for one path: none goes on from other values than the rest in silence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from tests.multiprocess import found_jobs
+from tests.support.saves import use_flag
+from tests.support.team import team_of
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/cwd differs by process")
+
+
+def folders_with(tmp_path: Path, orbax: bool, *steps: int | None) -> list[str]:
+    """A folder for each process; ``run`` in it holds these steps of one checkpoint directory, or is not there."""
+    found = []
+    for index, last in enumerate(steps):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        found.append(str(folder))
+        if last is not None:
+            with use_flag(orbax):
+                for step in range(1, last + 1):
+                    tree = {"n": step, "w": np.full((8, 4), step, np.float32), "v": np.full(3, step)}
+                    checkpoints.save_checkpoint(folder / "run", tree, step, keep=9)
+    return found
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("blind", [0, 1])
+def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, late: int, strict: bool) -> None:
+    """The later one raises, whichever that is, and says who found what."""
+    folders = folders_with(tmp_path, orbax, *(None if index == blind else 2 for index in range(2)))
+    outcomes = team_of(2).run(found_jobs.restore_own_view, folders, late, strict)
+    outcome = outcomes[late]
+    kind = "CheckpointNotFoundError" if strict and late == blind else "MultiprocessRestoreError"
+    assert outcome.kinds[0] == kind, outcome
+    found = "/proc/self/cwd/run/checkpoint_2"
+    here, there = (found, "nothing") if late != blind else ("nothing", found)
+    assert f"process {1 - late} of this job found {there}, and process {late} finds {here}" in outcome.error
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_one_process_sees_an_older_step(orbax: bool, tmp_path: Path, late: int) -> None:
+    """A machine with an old view of the directory."""
+    outcome = team_of(2).run(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 3), late, False)[late]
+    assert outcome.kinds[0] == "MultiprocessRestoreError", outcome
+    assert "run/checkpoint_3" in outcome.error
+    assert "run/checkpoint_2" in outcome.error
+
+
+def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
+    """Nothing is said where all see the same."""
+    assert team_of(2).call(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 2), 1, False) == [2, 2]
+
+
+def test_a_loop_that_restores_and_saves(orbax: bool, tmp_path: Path) -> None:
+    """What is saved, or removed, after a process has looked is no disagreement."""
+    run = str(tmp_path / "run")
+    for found in team_of(2).call(found_jobs.restore_and_save, run, orbax):
+        assert found == [-1, 0, 1, 2]
+    assert team_of(2).call(found_jobs.restore_after_removal, run) == [-1, -1]
