@@ -214,3 +214,10 @@ def test_a_flag_in_the_environment_that_is_neither(monkeypatch):
     monkeypatch.setenv("FLAX_USE_ORBAX_CHECKPOINTING", "perhaps")
     with pytest.raises(SettingError, match="FLAX_USE_ORBAX_CHECKPOINTING is 'perhaps'"):
         config._flag_in_environment()
+
+
+@pytest.mark.parametrize("value", [True, False, 0, -1.0, float("inf"), float("nan"), "3"])
+def test_what_is_no_number_of_seconds(value: object) -> None:
+    """``True`` is a number in Python, and one second would end every save of several processes."""
+    with pytest.raises(SettingError, match="a positive number of seconds"), config.override(coordination_timeout=value):
+        pass

@@ -85,4 +85,4 @@ def _text(text: str) -> str:
 
 
 def _quoted(path: str) -> str:
-    return f'"{escape(path.lower())}"'
+    return f'"{escape(printable(path, one_line=True).lower())}"'

@@ -466,3 +466,12 @@ def test_a_plan_tells_what_numbers_become(flag: bool, tmp_path: Path) -> None:
         assert planned[name].shape == getattr(value, "shape", None), name
         assert planned[name].dtype == getattr(value, "dtype", None), name
     assert type(restored["a"]) is int and planned["a"].shape is None
+
+
+def test_control_characters_in_html(tmp_path: Path) -> None:
+    """No part of the page, the attributes for its search included, has a raw escape or a mark of direction."""
+    save(tmp_path / "c", {"a\x1b[31m": {"b\u202ec": np.ones(2)}})
+    page = plan_restore(tmp_path / "c", {"a\x1b[31m": {"b\u202ec": np.zeros(2)}})._repr_html_()
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "\\x1b[31m" in page
