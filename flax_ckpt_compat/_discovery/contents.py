@@ -309,7 +309,8 @@ def _directory(path: Location, names: set[str]) -> Contents:
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
     found = _orbax_directory(path, names)
-    upload = path.why_unfinished(names)
+    # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
+    upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
     if unfinished := upload or _why_unfinished(names):
         found = dataclasses.replace(found, state=State.INCOMPLETE, why=unfinished, is_upload=upload is not None)
     if found.state is State.INCOMPLETE and not (found.layout is Layout.TREE or _looks_begun(path, names)):

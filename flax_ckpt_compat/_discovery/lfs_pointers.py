@@ -28,22 +28,24 @@ def named(path: Location) -> Iterator[None]:
     except _DAMAGE as error:
         if (pointer := _first_pointer(path)) is None:
             raise
+        copied = " that they were copied from, copy them again" if path.is_remote else ""
         raise CorruptCheckpointError(
             f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
-            "`git lfs pull` in that repository, and try again.",
+            f"`git lfs pull` in {'the' if path.is_remote else 'that'} repository{copied}, and try again.",
             path=path.path,
             leaf=error.leaf,
         ) from error
 
 
 def _first_pointer(path: Location) -> Location | None:
-    """Return a file of a local checkpoint that is a pointer; the first one by name, of some."""
-    if path.is_remote:  # git has none there, and each look is a request
-        return None
+    """Return a file of a checkpoint that is a pointer; the first one by name, of some. In a store one listing tells."""
     with suppress(OSError, CheckpointError):
         if not path.isdir():
             return None
-        for name in sorted(path.files_below())[:_MAX_FILES]:
+        path = path.unlisted().listed()
+        names = sorted(path.files_below())[:_MAX_FILES]
+        path.prefetch_sizes(names)
+        for name in names:
             file = path / name
             with suppress(OSError, StorageError):
                 if file.size() <= _MAX_POINTER and foreign.is_lfs_pointer(file):

@@ -36,6 +36,18 @@ def messages(processes: int) -> dict[str, int]:
     }
 
 
+def messages_of_restore(processes: int) -> dict[str, int]:
+    """Requests to jax's key-value store during the first restore of a step; a later one also deletes what each left.
+
+    Each process leaves what it found, and looks at process 0's and, of 256 processes at most, at the others'.
+
+    Returns:
+        Method of jax's client → number, all processes together.
+    """
+    looks = 2 * processes if processes <= 256 else processes + 1
+    return {"key_value_set": processes, "key_value_dir_get": looks}
+
+
 def files(orbax: bool, processes: int, arrays: int, shards: int) -> int:
     """Files of a checkpoint of small arrays that are spread over processes.
 

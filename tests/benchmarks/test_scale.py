@@ -15,7 +15,7 @@ LEAVES = 30
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_counts_of_real_processes(processes: int, tmp_path: Path) -> None:
-    """Messages, files and bytes of a save in Orbax's format are as many as the formulas say; a restore needs none."""
+    """Messages, files and bytes of a save in Orbax's format, and messages of a restore: as the formulas say."""
     team = team_of(processes)
     one = scale.measure(team, str(tmp_path), True, LEAVES)
     _check_messages(one, processes)
@@ -48,7 +48,8 @@ def test_devices_of_a_thousand_hosts() -> None:
 
 
 def _check_messages(one: dict[str, list[dict[str, Counter[str]]]], processes: int) -> None:
-    assert not any(result["messages"] for result in one["restore"])
+    restored = sum((Counter(result["messages"]) for result in one["restore"]), Counter[str]())
+    assert restored == scale_costs.messages_of_restore(processes)
     _check_at_least(sum((Counter(result["messages"]) for result in one["save"]), Counter[str]()), processes)
 
 
