@@ -86,7 +86,7 @@ def clean(*arguments: object) -> Result:
 
 
 @needs_unshare
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("format", ["msgpack", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_a_crash_loop_leaves_one_temporary(format: str, tmp_path: Path, begin: Callable[..., Container]) -> None:
     """Each start has another host name and pid namespace: it removes what the one before left; so does `clean`."""
     for number in range(3):
@@ -101,7 +101,7 @@ def test_a_crash_loop_leaves_one_temporary(format: str, tmp_path: Path, begin: C
 
 
 @needs_unshare
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("format", ["msgpack", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_a_live_writer_keeps_its_temporary(format: str, tmp_path: Path, begin: Callable[..., Container]) -> None:
     """However old it looks, whoever looks, and whatever is forced."""
     (temporary,) = begin(tmp_path, format, 1, "pod").seen

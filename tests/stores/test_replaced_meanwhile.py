@@ -48,7 +48,7 @@ class _Between:
         return call
 
 
-@pytest.mark.parametrize("checksums", ["verify", "off"])
+@pytest.mark.parametrize("checksums", ["verify", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_it_is_overwritten_between_two_requests(format: Any, checksums: str, any_bucket: AnyBucket) -> None:
     """Text lay in one file, and the rest in others: a restore gave the old text with the new arrays."""
