@@ -112,7 +112,7 @@ def test_conversion_renames(run: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     with ocp.CheckpointManager(tmp_path / "dst") as manager:
         assert manager.all_steps() == [5, 6]
-        assert same(manager.restore(6), STATE | {"step": 3})
+        assert same(manager.restore(6, args=ocp.args.StandardRestore()), STATE | {"step": 3})
     flax_ckpt_compat.convert(run, tmp_path / "some", "manager", item={"ema": "average", "notes": ""})
     assert {path.name for path in (tmp_path / "some" / "6").iterdir() if path.is_dir()} == {"average", "notes"}
     flax_ckpt_compat.convert(run / "6", tmp_path / "flat", "orbax", item="ema")

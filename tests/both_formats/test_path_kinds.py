@@ -15,7 +15,11 @@ from flax_ckpt_compat.cli import main
 from tests.support import path_consumers, path_kinds
 from tests.support.path_consumers import Look
 from tests.support.path_kinds import Builder, Row
+from tests.support.peers import version
 from tests.support.saves import use_flag
+
+# Older releases leave out what rows lose; files that they wrote are in tests/data/corpus.
+pytestmark = pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote")
 
 
 @pytest.fixture(scope="module")

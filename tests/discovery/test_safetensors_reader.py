@@ -82,8 +82,8 @@ def test_every_function_reads_it(source: str, tmp_path: Path, request: pytest.Fi
     assert_same(serialization.msgpack_restore((tmp_path / "file").read_bytes()), NESTED)
     flax_ckpt_compat.convert(path, tmp_path / "steps", "manager", step=3)
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
-        assert_same(manager.restore(3)["model"]["norm"], TENSORS["model.norm"])
-        assert_same(manager.restore(3)["empty"], TENSORS["empty"])
+        assert_same(manager.restore(3, args=ocp.args.StandardRestore())["model"]["norm"], TENSORS["model.norm"])
+        assert_same(manager.restore(3, args=ocp.args.StandardRestore())["empty"], TENSORS["empty"])
 
 
 def test_parts_of_a_large_array(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ import pytest
 from tests.support import path_consumers, path_kinds
 from tests.support.path_consumers import Look
 from tests.support.path_kinds import Builder, Row
+from tests.support.peers import version
 from tests.support.saves import use_flag
 from tests.support.store_places import AnyBucket
+
+# Older releases leave out what rows lose; files that they wrote are in tests/data/corpus.
+pytestmark = pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote")
 
 
 @pytest.fixture(scope="module")
