@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from tests.support.peers import version
 from tests.support.store_places import Place
 
 CONTENTS = {"a": b"", "b": b"\x07", "c/d": b"12", "c/e/f": bytes(range(256)) * 3, "c.x": b"x", "c0": b"y"}
@@ -27,6 +28,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A folder that does not exist yet, of each storage."""
     if request.param == "disk":
         return Place(str(tmp_path / "run"), folder=tmp_path / "run")
+    if version("tensorstore") < (0, 1, 86):
+        pytest.skip("this TensorStore does not read parts of objects")
     bucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
     return Place(f"{bucket.url}/run", bucket=bucket)
 
