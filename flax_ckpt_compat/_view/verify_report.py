@@ -82,12 +82,12 @@ class Verification:
 
     @property
     def state(self) -> State:
-        """Return the verdict, the worst state of the checkpoints: ``ok`` only if recorded checksums cover all."""
+        """Return the worst state of the checkpoints, ``ok`` only if recorded checksums cover all of them."""
         return max((one.state for one in self.checkpoints), key=list(_WORDS).index, default="ok")
 
     @property
     def ok(self) -> bool:
-        """Return whether the verdict is ``ok``: every leaf decodes, and is covered by checksums that hold."""
+        """Return whether every leaf decodes, and is covered by checksums that hold."""
         return self.state == "ok"
 
     @property
