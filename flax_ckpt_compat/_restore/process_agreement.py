@@ -25,7 +25,7 @@ _MOST = 256  # processes of which each looks at all others; of more, at process 
 
 @dataclasses.dataclass(slots=True)
 class _OwnRecord:
-    """What this process found last for one subject, as the ``count``th time."""
+    """The path that this process found last for one subject, the ``count``th time that it looked."""
 
     count: int = 0
     path: str | None = None

@@ -664,13 +664,13 @@ def test_a_lock_is_waited_for_and_given_up(tmp_path: Path, seconds: float, monke
 def test_a_lock_ends_though_a_fork_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may fork meanwhile, as data loaders do: the child has the descriptor as long as it lives."""
     held: list[int] = []
-    lock = removal._lock
+    lock = removal.lock_in_time
 
-    def forked(descriptor: int) -> None:
-        lock(descriptor)
+    def forked(descriptor: int, operation: int, seconds: float) -> None:
+        lock(descriptor, operation, seconds)
         held.append(os.dup(descriptor))  # to the system, a fork's is this
 
-    monkeypatch.setattr(removal, "_lock", forked)
+    monkeypatch.setattr(removal, "lock_in_time", forked)
     with removal.locked(str(tmp_path)):
         pass
     other = os.open(tmp_path, os.O_RDONLY)

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,13 +18,14 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import GONE, abandon, claimed_path, release
+from flax_ckpt_compat._core.local.writer_locks import lock_in_time
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
 STILL_OPEN = (".nfs", ".fuse_hidden")  # of NFS and of FUSE: sshfs, s3fs, ntfs-3g, …
 _DOOMED = "removed" + TEMPORARY
-_LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
+_LOCK_SECONDS = 5.0
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def locked(directory: str) -> Iterator[None]:
     try:
         with suppress(OSError):
             descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-            _lock(descriptor)
+            lock_in_time(descriptor, fcntl.LOCK_EX, _LOCK_SECONDS)
         yield
     finally:
         if descriptor is not None:
@@ -43,17 +43,6 @@ def locked(directory: str) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             with suppress(OSError):
                 os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def discard(paths: Iterable[str]) -> dict[str, StorageError]:

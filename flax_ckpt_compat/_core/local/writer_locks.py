@@ -63,7 +63,8 @@ def hold(tag: str, path: str) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if work_in(path if stat.S_ISDIR(os.fstat(descriptor).st_mode) else os.path.dirname(path) or os.curdir):
-            _lock(descriptor)
+            # Others may lock it only to look whether it is; shared, because NFS takes exclusive ones for writing only.
+            lock_in_time(descriptor, fcntl.LOCK_SH, _WAIT_SECONDS)
             _held.setdefault(tag, []).append(descriptor)
             descriptor = None
             return True
@@ -75,13 +76,12 @@ def hold(tag: str, path: str) -> bool:
     return False
 
 
-def _lock(descriptor: int) -> None:
-    """Lock a descriptor that others may lock only to look whether it is."""
-    end = time.monotonic() + _WAIT_SECONDS
+def lock_in_time(descriptor: int, operation: int, seconds: float) -> None:
+    """Lock a descriptor by an ``flock`` operation; raise BlockingIOError if others hold it for so many seconds."""
+    end = time.monotonic() + seconds
     while True:
         try:
-            # Shared, because NFS takes exclusive ones for writing only.
-            return fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise
