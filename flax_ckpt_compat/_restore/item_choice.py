@@ -51,9 +51,10 @@ def choose_item(
     """
     if (only := only_tree(opened)) is not None:
         return (ALL if prefers_all else only), ""
-    fits = [_fit(opened, name, target, options) for name in opened.trees]
+    wanted = _paths(target)
+    fits = [_fit(opened, name, target, wanted, options) for name in opened.trees]
     if prefers_all or options.transforms.rules:
-        fits.append(_fit_of_all(fits, opened, target, options))
+        fits.append(_fit_of_all(fits, opened, target, wanted, options))
     best = max((fit.is_exact, fit.found) for fit in fits)
     equals = [fit for fit in fits if (fit.is_exact, fit.found) == best]
     more = f" and {len(fits) - _MAX_SHOWN} more" if len(fits) > _MAX_SHOWN else ""
@@ -76,9 +77,10 @@ def choose_item(
     return chosen, f"Its items fit the target so: {shown}."
 
 
-def _fit_of_all(fits: list[Fit], opened: opening.Opened, target: Node, options: RestoreOptions) -> Fit:
+def _fit_of_all(
+    fits: list[Fit], opened: opening.Opened, target: Node, wanted: set[Path], options: RestoreOptions
+) -> Fit:
     """Return how well all items as one tree, with their names at the top, fit a target that names some of them."""
-    wanted = _paths(target)
     renamed = opened.items.keys() if options.transforms.rules else set[str]()
     named = renamed | ({path[0] for path in wanted if path} & opened.items.keys())
     tree: Node = Branch({fit.name: opened.reader(fit.name).tree for fit in fits if fit.name in named and not fit.error})
@@ -109,8 +111,7 @@ def only_tree(opened: opening.Opened) -> str | None:
     return next(iter(opened.trees)) if len(opened.trees) == 1 else None
 
 
-def _fit(opened: opening.Opened, name: str, target: Node, options: RestoreOptions) -> Fit:
-    wanted = _paths(target)
+def _fit(opened: opening.Opened, name: str, target: Node, wanted: set[Path], options: RestoreOptions) -> Fit:
     try:
         tree = opened.reader(name).tree
         if options.transforms.rules:
