@@ -55,8 +55,8 @@ class Agreement:
         with suppress(CheckpointError):  # the store cannot be reached: process 0 is gone, and the job with it
             others = self._exchange(own)
         for process, record in sorted(others.items()):
-            if record["path"] == before and record["count"] < own.count:
-                continue  # it has not looked again since both agreed
+            if record["path"] == before and (record["count"] < own.count or self._was_removed(found, record["time"])):
+                continue  # both saw it, and the other has not looked again since
             if self._contradicts(found, record["path"], record["time"]):
                 raise self._error(found, process, record["path"])
 
@@ -80,6 +80,15 @@ class Agreement:
             return False
         appeared = _changed(of_text(path)) if path else None
         return appeared is None or appeared <= self._start
+
+    def _was_removed(self, found: Location | None, when: float) -> bool:
+        """Return whether what both processes saw may have gone after a time: its folder changed since."""
+        if found is not None:
+            return False
+        folder = of_text(self._root)
+        while (changed := _changed(folder)) is None and folder.parent != folder:
+            folder = folder.parent
+        return changed is None or changed > when
 
     def _error(self, found: Location | None, process: int, path: str) -> MultiprocessRestoreError:
         here, there = ("nothing" if one is None else one for one in (found and found.path, path or None))

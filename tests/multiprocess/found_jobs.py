@@ -42,7 +42,10 @@ def restore_and_save(folder: str, orbax: bool) -> list[float]:
     return found
 
 
-def restore_after_removal(folder: str) -> float:
-    """Restores what process 0 has removed since the last look."""
+def restore_after_removal(folder: str, late: int) -> float:
+    """Restores what was removed since the last look; the ``late`` process does so when the other one has."""
+    time.sleep(0.05)  # file systems count time in steps of some milliseconds
     shutil.rmtree(folder, ignore_errors=True)
+    if jax.process_index() == late:
+        time.sleep(0.3)
     return float(checkpoints.restore_checkpoint(folder, small(-1))["n"])

@@ -60,9 +60,10 @@ def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
     assert team_of(2).call(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 2), 1, False) == [2, 2]
 
 
-def test_a_loop_that_restores_and_saves(orbax: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_loop_that_restores_and_saves(orbax: bool, tmp_path: Path, late: int) -> None:
     """What is saved, or removed, after a process has looked is no disagreement."""
     run = str(tmp_path / "run")
     for found in team_of(2).call(found_jobs.restore_and_save, run, orbax):
         assert found == [-1, 0, 1, 2]
-    assert team_of(2).call(found_jobs.restore_after_removal, run) == [-1, -1]
+    assert team_of(2).call(found_jobs.restore_after_removal, run, late) == [-1, -1]
