@@ -9,7 +9,7 @@ import os
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
@@ -161,11 +161,8 @@ def _digest(plan: SavePlan) -> str:
 def _check_done(location: Location, process: int, database: Location, digest: str) -> None:
     file, path = database / layout.PROCESS_DONE, location.path
     try:
-        with translated(file.path, "read"):
-            found = file.read().decode("ascii", "replace")
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise
+        found = file.read().decode("ascii", "replace")
+    except MissingPathError as error:
         where = "URL of one store" if location.is_remote else "directory that they share"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "

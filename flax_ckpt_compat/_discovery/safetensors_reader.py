@@ -23,7 +23,6 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 
 # Those of safetensors 0.8, by numpy's names.
@@ -81,8 +80,7 @@ class SafetensorsReader(Reader):
         return files
 
     def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
-        with translated(file.path):
-            size = file.size()
+        size = file.size()
         try:
             length = int.from_bytes(_bytes(file, 0, _LENGTH), "little")
             if length > min(_MAX_HEADER, size - _LENGTH):
@@ -148,8 +146,7 @@ class SafetensorsReader(Reader):
 
 
 def _bytes(file: Location, start: int, stop: int | None) -> bytes:
-    with translated(file.path):
-        return file.read(start, stop) if stop is None or stop > start else b""
+    return file.read(start, stop) if stop is None or stop > start else b""
 
 
 def _corrupt(file: Location, what: str, leaf: str | None = None) -> CorruptCheckpointError:

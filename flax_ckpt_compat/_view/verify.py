@@ -26,7 +26,6 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location, as_text, location_of
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
@@ -207,8 +206,7 @@ def _strange_names(opened: opening.Opened) -> list[str]:
     if "" in opened.items:
         return []  # its reader knows
     known = {*opened.items, *STEP_FILES}
-    with translated(opened.path, "listed"):
-        strange = sorted(name for name in opened.location.listdir() if name not in known)
+    strange = sorted(name for name in opened.location.listdir() if name not in known)
     return [
         f"{name} (an item of an unknown kind: not verified)" if (opened.location / name).isdir() else name
         for name in strange
