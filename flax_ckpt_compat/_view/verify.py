@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
@@ -43,7 +43,7 @@ _NO_DAMAGE = (StorageError, OutOfMemoryError)
 def verify(
     path: str | os.PathLike[str],
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     progress: Callable[[VerifiedCheckpoint], None] | None = None,
 ) -> Verification:
