@@ -54,7 +54,7 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
-    is_safetensors: bool = False  # a file that is read by the rules of msgpack files
+    layout: str = ""  # name of its `layouts.ReadOnlyLayout`; leaves are restored by the rules of the format
 
     def unlisted(self) -> Item:
         """Return this item without a listing."""
