@@ -41,7 +41,7 @@ class OrbaxBackend:
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
     write_process_part = staticmethod(multiprocess.write)
-    finish_multiprocess = staticmethod(multiprocess.end)
+    finish_multiprocess = staticmethod(multiprocess.finish)
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""

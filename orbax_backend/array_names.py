@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import PathLengths
 
 from .files import corrupt
@@ -17,8 +16,7 @@ def names_of_arrays(location: Location) -> list[str]:
         keys = open_database(location).keys()
         files = [key.decode("utf-8", "surrogateescape") for key in keys]
     else:
-        with translated(location.path, "listed"):
-            files = location.files_below()
+        files = location.files_below()
     split = (file.rpartition("/") for file in files)
     names = sorted({folder for folder, _, file in split if folder and file in layout.ARRAY_METADATA_FILES})
     lengths = PathLengths(sum(map(len, files)))

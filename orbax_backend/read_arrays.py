@@ -278,7 +278,7 @@ class ArrayReader:
         with translated((self._location / file).path, "read"):
             try:
                 yield
-            except (FileNotFoundError, NotADirectoryError) as error:
+            except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
                 raise self._corrupt(read, f"the file {file} is missing") from error
 
 

@@ -2,7 +2,7 @@
 
 Paths are absolute local paths, or normalized URLs. Methods that take a `Listing` answer from it what it covers, and ask
 the storage for the rest; a disk has no listings. A missing file is a FileNotFoundError everywhere; other failures are
-OSErrors of a disk, which `storage_errors.translated` translates, or StorageErrors.
+OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of them.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    MissingPathError,
     StorageError,
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied, translated
+from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, layouts
 from flax_ckpt_compat._discovery.orbax_directory import (
     FINISHED,
@@ -268,14 +269,13 @@ def incomplete_message(found: Contents) -> str:
 def _look_once(path: Location, lists_denied: bool) -> Contents:
     """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
     try:
-        with translated(path.path):
-            found = _by_content(path)
+        found = _by_content(path)
         whose = temporary_of(found.name)
         if whose is None:
             return found
         return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+        if _is_absent(error):
             return _absent(path)
         if lists_denied and is_denied(error):
             return Contents(path, State.DENIED, DENIED)
@@ -289,6 +289,10 @@ def _by_content(path: Location) -> Contents:
     return _directory(path, names) if names else Contents(path, State.INCOMPLETE, "the directory is empty")
 
 
+def _is_absent(error: StorageError) -> bool:
+    return isinstance(error, MissingPathError) or error.errno == errno.ELOOP
+
+
 def _absent(path: Location) -> Contents:
     """Describe a path where nothing is: a link to nothing was a checkpoint once."""
     dangling = None if path.is_remote else directories.dangling_link(path.path)
@@ -300,13 +304,12 @@ def _absent(path: Location) -> Contents:
 def _file(path: Location) -> Contents:
     whole = Contents(path, State.COMPLETE, "", Layout.FILE, {"": Item(Format.MSGPACK, path)}, is_one_checkpoint=True)
     try:
-        with translated(path.path):
-            head = path.head()
+        head = path.head()
         if not head:
             return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
         look = foreign.file_looks_like(path, head)
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+        if _is_absent(error):
             raise
         if path.exists() and not path.isfile():
             return Contents(path, State.FOREIGN, "something that is not a regular file")
@@ -470,10 +473,8 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
         return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
     try:
         return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
-            return False
-        raise
+    except MissingPathError:  # removed meanwhile
+        return False
 
 
 def _has_sign(path: Location, names: set[str]) -> bool:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Sequence
 
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 
 FIRST_BYTES = 512
 _LARGE = 2**62  # bytes
@@ -86,11 +85,10 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     """Return what a file that is not a checkpoint looks like; None for msgpack, and for bytes of no known kind.
 
     ``head`` are its first bytes, if they are known: of most checkpoints they are enough."""
-    with translated(path.path):
-        head = path.head() if head is None else head
-        if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
-            return None
-        return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
+    head = path.head() if head is None else head
+    if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
+        return None
+    return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
 
 
 def bytes_look_like(first: bytes, size: int) -> str | None:
@@ -145,14 +143,12 @@ def _begins_like_stream(first: bytes) -> bool:
 
 def is_lfs_pointer(path: Location) -> bool:
     """Return whether a file is a pointer of git-lfs, whose content was never fetched."""
-    with translated(path.path):
-        return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
+    return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
 
 
 def may_be_msgpack_tree(path: Location) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
-    with translated(path.path):
-        head = path.head()
+    head = path.head()
     return bool(head) and head[0] in _TREE_STARTS and file_looks_like(path, head) is None
 
 

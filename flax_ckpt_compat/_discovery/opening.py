@@ -19,7 +19,6 @@ from flax_ckpt_compat._core.errors import (
     add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, lfs_pointers
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -180,8 +179,7 @@ class JsonReader(Reader):
     def __init__(self, path: Location):
         self.location = path.unlisted()
         try:
-            with translated(path.path):
-                self.tree: Node = self._node(json.loads(path.read().decode()), ())
+            self.tree: Node = self._node(json.loads(path.read().decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path} is not valid JSON: {error}; restore the file from a backup", path=path.path

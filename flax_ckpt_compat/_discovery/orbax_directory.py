@@ -12,9 +12,9 @@ from contextlib import suppress
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
@@ -63,7 +63,7 @@ class Item:
 
 def names_in(path: Location) -> set[str]:
     """Return the names in a directory; none if it is not one."""
-    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
+    with suppress(MissingPathError):  # removed meanwhile
         return set(path.listdir()) if path.isdir() else set()
     return set()
 
@@ -120,17 +120,16 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | st
     if layout.STEP_METADATA not in names:
         return {}
     file = path / layout.STEP_METADATA
-    with translated(file.path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        try:
-            content = json.loads(file.read(0, _MAX_RECORD_BYTES))
-        except (ValueError, RecursionError):  # Orbax takes what does not decode as missing
-            return {}
-        handlers = content.get("item_handlers") if isinstance(content, dict) else None
-        if isinstance(handlers, str):
-            return handlers
-        if isinstance(handlers, dict):
-            return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
-    return {}
+    if not file.isfile():
+        return {}
+    try:
+        content = json.loads(file.read(0, _MAX_RECORD_BYTES))
+    except (ValueError, RecursionError, MissingPathError):  # Orbax takes what does not decode as missing
+        return {}
+    handlers = content.get("item_handlers") if isinstance(content, dict) else None
+    if isinstance(handlers, dict):
+        return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
+    return handlers if isinstance(handlers, str) else {}
 
 
 def kind_of_handler(handler: str) -> ItemKind:
@@ -197,8 +196,7 @@ def lost_manifest(path: Location, names: set[str]) -> bool:
     others = names - {layout.ARRAY_METADATAS}
     if layout.TREE_METADATA not in names or any((path / name).isdir() for name in others):
         return False
-    with translated(path.path):  # perhaps a tree without arrays
-        return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))
+    return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))  # perhaps a tree without arrays
 
 
 def _data_files(path: Location, names: set[str]) -> set[str] | None:
@@ -248,10 +246,7 @@ def json_file(path: Location, names: set[str], handler: str = "") -> Location | 
 
 def _first_bytes(file: Location) -> bytes:
     """Return the first bytes of a file; none of what is not a file."""
-    if not file.isfile():
-        return b""
-    with translated(file.path):
-        return file.read(0, _FIRST_BYTES)
+    return file.read(0, _FIRST_BYTES) if file.isfile() else b""
 
 
 def _begins_like_aggregate(first: bytes) -> bool:

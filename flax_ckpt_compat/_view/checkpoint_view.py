@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, similar_names, steps
@@ -32,7 +32,7 @@ LeafPath = str | tuple[str | int, ...]
 @depth.limited("opened")
 def open_checkpoint(
     path: str | os.PathLike[str],
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
 ) -> Checkpoint:

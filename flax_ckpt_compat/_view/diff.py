@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
     rtol: float | None = None,

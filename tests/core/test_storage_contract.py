@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, MissingPathError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location, location_of
@@ -132,8 +133,10 @@ class TestStorage:
         assert sorted((location / "c").files_below()) == ["d", "e/f"]
         assert (location / ABSENT).files_below() == []
         for name in (ABSENT, "b"):
-            with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            with pytest.raises(MissingPathError) as caught:
                 (location / name).listdir()
+            assert caught.value.path == (location / name).path
+            assert isinstance(caught.value, FileNotFoundError)
 
     def test_bytes_of_files(self, location: Location) -> None:
         """Sizes, and any part, are those of the content."""
@@ -149,8 +152,9 @@ class TestStorage:
         assert location.total_size() == sum(map(len, CONTENTS.values()))
         assert (location / ABSENT).total_size() == 0
         for ask in (Location.size, Location.head, Location.read, Location.open_file, Location.version):
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(MissingPathError) as caught:
                 ask(location / ABSENT)
+            assert caught.value.path == (location / ABSENT).path
 
     def test_many_are_asked_for_at_once(self, filled: Place) -> None:
         """What was asked for ahead takes no request later."""
@@ -166,6 +170,22 @@ class TestStorage:
         filled.put("b", b"others")
         location.forget_contents()
         assert (location / "b").read() == b"others"
+
+    def test_what_the_system_refuses(self, tmp_path: Path) -> None:
+        """Every look-up of a disk raises a StorageError that has the path and the number, as stores do."""
+        location = location_of(tmp_path / "loop")
+        (tmp_path / "loop").symlink_to("loop")
+        for ask in (
+            Location.listdir,
+            Location.size,
+            Location.head,
+            Location.read,
+            Location.open_file,
+            Location.version,
+        ):
+            with pytest.raises(StorageError) as caught:
+                ask(location)
+            assert (caught.value.path, caught.value.errno in (errno.ELOOP, errno.ENOENT)) == (location.path, True)
 
     def test_versions(self, filled: Place) -> None:
         """They change when a file is replaced."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Set
 
 from flax_ckpt_compat._core.backend import Format, Reader
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
 from flax_ckpt_compat._discovery.layouts.own_names import is_step
@@ -31,8 +30,7 @@ def _latest(path: Location, names: Set[str]) -> Mapping[str, Location]:
     file = path / _LOOK_UP_FILE
     if not file.isfile():
         return {}
-    with translated(file.path):
-        found = _LATEST.match(file.read(0, _FIRST_BYTES))
+    found = _LATEST.match(file.read(0, _FIRST_BYTES))
     name = found[1].decode(errors="replace") + _SUFFIX if found else ""
     return {"": path / name} if name in names else {}
 

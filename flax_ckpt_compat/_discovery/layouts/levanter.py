@@ -11,7 +11,6 @@ from collections.abc import Mapping, Set
 
 from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.formats import open_arrays
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
 from flax_ckpt_compat._discovery.layouts.own_names import is_step
@@ -30,8 +29,7 @@ def _arrays(path: Location, names: Set[str]) -> Mapping[str, Location]:
 
 
 def _is_metadata(file: Location) -> bool:
-    with translated(file.path):
-        content = file.read(0, _MAX_BYTES) if file.isfile() else b""
+    content = file.read(0, _MAX_BYTES) if file.isfile() else b""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

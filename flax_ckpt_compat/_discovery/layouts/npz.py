@@ -44,8 +44,7 @@ class NpzReader(Reader):
     def __init__(self, location: Location):
         """Read the archive's directory, and the header of each array."""
         self.location = location.unlisted()
-        with translated(location.path):
-            self._opened = self.location.open_file()
+        self._opened = self.location.open_file()
         with self._naming_damage():
             self._archive = zipfile.ZipFile(io.BufferedReader(_Stream(self._opened), _BUFFER))
             members = {member.filename: member for member in self._archive.infolist()}

@@ -15,7 +15,6 @@ from typing import Any
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
@@ -59,8 +58,7 @@ class SafetensorsReader(Reader):
             self.tree = from_leaves({(".".join(path),): leaf for path, leaf in leaves.items()})
 
     def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
-        with translated(file.path):
-            size = file.size()
+        size = file.size()
         try:
             length = int.from_bytes(_bytes(file, 0, _LENGTH), "little")
             if length > min(_MAX_HEADER, size - _LENGTH):
@@ -123,13 +121,11 @@ def _is_readable(path: Location, look: str) -> bool:
         return path.head()[:1] == b"{"
     if look != foreign.SAFETENSORS:
         return False
-    with translated(path.path):
-        return path.name.endswith(SUFFIX) or _WRITTEN_HERE in path.read(0, foreign.FIRST_BYTES)
+    return path.name.endswith(SUFFIX) or _WRITTEN_HERE in path.read(0, foreign.FIRST_BYTES)
 
 
 def _bytes(file: Location, start: int, stop: int) -> bytes:
-    with translated(file.path):
-        return file.read(start, stop) if stop > start else b""
+    return file.read(start, stop) if stop > start else b""
 
 
 def _corrupt(file: Location, what: str, leaf: str | None = None) -> CorruptCheckpointError:

@@ -7,7 +7,6 @@ import json
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, IncompleteCheckpointError
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 
 _MAX_BYTES = 100_000_000  # as of a header of safetensors
 _DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -16,8 +15,7 @@ _DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionErro
 def files_of(index: Location, suffix: str) -> list[Location]:
     """Return the files that an index names, which lie beside it and end in a suffix; raise if one is missing."""
     try:
-        with translated(index.path):
-            text = index.read(0, _MAX_BYTES)
+        text = index.read(0, _MAX_BYTES)
         names = sorted(set(json.loads(text)["weight_map"].values()))
         bad = [name for name in names if not name.endswith(suffix) or not stays_inside(name)]
     except _DECODE_ERRORS as error:
