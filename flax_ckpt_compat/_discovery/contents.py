@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery import foreign, layouts
 from flax_ckpt_compat._discovery.orbax_directory import (
     FINISHED,
     ITEMS_MARKERS,
@@ -81,8 +81,11 @@ class Layout(enum.Enum):
     # Read, and never written by Flax, Orbax's checkpointers or this library.
     T5X = "T5X"
     ARRAYS = "arrays without a tree"  # of jax's own array serialization
-    # Read by its own path, and something else than a checkpoint for all look-ups: it is never the latest.
-    SAFETENSORS = "safetensors"
+    # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
+    READ_ONLY = "of another program"
+
+
+_NEVER_WRITTEN = (None, Layout.T5X, Layout.ARRAYS, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,8 +124,13 @@ class Contents:
 
     @property
     def is_readable(self) -> bool:
-        """Return whether restores read it by its own path: complete checkpoints, and safetensors files."""
-        return self.is_complete or (self.state is State.FOREIGN and bool(self.items))
+        """Return whether restores read it by its own path: complete checkpoints, and layouts of other programs."""
+        return self.is_complete or self.is_foreign_and_read
+
+    @property
+    def is_foreign_and_read(self) -> bool:
+        """Return whether it is read by its own path, and by nothing else: a layout of another program."""
+        return self.state is State.FOREIGN and bool(self.items)
 
     @property
     def is_listed(self) -> bool:
@@ -141,7 +149,7 @@ class Contents:
     @property
     def counts_for_keep(self) -> bool:
         """Return whether it is one of the checkpoints of which ``keep`` keeps the newest."""
-        return self.state is State.COMPLETE and self.layout not in (None, Layout.T5X, Layout.ARRAYS)
+        return self.state is State.COMPLETE and self.layout not in _NEVER_WRITTEN
 
     @property
     def name(self) -> str:
@@ -187,6 +195,11 @@ def is_certainly_orbax(path: Location) -> bool:
     """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
     found = marked_contents_of(path)
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
+
+
+def is_of_another_program(path: Location) -> bool:
+    """Return whether a directory is read by a `layouts.ReadOnlyLayout`, after one listing."""
+    return layouts.of_folder(path, names_in(path)) is not None
 
 
 def is_step_of_manager(path: Location) -> bool:
@@ -301,16 +314,20 @@ def _file(path: Location) -> Contents:
         if path.exists() and not path.isfile():
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
-    if look is not None and foreign.is_readable_safetensors(path, look):
-        item = Item(Format.MSGPACK, path, is_safetensors=True)
-        return Contents(path, State.FOREIGN, look, Layout.SAFETENSORS, {"": item}, is_one_checkpoint=True)
-    return whole if look is None else Contents(path, State.FOREIGN, look, Layout.FILE)
+    if look is None:
+        return whole
+    if (read_by := layouts.of_file(path, look)) is not None:
+        item = Item(Format.MSGPACK, path, layout=read_by.name)
+        return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, {"": item}, is_one_checkpoint=True)
+    return Contents(path, State.FOREIGN, look, Layout.FILE)
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
+    if (read_by := layouts.of_folder(path, names)) is not None:
+        return _of_another_program(path, names, *read_by)
     found = _orbax_directory(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
@@ -321,6 +338,18 @@ def _directory(path: Location, names: set[str]) -> Contents:
     return dataclasses.replace(
         found, is_marked=bool(names.intersection(MARKERS)), is_one_checkpoint=_is_one_checkpoint(found, names)
     )
+
+
+def _of_another_program(
+    path: Location, names: set[str], layout: layouts.ReadOnlyLayout, places: Mapping[str, Location]
+) -> Contents:
+    format = Format.MSGPACK if layout.reads_msgpack else Format.ORBAX
+    items = {
+        name: Item(None, place) if name == layouts.JSON_ITEM else Item(format, place, layout=layout.name)
+        for name, place in places.items()
+    }
+    state, look = (State.COMPLETE, "") if layout.is_step else (State.FOREIGN, foreign.names_look_like(names))
+    return Contents(path, state, look, Layout.READ_ONLY, items, is_one_checkpoint=layout.is_step)
 
 
 def _is_one_checkpoint(found: Contents, names: set[str]) -> bool:

@@ -29,8 +29,10 @@ _FIRST_BYTES = 512
 _ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
 _MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
 # The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
-# documented in its checkpoint importer).
-_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xafflax_optimizer")
+# documented in its checkpoint importer). Version 0 begins with the state itself, as Orbax's files may; but in the place
+# of each array it has a spec, whose first keys are these.
+_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xaeflax_optimizer")
+_T5X_STATE_KEYS, _T5X_SPEC = (b"\xa6target", b"\xa5state"), b"\xa6driver\xa4zarr"
 _T5X_ARRAYS = ("target.", "state.", "param_states.")
 
 
@@ -52,7 +54,7 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
-    is_safetensors: bool = False  # a file that is read by the rules of msgpack files
+    layout: str = ""  # name of its `layouts.ReadOnlyLayout`; leaves are restored by the rules of the format
 
     def unlisted(self) -> Item:
         """Return this item without a listing."""
@@ -93,8 +95,11 @@ def is_t5x(path: Location, names: set[str]) -> bool:
     if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
         return False
     has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
+    if not has_arrays:
+        return False
     first = _first_bytes(path / layout.MSGPACK_FILE)
-    return has_arrays and first[:1] in (b"\x81", b"\x82", b"\x83") and any(key in first for key in _T5X_KEYS)
+    is_state = first[1:].startswith(_T5X_STATE_KEYS) and _T5X_SPEC in first
+    return first[:1] in (b"\x81", b"\x82", b"\x83") and (is_state or any(key in first for key in _T5X_KEYS))
 
 
 def is_never_merged(path: Location, names: set[str]) -> bool:

@@ -26,7 +26,7 @@ def checkpoints_below(root: Location) -> list[Location]:
     listed = root.listed()
     if not listed.exists():
         raise not_found.of_directory(root).error(root)
-    if not listed.isdir() or contents.is_certainly_orbax(listed):
+    if not listed.isdir() or contents.is_certainly_orbax(listed) or contents.is_of_another_program(listed):
         return [root]
     denied: list[StorageError] = []
     found = [path.unlisted() for _, inside in folders_below(listed, denied) for path in inside]

@@ -78,7 +78,7 @@ class Checkpoint:
     Attributes:
         path: absolute path of the file or directory.
         step: the number in its name, or None.
-        format: ``msgpack``, ``orbax`` or ``safetensors``.
+        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
         tree: the stored tree: dicts, lists and tuples with a ``LeafHandle`` for each leaf. A handle has ``path``,
             ``kind``, ``shape``, ``dtype``, ``nbytes`` (in memory), ``sharding`` (Orbax's JSON text) and ``name`` (in
             the format's own terms). For several items, a dict of item name → tree.

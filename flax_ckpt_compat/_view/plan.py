@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         path: absolute path of the checkpoint.
-        format: ``msgpack``, ``orbax`` or ``safetensors``.
+        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
         leaves: every leaf of the result, in the target's order.
         unused: key paths of the stored leaves that the result does not use.
         nbytes: size in memory of all stored data to be read, in bytes.
