@@ -1,7 +1,4 @@
-"""Decode what OCDBT's manifests and nodes are made of: checksums, Zstandard frames, and columns of numbers and names.
-
-TensorStore's zarr v3 codecs are its only interface to its own CRC-32C and Zstandard.
-"""
+"""Decode what OCDBT's manifests and nodes consist of: checksums, Zstandard frames, columns of numbers and names."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
+
+from .tensorstore_codecs import decode
 
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 MAX_DECODED_BYTES = 1 << 28
@@ -47,7 +45,7 @@ def check_crc32c(data: bytes) -> None:
     """Check data that ends in its own CRC-32C, little-endian; raise ValueError if the checksums differ."""
     own = checksums.crc32c
     if own is None or own(memoryview(data)[:-4]).to_bytes(4, "little") != data[-4:]:
-        _decode(data, "crc32c", len(data) - 4)  # which gives the error
+        decode(data, "crc32c", len(data) - 4)  # which gives the error
 
 
 def decompress_zstd(frame: bytes) -> bytes:
@@ -57,14 +55,14 @@ def decompress_zstd(frame: bytes) -> bytes:
         raise ValueError(f"at most {MAX_DECODED_BYTES} decompressed bytes were expected, found up to {limit}")
     if length is None:
         length = _length_by_reading(frame, limit)
-    return _decode(frame, "zstd", length) if length else b""
+    return decode(frame, "zstd", length) if length else b""
 
 
 def _length_by_reading(frame: bytes, limit: int) -> int:
     # zarr chunks have a known size, but frames written as a stream do not record theirs. The exact read that follows
     # verifies the length found here.
     try:
-        _decode(frame, "zstd", limit + 1)
+        decode(frame, "zstd", limit + 1)
     except ValueError as error:
         found = _END.search(str(error))
         if found is None or int(found[1]) > limit:
@@ -75,21 +73,6 @@ def _length_by_reading(frame: bytes, limit: int) -> int:
 
 def _translate(error: ValueError) -> Exception:
     return UndecodableError(str(error)) if "Not enough data" in str(error) else error
-
-
-def _decode(data: bytes, codec: str, length: int) -> bytes:
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-    ts.KvStore.open("memory://", context=context).result()["c/0"] = data
-    metadata = {
-        "shape": [length],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length]}},
-        "data_type": "uint8",
-        "codecs": ["bytes", codec],
-    }
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
-    array: Any = ts.open(spec, create=True, open=True, context=context).result().read().result()
-    decoded: bytes = array.tobytes()
-    return decoded
 
 
 def _content_size(frame: bytes) -> tuple[int | None, int]:
@@ -249,7 +232,8 @@ class Columns:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
         if np.any(shared[1:] > lengths[:-1]):
             raise ValueError(_SHARES_TOO_MUCH)
-        if width > _MAX_PADDED or width * count > _MAX_PADDING * total or 0 in self._data[start : start + nbytes]:
+        is_alike = 0 < width <= _MAX_PADDED and width * count <= _MAX_PADDING * total
+        if not is_alike or 0 in self._data[start : start + nbytes]:
             self._budget.take(count * _BYTES_PER_NAME + total)
             return self.names(shared.tolist(), own.tolist())
         self._budget.take(width * count)
