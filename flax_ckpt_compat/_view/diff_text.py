@@ -6,14 +6,12 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 
-if TYPE_CHECKING:  # which imports this module
-    from flax_ckpt_compat._view.diff import Diff, LeafDifference
-
+Diff = Any  # flax_ckpt_compat._view.diff.Diff, which imports this module
 _MARKS = {"only in a": "-", "only in b": "+"}
 _FOLD_FROM, _MAX_LINES = 12, 60
 
@@ -38,7 +36,7 @@ def lines(found: Diff) -> Iterator[str]:
         yield f"… and {left} more leaves: see .differences, or --json"
 
 
-def _types(one: LeafDifference) -> str:
+def _types(one: Any) -> str:
     return one.a or one.b if one.kind.startswith("only") else one.a if one.a == one.b else f"{one.a} → {one.b}"
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 from flax_ckpt_compat._view import plan_text
 
-if TYPE_CHECKING:  # which imports this module
-    from flax_ckpt_compat._view.plan import Plan
-
+Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 # Legible on white and on black: notebooks do not tell which they are.
 _COLORS = {"missing": "#d33", "reshaped": "#c4b", "computed": "#07b", "kept": "#b60"}
 # Beyond this number of leaves, only subtrees some of whose leaves differ are open at first.

@@ -8,15 +8,13 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 
-if TYPE_CHECKING:  # which import this module
-    from flax_ckpt_compat._view.plan import Plan
-    from flax_ckpt_compat._view.planned_leaves import PlannedLeaf
-
+Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
+PlannedLeaf = Any
 # Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
 _MAX_ROWS = 24
 _MAX_STEPS = 12
