@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.foreign import may_be_msgpack_tree
+from flax_ckpt_compat._discovery import foreign
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
@@ -473,7 +473,7 @@ def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
     if inside:
         return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
     try:
-        return steps.ends_in_step(name) and path.isfile() and may_be_msgpack_tree(path)
+        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
     except MissingPathError:  # removed meanwhile
         return False
 
