@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flax_ckpt_compat._core.object_store import gs as gs_scheme
-from tests.support import gs, s3
+from tests.support import az, gs, s3
+from tests.support.az import AzBucket, AzProxy
 from tests.support.gs import GsBucket, GsProxy
 from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
+from tests.support.shelf import Shelf, new_shelf
 
 # Older releases cannot read parts of objects, and the library says so.
 collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
@@ -56,6 +60,32 @@ def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     yield gs.new_bucket(gs_server)
     gs_server.rule = lambda method, path: ""
     gs_server.page, gs_server.token, gs_server.may_list = 1000, gs.TOKEN, True
+
+
+@pytest.fixture(scope="session")
+def az_server() -> Iterator[AzProxy]:
+    """Azurite, and the proxy before it."""
+    why = az.why_not()
+    if why is not None:
+        pytest.skip(why)
+    with az.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def az_bucket(az_server: AzProxy, monkeypatch: pytest.MonkeyPatch) -> AzBucket:
+    """An empty container of az://, to which the environment leads adlfs through a proxy."""
+    for name, value in az.environment(az_server).items():
+        monkeypatch.setenv(name, value)
+    az_server.proxy.log.clear()
+    az.forget_clients()
+    return az.new_bucket(az_server)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    """An empty place of a path class that is registered with epath."""
+    return new_shelf(f"shelf-{uuid.uuid4().hex[:12]}", tmp_path / "shelf")
 
 
 @pytest.fixture(params=["s3", "gs"])
