@@ -27,7 +27,7 @@ ABSENT = "none"
 FIXTURES = {"s3": "bucket", "gs": "gs_bucket", "az": "az_bucket", "shelf": "shelf"}
 
 
-@pytest.fixture(params=["disk", *FIXTURES])
+@pytest.fixture(params=["disk", "s3", "gs", pytest.param("az", marks=pytest.mark.slow), "shelf"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A folder that does not exist yet, of each storage."""
     if request.param == "disk":

@@ -28,7 +28,7 @@ TREE = {
 }
 
 
-@pytest.fixture(params=["az_bucket", "shelf"])
+@pytest.fixture(params=[pytest.param("az_bucket", marks=pytest.mark.slow), "shelf"])
 def place(request: pytest.FixtureRequest) -> AnyBucket:
     """An empty place of each."""
     found: AnyBucket = request.getfixturevalue(request.param)
@@ -147,6 +147,7 @@ def test_one_warning(place: AnyBucket, caplog: pytest.LogCaptureFixture, monkeyp
     assert sum("no conditional writes" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_a_container_that_is_not_there(az_bucket: AnyBucket) -> None:
     """It is an error, as a missing bucket is: a run must not begin anew for a typo."""
     assert az_bucket.keys() == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import posixpath
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _PACKAGES = {"az": "adlfs", "hf": "huggingface_hub"}
+_CONTAINERS = {"az": ("container", 1), "hf": ("repository", 2)}  # what holds files, and how many names it has
 READ_ONLY = frozenset(["hf"])
-_MISSING = ("ResourceNotFoundError", "EntryNotFoundError", "RevisionNotFoundError", "RepositoryNotFoundError")
+_MISSING = re.compile(r"(Resource|(Remote)?Entry|Revision|Repository)NotFoundError")
 _VERSIONS = ("etag", "ETag", "blob_id", "oid", "last_modified", "mtime", "created")  # what fsspec may tell of a file
 
 
@@ -82,7 +84,7 @@ def _telling(path: str, operation: str) -> Iterator[None]:
     except Exception as error:
         if is_of_handler(error):
             raise
-        if type(error).__name__ in _MISSING:
+        if _MISSING.fullmatch(type(error).__name__):
             raise not_found(path) from error
         what = str(error).partition("\n")[0] or type(error).__name__
         message = f"{path} could not be {operation}: {what:.300}; check the path, the network and the credentials"
@@ -114,7 +116,10 @@ class FsspecFiles(Files):
         with _telling(path, "listed"):
             client = self._client(path)
             prefix = client._strip_protocol(path).rstrip("/") + "/"
-            found = client.find(path, detail=True)
+            try:
+                found = client.find(path, detail=True)
+            except FileNotFoundError:
+                found = {}
             found = found if isinstance(found, dict) else {}  # adlfs gives a list for a file, and for nothing
             if not found:
                 self._check_bucket(client, path)
@@ -126,9 +131,13 @@ class FsspecFiles(Files):
 
     def _check_bucket(self, client: Any, path: str) -> None:
         """Raise StorageError if the container itself is missing: a run that looks there would begin from scratch."""
-        container = path.partition("://")[2].partition("/")[0]
-        if self._scheme == "az" and not client.exists(container):
-            raise StorageError(f"{path}: there is no container {container!r}; create it, or check the name", path=path)
+        kind, names = _CONTAINERS[self._scheme]
+        container = "/".join(path.partition("://")[2].split("/")[:names])
+        if not client.exists(container):
+            message = (
+                f"{path}: there is no {kind} {container!r}, or no access to it; check the name, and the credentials"
+            )
+            raise StorageError(message, path=path)
 
     def info(self, path: str) -> FileInfo:
         with _telling(path, "found"):
