@@ -15,6 +15,7 @@ from tests.support.gs import GsBucket, GsProxy
 from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
 from tests.support.shelf import Shelf, new_shelf
+from tests.support.store_places import AnyBucket
 
 # Older releases cannot read parts of objects, and the library says so.
 collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
@@ -89,7 +90,8 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 @pytest.fixture(params=["s3", "gs"])
-def any_bucket(request: pytest.FixtureRequest) -> Bucket | GsBucket:
-    """An empty bucket of each kind of store."""
-    found: Bucket | GsBucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
+def any_bucket(request: pytest.FixtureRequest) -> AnyBucket:
+    """An empty bucket of each kind of store; tests of their own ask for the other kinds."""
+    fixtures = {"s3": "bucket", "gs": "gs_bucket", "az": "az_bucket", "shelf": "shelf"}
+    found: AnyBucket = request.getfixturevalue(fixtures[request.param])
     return found

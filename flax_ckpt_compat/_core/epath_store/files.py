@@ -10,7 +10,7 @@ import abc
 import posixpath
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
@@ -59,6 +59,9 @@ class Files(abc.ABC):
     @abc.abstractmethod
     def delete(self, path: str) -> None:
         """Delete a file, if there is one; a folder of that name stays."""
+
+    def prune(self, path: str) -> None:  # noqa: B027  (most stores have no folders without files)
+        """Remove a folder if there is no file below it."""
 
 
 def files_of(scheme: str) -> Files | None:
@@ -213,12 +216,13 @@ class PathFiles(Files):
     def delete(self, path: str) -> None:
         with _telling(path, "deleted"):
             there = self._path(path)
-            if there.is_dir() or not there.exists():
-                return
-            there.unlink()
-            folder = there.parent
-            if folder.is_dir() and not any(True for _ in folder.iterdir()):
-                folder.rmdir()
+            if there.exists() and not there.is_dir():
+                with suppress(FileNotFoundError):
+                    there.unlink()
+
+    def prune(self, path: str) -> None:
+        with _telling(path, "removed"):
+            _prune(self._path(path))
 
 
 def _walk(folder: Any, inside: str) -> Iterator[tuple[str, FileInfo]]:
@@ -230,6 +234,16 @@ def _walk(folder: Any, inside: str) -> Iterator[tuple[str, FileInfo]]:
             yield from _walk(child, name)
         else:
             yield name, _stat(child)
+
+
+def _prune(folder: Any) -> None:
+    if not folder.is_dir():
+        return
+    for child in list(folder.iterdir()):
+        _prune(child)
+    if not list(folder.iterdir()):
+        with suppress(FileNotFoundError):
+            folder.rmdir()
 
 
 def _stat(path: Any) -> FileInfo:

@@ -206,6 +206,7 @@ class EpathStorage(Storage):
             keys = sorted(self._files.below(f"{path}/{name}"))
             if _is_dead(keys):
                 self._delete_all(f"{path}/{name}", keys)
+                self._files.prune(f"{path}/{name}")
 
     def temporary_path(self, path: str, *, locked: bool = False) -> str:
         return commit.staging_path(path, locked=locked)
@@ -223,19 +224,24 @@ class EpathStorage(Storage):
         is_there = is_file and self.size(path) > 0
         if new and (is_there or (bool(inside) and not commit.is_unfinished(inside))):
             raise _taken(path)
-        if not self._files.holds_both:  # what has the name goes first
-            self._remove_folder(path, [] if presence.isdir(temporary) else inside)
-            self._delete_file(path, is_file and presence.isdir(temporary))
-        if presence.isdir(temporary):
-            self._publish_folder(temporary, path, inside)
-            self._delete_file(path, is_file and self._files.holds_both)
-        else:
-            self._publish_file(temporary, path, new=new and not is_file)
-            self._remove_folder(path, inside if self._files.holds_both else [])
-        self._remove_folder(path + ARRAYS_POSTFIX, commit.arrays_among(self._keys(path + ARRAYS_POSTFIX, None)))
+        with translated(path, "written"):
+            self._replace(temporary, path, inside, is_file=is_file, new=new)
         if after is not None:
             after.listing = self.listing(after.folder)
         atomic.delete(temporary)
+
+    def _replace(self, temporary: str, path: str, inside: Iterable[str], *, is_file: bool, new: bool) -> None:
+        is_folder, both = presence.isdir(temporary), self._files.holds_both
+        if not both:  # what has the name goes first
+            self._remove_folder(path, [] if is_folder else inside)
+            self._delete_file(path, is_file and is_folder)
+        if is_folder:
+            self._publish_folder(temporary, path, inside)
+            self._delete_file(path, is_file and both)
+        else:
+            self._publish_file(temporary, path, new=new and not is_file)
+            self._remove_folder(path, inside if both else [])
+        self._remove_folder(path + ARRAYS_POSTFIX, commit.arrays_among(self._keys(path + ARRAYS_POSTFIX, None)))
 
     def _delete_file(self, path: str, is_there: bool) -> None:
         if is_there:
@@ -277,6 +283,7 @@ class EpathStorage(Storage):
             marker = self._begin(path)
             self._delete_committed(path, keys)
             self._files.delete(f"{path}/{marker}")
+        self._files.prune(path)
 
     def _delete_committed(self, path: str, keys: Iterable[str]) -> None:
         """Delete files of a folder, the commit first: from then on it is incomplete."""
