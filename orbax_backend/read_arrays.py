@@ -57,7 +57,7 @@ class ArrayReader:
         self._location, self._recorded = location, recorded
         self._index = index
         self._fills_missing = fills_missing
-        self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
+        self._in_files = fills_missing and not index.is_database
         self._driver = DriverReader(location, index, fills_missing)
         self._corrupt = functools.partial(corrupt_array, location.path)
 

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage import OpenedFile, Storage
 from flax_ckpt_compat._core.storage_errors import storage_error
 
-_MANGLED = re.compile(r"(s3|gs|file):/(?!/)")
+_MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
 LOCAL, _STORES = LocalStorage(), ObjectStorage()
 _Rest = ParamSpec("_Rest")
@@ -292,12 +292,35 @@ def of_text(path: str) -> Location:
     """Return the location of a path's text; see `location_of`."""
     _refuse_mangled(path)
     if is_url(path):
-        return Location(retrying.normal(path), _STORES)
+        storage = _storage_of(path.partition("://")[0].lower())
+        return Location(_normal_url(path, storage), storage)
     try:
         return Location(os.path.abspath(local(path)), LOCAL)
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
         raise StorageError(message, path=path, errno=error.errno) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _storage_of(scheme: str) -> Storage:
+    """Return the storage of a scheme; that of object stores also refuses those that none has."""
+    if scheme in ("s3", "gs"):
+        return _STORES
+    from flax_ckpt_compat._core.epath_store import files  # here, because few programs need it
+
+    if (found := files.files_of(scheme)) is None:
+        return _STORES
+    from flax_ckpt_compat._core.epath_store.storage import EpathStorage
+
+    return EpathStorage(scheme, found)
+
+
+def _normal_url(path: str, storage: Storage) -> str:
+    if storage is _STORES:
+        return retrying.normal(path)
+    from flax_ckpt_compat._core.epath_store.storage import normal
+
+    return normal(path)
 
 
 def resolved(path: str) -> Location:
@@ -332,7 +355,7 @@ def normal(path: str) -> str:
     """Normalize the text of a path; relative paths stay relative and ``file://`` is kept."""
     _refuse_mangled(path)
     if is_url(path):
-        return retrying.normal(path)
+        return of_text(path).path
     plain = local(path)
     return path[: len(path) - len(plain)] + os.path.normpath(plain)
 
