@@ -30,6 +30,7 @@ _MAX_NAME = 65535
 _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 11, 200, 8
 # Names are padded to the longest one if that is short, and takes at most so many times their memory.
 _MAX_PADDED, _MAX_PADDING = 1 << 10, 4
+_FEW_NAMES = 100  # fewer are decoded one after another
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
 _ZERO = np.zeros(1, np.uint8)
 # Bytes of a varint of 64 bits, of most varints, and of 28 bits.
@@ -221,6 +222,15 @@ class Columns:
             at += more
             names.append(before)
         return names
+
+    def key_list(self, count: int, prefix: int) -> list[bytes]:
+        """Return the next names; the caller puts a prefix of so many bytes before each."""
+        if count < _FEW_NAMES:
+            return self.names(*self.name_lengths(count, prefix))
+        self._budget.take(count * (_BYTES_PER_NAME + prefix))
+        keys = self.keys(count)
+        found: list[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        return found
 
     def keys(self, count: int) -> Any:
         """Return the next names, which are many, as an array if they are alike in length."""

@@ -153,7 +153,7 @@ def children_of(columns: Columns, files: FileTable, node: NodeRef) -> list[NodeR
 def entries_of(leaf: LeafNode) -> dict[bytes, bytes | ByteRange]:
     """Return the keys of a leaf node with their values."""
     columns, files, prefix, count = leaf.columns, leaf.files, leaf.node.prefix, leaf.count
-    keys = _ascending(columns.names(*columns.name_lengths(count, len(prefix))))
+    keys = _ascending(columns.key_list(count, len(prefix)))
     lengths, kinds = columns.varints(count), columns.varints(count)
     if not {INLINE, INDIRECT}.issuperset(kinds):
         raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
