@@ -1,6 +1,6 @@
 """Compare the trees of processes that save one checkpoint together, by small digests.
 
-Three rules: arrays that are spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
+Three rules: arrays spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
 process 0's are saved (`TreeSummary.warn_of_differences`); arrays whose writing is shared out must hold the same bytes,
 or process 0 writes them all (`TreeSummary.shares_alike`).
 
