@@ -18,6 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 
@@ -52,6 +53,16 @@ class Record:
         }
         data: bytes = msgpack.packb(content)
         return data + _own_sum(data)
+
+
+def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
+    """Complete the record of a finished database's chunks with what lies in its folder; return full path → content."""
+    data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
+    record.data_files = frozenset(os.listdir(data) if presence.isdir(data) else ())
+    if presence.exists(manifest):
+        with open(manifest, "rb") as file:
+            record.add_files(path, {manifest: file.read()})
+    return {os.path.join(folder, CHECKSUMS): record.encode()}
 
 
 def _own_sum(data: bytes) -> bytes:

@@ -15,16 +15,16 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
 
 from . import writer
-from .checksum_recording import Recorder, file_of_database
+from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, size_of, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
-from .ocdbt_writer import Database, file_locator
+from .ocdbt_merge import file_locator, merge
 from .open_index import open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
@@ -55,17 +55,14 @@ def write(save: ProcessSave) -> None:
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
-    recorder = Recorder() if options.checksums else None
-    database = writer.start_arrays(own, arrays, encoding, recorder, is_primary)
-    try:
+    record = Record() if options.checksums else None
+    with writer.writing_arrays(own, arrays, encoding, record, is_primary):
         # All processes would upload the same list.
         files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
-    finally:
-        writer.finish_arrays(own, database)
-    if recorder is not None:
+    if record is not None:
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
-        (plan.record if is_primary else recorder.record).add_files(path, files)
-        write_files(file_of_database(recorder.record, own, path))
+        (plan.record if is_primary else record).add_files(path, files)
+        write_files(file_of_database(record, own, path))
     write_file(os.path.join(own, layout.PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
@@ -117,13 +114,12 @@ def _merge(path: str, names: list[str], upload: Upload | None) -> None:
         file = os.path.join(name, layout.MANIFEST)
         return presence.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
-    with translated(path, "written", TENSORSTORE_ERRORS):
-        top = Database(path, None if upload is None else of_text(upload.folder), merges=True)
-        # A process that holds no first replica has written no database.
-        top.merge(list(filter(is_written, names)))
-        top.start_commit()
-        top.finish_commit()
-    writer.sync_database(path)
+    # A process that holds no first replica has written no database.
+    written = list(filter(is_written, names))
+    if upload is None:
+        merge(path, written, Location(path, LOCAL))
+    else:
+        merge(path, written, of_text(upload.url), file_locator(path, of_text(upload.folder)))
 
 
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: Upload | None) -> None:

@@ -39,9 +39,9 @@ def check(output: Output, to: str) -> Any:
     return {item: backend.prepare(tree) for item, tree in output.trees.items()}
 
 
-def write(temporary: str, to: str, output: Output, prepared: Any, final: str) -> None:
+def write(temporary: str, to: str, output: Output, prepared: Any, destination: Location) -> None:
     """Write and sync a checkpoint at a temporary path."""
-    options = write_options(config.current())
+    options, final = write_options(config.current(), destination), destination.path
     if to == "safetensors":
         with writing(final, temporary, output.trees[""]):
             safetensors.write(temporary, prepared[""])

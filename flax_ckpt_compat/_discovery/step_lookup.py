@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
@@ -58,7 +58,7 @@ class Classified:
     @property
     def state(self) -> State:
         """Return what it is; a file that is named like a step of a manager is none."""
-        is_file = self.entry.managed and self.contents.layout is contents.Layout.FILE
+        is_file = self.entry.managed and self.contents.layout is Layout.FILE
         return State.FOREIGN if is_file else self.contents.state
 
     @property

@@ -11,7 +11,8 @@ from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
-from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.contents import State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"

@@ -54,6 +54,7 @@ class SaveRequest:
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
     shadow: bool = False  # write the other format too, and compare
     async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
+    reuse_host_memory: bool = True  # the next background save writes its copies to the same memory
     orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
     # Versions of the object of a store that has this path, in which it was found to be a checkpoint.
@@ -137,9 +138,10 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=write_options(settings),
+        options=write_options(settings, fields["checkpoint_dir"].directory),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
+        reuse_host_memory=settings.reuse_host_memory,
         **fields,
     )
     normal(request.path)  # raises for characters that stores do not take
@@ -155,10 +157,13 @@ def _check_manager(manager: Any) -> None:
         )
 
 
-def write_options(settings: config.Settings) -> WriteOptions:
-    """Return a backend's options by the settings."""
+def write_options(settings: config.Settings, destination: Location) -> WriteOptions:
+    """Return a backend's options by the settings and the storage."""
     return WriteOptions(
-        settings.compression, checksums=settings.checksums != "off", for_old_orbax=settings.oldest_orbax != "0.6"
+        settings.compression,
+        checksums=settings.checksums != "off",
+        for_old_orbax=settings.oldest_orbax != "0.6",
+        unique_files=destination.is_remote,
     )
 
 

@@ -90,9 +90,9 @@ def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
 
 
 def _check_directory(request: SaveRequest) -> None:
-    """Raise if the directory is itself a checkpoint, where no look-up finds another, or lies in one.
+    """Raise if the directory is, or is inside, a checkpoint.
 
-    A directory that is an ordinary file is an error later, when directories are made.
+    An ordinary file in its place raises later, when directories are made.
     """
     directory = request.directory
     is_step = steps.step_of(directory.name, request.checkpoint_dir.prefix) is not None

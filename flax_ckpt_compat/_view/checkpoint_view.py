@@ -17,8 +17,7 @@ from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._discovery.contents import Layout
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -139,12 +140,12 @@ def save_then_lose(path: str, shape: tuple[int, int], lost: str) -> str:
 
 def save_then_cut(path: str, shape: tuple[int, int]) -> str:
     """What the end of a save raised in process 0 after the largest file of process 1, one of several, had been cut."""
-    from flax_ckpt_compat.orbax_backend import ocdbt_writer
+    from flax_ckpt_compat.orbax_backend import data_files, ocdbt_writer
 
-    node, size = branches(our_tree(mesh_of(shape), False)), ocdbt_writer._DATA_FILE_BYTES
-    ocdbt_writer._DATA_FILE_BYTES = 1 << 18
-    save(path, node, end=False)
-    ocdbt_writer._DATA_FILE_BYTES = size
+    node = branches(our_tree(mesh_of(shape), False))
+    small = [mock.patch.object(data_files, "FILE_BYTES", 1), mock.patch.object(ocdbt_writer, "BATCH_BYTES", 1 << 18)]
+    with small[0], small[1]:
+        save(path, node, end=False)
     if jax.process_index():
         return ""
     largest = max(Path(path, "ocdbt.process_1", "d").iterdir(), key=lambda file: file.stat().st_size)

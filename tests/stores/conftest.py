@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,20 @@ from tests.support.store_places import AnyBucket
 
 # Older releases cannot read parts of objects, and the library says so.
 collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By default a test of any store runs in one, by turns; the slow tests are those in the other."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        of_fixture = spec is not None and "any_bucket" in spec.params and not _chooses_store(item)
+        if of_fixture and spec.params["any_bucket"] != ("s3", "gs")[zlib.crc32(item.originalname.encode()) % 2]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _chooses_store(item: pytest.Item) -> bool:
+    return any("any_bucket" in str(mark.args[0]) for mark in item.iter_markers("parametrize"))
 
 
 @pytest.fixture(scope="session")
