@@ -137,3 +137,11 @@ def test_a_tree_of_orbax_that_lost_its_structure_is_not_paxs(tmp_path: Path) -> 
             folder.rename(state / folder.name.replace("mdl_vars.", ""))
     with pytest.raises(errors.CheckpointError):
         flax_ckpt_compat.restore(tmp_path / "checkpoint_1" / "state")
+
+
+def test_what_levanter_wrote() -> None:
+    """The files are those of levanter 1.1, which wrote a module, a list, a named array of haliax and a number."""
+    found = flax_ckpt_compat.restore(Path(__file__).parents[1] / "data" / "layouts" / "levanter_1.1" / "step-7")
+    layers = {"0": np.ones(2, np.float32), "1": np.zeros(3, np.float32)}
+    model = {"layers": layers, "w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    assert_same(found, {"model": model, "n": np.ones((2, 3), np.float32), "step": np.array(7, np.int32)})
