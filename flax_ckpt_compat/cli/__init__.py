@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from typing import Any
 
@@ -59,11 +60,11 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.exceptions.NoSuchCommand as error:
-            # click suggests only loaded commands.
-            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=list(_COMMANDS), ctx=ctx) from None
+        if args and args[0] not in _COMMANDS and args[0][:1].isalnum():  # click suggests only loaded commands
+            near = difflib.get_close_matches(args[0], _COMMANDS, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{meant}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
