@@ -48,6 +48,7 @@ PARTS = {
         "guide",
         "how_to",
         "old_checkpoints",
+        "other_layouts",
         "changed_state",
         "recipes",
         "many_hosts",

@@ -8,8 +8,8 @@ import operator
 import os
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
@@ -31,21 +31,20 @@ from .shardings import ShardingEncoder
 from .zarr import Encoding
 
 
-def begin(
-    path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: Upload | None = None
-) -> None:
+def begin(save: ProcessSave) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    writer.begin(path, plan, options)
+    writer.begin(save.path, save.prepared, save.options)
 
 
-def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
+def write(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
 
-    All processes share the directory, or, with ``upload``, each has a local one.
+    All processes share the directory, or, for an upload, each has a local one.
     """
+    path, plan, options, process, upload = save.path, save.prepared, save.options, save.process, save.upload
     is_primary = process.index == 0
     if upload is not None and not is_primary:
-        begin(path, plan, options, process)
+        begin(save)
     if not presence.isdir(path):
         raise StorageError(
             f"process {process.index} does not find {path}, which process 0 made: all processes must save to one "
@@ -71,12 +70,13 @@ def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo
         upload.upload_files(path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
 
 
-def end(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
+def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
+    path, plan, options, upload = save.path, save.prepared, save.options, save.upload
     _assign_writers(plan, options)
     digest, base = _digest(plan), Location(path, LOCAL) if upload is None else of_text(upload.url)
-    names = [_name_of(index, upload) for index in range(process.count)]
-    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(process.count))
+    names = [_name_of(index, upload) for index in range(save.process.count)]
+    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(len(names)))
     if plan.arrays:
         _merge(path, names, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
@@ -157,11 +157,8 @@ def _digest(plan: SavePlan) -> str:
 def _check_done(location: Location, process: int, database: Location, digest: str) -> None:
     file, path = database / layout.PROCESS_DONE, location.path
     try:
-        with translated(file.path, "read"):
-            found = file.read().decode("ascii", "replace")
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise
+        found = file.read().decode("ascii", "replace")
+    except MissingPathError as error:
         where = "URL of one store" if location.is_remote else "directory that they share"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "

@@ -31,7 +31,7 @@ from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
-from . import encode_metadata
+from . import encode_metadata, unique_files
 from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
@@ -122,6 +122,8 @@ def write_metadata(
             files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
         if process == 0:
             files |= _tree_files(plan, options)
+    if options.unique_files:
+        files = {name: unique_files.ended(name, content) for name, content in files.items()}
     contents = {os.path.join(path, name): content for name, content in files.items()}
     write_files(contents)
     if lists_arrays:

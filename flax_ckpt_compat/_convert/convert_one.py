@@ -82,7 +82,7 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
     final.parent.prepare_directory()
     with final.temporary() as temporary:
         with digests.of_reads(output, progress) as crcs:
-            output_writers.write(temporary, job.to, output, prepared, final.path)
+            output_writers.write(temporary, job.to, output, prepared, final)
         compare(Location(temporary, LOCAL), job.to, output, progress, crcs)
         check_unchanged()
         final.publish(temporary, new=True)

@@ -21,8 +21,8 @@ from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
@@ -39,9 +39,9 @@ def check(output: Output, to: str) -> Any:
     return {item: backend.prepare(tree) for item, tree in output.trees.items()}
 
 
-def write(temporary: str, to: str, output: Output, prepared: Any, final: str) -> None:
+def write(temporary: str, to: str, output: Output, prepared: Any, destination: Location) -> None:
     """Write and sync a checkpoint at a temporary path."""
-    options = write_options(config.current())
+    options, final = write_options(config.current(), destination), destination.path
     if to == "safetensors":
         with writing(final, temporary, output.trees[""]):
             safetensors.write(temporary, prepared[""])

@@ -73,7 +73,7 @@ class Coordinator:
         """Wait at the first barrier, for all processes that save this path.
 
         As `barrier`, with what has to be the same in all processes: the signature, and the arrays of the summary that
-        are spread over processes. Whether the proposal is the same, too, and no sampled value differs, is `agrees`.
+        are spread over processes. Sets `agrees` if proposals and sampled values match.
         """
         signature += f" and {summary.spread}" if summary is not None else ""
         if self.process.index == 0:

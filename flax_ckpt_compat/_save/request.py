@@ -138,7 +138,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=write_options(settings),
+        options=write_options(settings, fields["checkpoint_dir"].directory),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         reuse_host_memory=settings.reuse_host_memory,
@@ -157,10 +157,13 @@ def _check_manager(manager: Any) -> None:
         )
 
 
-def write_options(settings: config.Settings) -> WriteOptions:
-    """Return a backend's options by the settings."""
+def write_options(settings: config.Settings, destination: Location) -> WriteOptions:
+    """Return a backend's options by the settings and the storage."""
     return WriteOptions(
-        settings.compression, checksums=settings.checksums != "off", for_old_orbax=settings.oldest_orbax != "0.6"
+        settings.compression,
+        checksums=settings.checksums != "off",
+        for_old_orbax=settings.oldest_orbax != "0.6",
+        unique_files=destination.is_remote,
     )
 
 

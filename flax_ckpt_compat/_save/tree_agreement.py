@@ -127,7 +127,7 @@ class TreeSummary:
         return is_same and not groups
 
     def _warn_of_more_leaves(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn once of leaves that only others hold; in large trees, if these are more than here, or as many others."""
+        """Warn once of leaves that only others hold; in large trees, only if another has at least as many leaves."""
         mine, count = self.details["values"], self.details["leaves"][0]
         found = {}
         for index, details in sorted(others.items()):

@@ -12,7 +12,6 @@ from importlib import metadata
 
 from flax_ckpt_compat import __version__, config
 from flax_ckpt_compat._core.location import of_text
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import hints
 
@@ -75,17 +74,16 @@ def _flax(report: Report) -> dict[str, str]:
 
 def _listed(url: str, report: Report) -> str:
     try:
-        with translated(url):
-            location = of_text(url)
-            if not location.isdir():
-                if location.isfile():
-                    return "a file"
-                if location.is_remote:
-                    return "reachable; nothing there"
-                beside = hints.beside(location)
-                report.problems.append(f"{printable(url)} does not exist{'; ' + beside if beside else ''}")
-                return "does not exist"
-            return f"reachable, {counted(len(location.listdir()), 'name')}"
+        location = of_text(url)
+        if not location.isdir():
+            if location.isfile():
+                return "a file"
+            if location.is_remote:
+                return "reachable; nothing there"
+            beside = hints.beside(location)
+            report.problems.append(f"{printable(url)} does not exist{'; ' + beside if beside else ''}")
+            return "does not exist"
+        return f"reachable, {counted(len(location.listdir()), 'name')}"
     except Exception as error:  # noqa: BLE001 - reported
         report.problems.append(printable(f"{url} cannot be listed: {error}"))
         return f"{type(error).__name__}"

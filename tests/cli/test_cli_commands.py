@@ -157,7 +157,14 @@ def test_colors(no_color: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["ls runs/a", "show --stats runs/a", "verify runs", "plan runs/a", "show nope", "doctor", "scan ."]
+    "line",
+    [
+        *("verify runs", "plan runs/a", "show nope"),
+        *(
+            pytest.param(line, marks=pytest.mark.slow)
+            for line in ("ls runs/a", "show --stats runs/a", "doctor", "scan .")
+        ),
+    ],
 )
 def test_no_color(line: str, tree_of_runs: Path) -> None:
     """With NO_COLOR a terminal gets no escape sequence at all, for bold text and of a progress bar neither."""

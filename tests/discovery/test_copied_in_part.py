@@ -62,7 +62,8 @@ def test_the_last_whole_one_is_restored(save: Any, folders_first: bool, tmp_path
             found = checkpoints.restore_checkpoint(run, None)["b"]
         except Exception as error:
             raise AssertionError(f"{count}: {sorted(os.listdir(copy))}, missing {rest}") from error
-        assert found == 1 if {"manifest.ocdbt", "state/manifest.ocdbt"}.intersection(rest) else 2, (count, rest)
+        expected = 1 if {"manifest.ocdbt", "state/manifest.ocdbt"}.intersection(rest) else 2
+        assert found == expected, (count, rest)
 
 
 def test_folders_of_arrays_are_not_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import locating
+from flax_ckpt_compat._discovery import locating, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import checkpoint_dir
 from tests.support.interrupting import count_calls, interrupted
 from tests.support.saves import start_python, tree, use_flag
@@ -49,6 +49,22 @@ LOOKUPS: dict[str, Callable[[Path], Any]] = {
     "available_steps": lambda directory: checkpoints.available_steps(directory)[-1],
     "iter_checkpoints": lambda directory: list(flax_ckpt_compat.iter_checkpoints(directory))[-1].step,
 }
+
+
+@pytest.mark.parametrize("look", [*LOOKUPS, *READS])
+def test_a_list_that_misses_names_once(look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lists do that are made while names change: before nothing is there, the directory is listed again."""
+    checkpoints.save_checkpoint(tmp_path, tree(7), 7)
+    list_names, lists = saved_steps.names_in, list[int]()
+
+    def miss_once(directory: saved_steps.CheckpointDir) -> list[str]:
+        lists.append(1)
+        return list_names(directory) if len(lists) > 1 else []
+
+    monkeypatch.setattr(saved_steps, "names_in", miss_once)
+    found = {**LOOKUPS, **READS}[look](tmp_path)
+    assert found == 7 if look in LOOKUPS else found["n"] == tree(7)["n"]
+    assert len(lists) > 1
 
 
 class Rotation:

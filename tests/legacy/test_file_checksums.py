@@ -367,3 +367,22 @@ def test_the_attribute_is_there_before_the_sync(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", watched)
     write(path, SMALL)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("size", [MIB // 4, 40 * MIB])
+def test_an_array_that_changes_while_it_is_written(size: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread writes to it just after its bytes were handed to the system: the checksums are of these bytes."""
+    array, write = np.zeros(size, np.uint8), os.writev
+
+    def write_and_change(*arguments: Any) -> int:
+        written = write(*arguments)
+        array[...] = 9
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", write_and_change)
+        BACKEND.write(str(path), BACKEND.prepare(to_branches({"a": array})), WriteOptions())
+    assert (array == 9).all()
+    with contextlib.closing(BACKEND.open(location_of(path), verify=True)) as reader:
+        (found,) = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
+    assert not found[0]

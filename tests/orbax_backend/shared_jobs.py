@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
 from tests.support.orbax_trees import BACKEND, branches, handles
@@ -113,12 +113,12 @@ def save(path: str, node: Any, compression: str | None = None, *, end: bool = Tr
     share, options = ProcessInfo(jax.process_index(), jax.process_count()), WriteOptions(compression)
     prepared = BACKEND.prepare(node, share)
     if share.index == 0:
-        BACKEND.begin_multiprocess(path, prepared, options, share)
+        BACKEND.begin_multiprocess(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("begun")
-    BACKEND.write_process_part(path, prepared, options, share)
+    BACKEND.write_process_part(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("written")
     if share.index == 0 and end:
-        BACKEND.finish_multiprocess(path, prepared, options, share)
+        BACKEND.finish_multiprocess(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("ended")
 
 
@@ -156,7 +156,7 @@ def save_then_cut(path: str, shape: tuple[int, int]) -> str:
 def _end(path: str, node: Any) -> str:
     share = ProcessInfo(0, jax.process_count())
     try:
-        BACKEND.finish_multiprocess(path, BACKEND.prepare(node, share), WriteOptions(), share)
+        BACKEND.finish_multiprocess(ProcessSave(path, BACKEND.prepare(node, share), WriteOptions(), share))
     except Exception as error:
         return f"{type(error).__name__}: {error} leaf={getattr(error, 'leaf', None)}"
     return "saved"
@@ -184,7 +184,7 @@ def write_elsewhere(path: str, shape: tuple[int, int]) -> str:
     share = ProcessInfo(jax.process_index(), jax.process_count())
     try:
         prepared = BACKEND.prepare(branches(arrays(mesh_of(shape))), share)
-        BACKEND.write_process_part(path, prepared, WriteOptions(), share)
+        BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "written"

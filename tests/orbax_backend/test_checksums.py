@@ -294,6 +294,24 @@ def test_a_later_version_is_unverified(tmp_path: Path) -> None:
     assert np.array_equal(fcc.restore(path)["large"], LARGE)
 
 
+@pytest.mark.parametrize("lacks", ["chunks", "data_files"])
+def test_a_chunk_without_a_checksum(lacks: str, tmp_path: Path) -> None:
+    """It is unverified: neither ok nor damaged, whatever covers the rest."""
+    path = saved(tmp_path / "c", {"large": LARGE, "small": np.ones(3)})
+
+    def change(found: dict[str, Any]) -> None:
+        if lacks == "chunks":
+            assert found["chunks"].pop("large/0.0")
+        else:
+            found["data_files"] = []
+
+    rewrite(path / CHECKSUMS, change)
+    (report,) = fcc.verify(path).checkpoints
+    assert {leaf.path: leaf.state for leaf in report.leaves} == {"large": "unverified", "small": "ok"}
+    assert (report.state, fcc.verify(path).ok) == ("unverified", False)
+    assert np.array_equal(fcc.restore(path)["large"], LARGE)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -243,7 +243,12 @@ def test_unstack_refuses() -> None:
 
 
 def test_fuse_and_split_refuse() -> None:
-    """Parts that differ elsewhere than on the axis, lengths that do not add up, names that are not there."""
+    """Parts that differ elsewhere than on the axis, in dtypes, lengths that do not add up, names that are not there."""
+    types = stored({"q": count((2, 3)), "k": count((2, 3)).astype(np.float16)})
+    with pytest.raises(TransformError, match=r"float16\[2, any\]"):  # one of them would lose bits
+        rules.fuse(["q", "k"], "qk").apply(types, None)
+    with pytest.raises(TransformError, match=r"float16\[2, 3\]"):
+        rules.stack(r"l_(\d)", "l").apply(stored({"l_0": count((2, 3)), "l_1": count((2, 3)).astype(np.float16)}), None)
     tree = stored({"q": count((2, 3)), "k": count((4, 3)), "w": count((2, 5))})
     with pytest.raises(TransformError, match=r"\[2, any\]"):
         rules.fuse(["q", "k"], "qk").apply(tree, None)

@@ -16,7 +16,6 @@ from flax_ckpt_compat._core.object_store import client, retrying, uploads
 from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from tests.stores.test_faults import from_request, state
 from tests.support import s3
-from tests.support.gs import GsBucket
 from tests.support.store_places import BY_TURNS, AnyBucket
 from tests.support.trees import fingerprint
 
@@ -89,25 +88,27 @@ def test_a_request_that_is_executed_again_later(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_removal_that_is_executed_again_later(
-    format: Any, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+    format: Any, any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that was removed, and saved again since, stays whole."""
-    root = f"{gs_bucket.url}/run"
-    with recorded(gs_bucket, monkeypatch) as changes:
+    root = f"{any_bucket.url}/run"
+    with recorded(any_bucket, monkeypatch) as changes:
         flax_ckpt_compat.save(root, state(1), step=1, format=format)
         flax_ckpt_compat.save(root, state(2), step=2, format=format, keep=1)
     flax_ckpt_compat.save(root, state(3), step=1, format=format, overwrite=True)
     deletions = [request for request in changes if request[0] == "DELETE"]
     assert deletions
     for request in deletions:
-        gs_bucket.proxy.forward(*request)
+        any_bucket.proxy.forward(*request)
         assert checkpoints.available_steps(root) == [1, 2], request[1]
         assert fingerprint(flax_ckpt_compat.restore(root, step=1)) == fingerprint(state(3)), request[1]
 
 
-def test_a_removal_in_mid_overwrite_whose_answer_is_lost(gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_in_mid_overwrite_whose_answer_is_lost(
+    any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked again, it finds nothing to remove; what was replaced still goes."""
-    root, delete_version = f"{gs_bucket.url}/run", client.delete_version
+    root, delete_version = f"{any_bucket.url}/run", client.delete_version
     deleted = list[bool]()
 
     def delete_twice(url: str, there: bytes) -> bool:
@@ -116,12 +117,12 @@ def test_a_removal_in_mid_overwrite_whose_answer_is_lost(gs_bucket: GsBucket, mo
         return deleted[-1]
 
     flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
-    before = gs_bucket.keys("run/")
+    before = any_bucket.keys("run/")
     monkeypatch.setattr(client, "delete_version", delete_twice)
     flax_ckpt_compat.save(root, state(2), step=1, format="orbax", overwrite=True)
     assert deleted == [False]
     assert fingerprint(flax_ckpt_compat.restore(root, step=1)) == fingerprint(state(2))
-    assert len(gs_bucket.keys("run/")) == len(before)
+    assert len(any_bucket.keys("run/")) == len(before)
 
 
 def save_until_it_succeeds(root: str, tree: Any, step: int, format: Any) -> None:

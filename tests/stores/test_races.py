@@ -15,6 +15,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.object_store import client, commit, multiprocess, removal, uploads, writer_markers
+from flax_ckpt_compat._core.object_store.writer_markers import WriteLease
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
@@ -53,6 +54,21 @@ def race(url: str, format: Any, overwrite: bool) -> dict[int, str]:
     for thread in threads:
         thread.join()
     return told
+
+
+def test_two_writers_that_begin_within_one_second(any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And see nothing of each other then: their markers have one number, and just one of them may go on."""
+    monkeypatch.setattr(writer_markers.time, "time", lambda: 1.8e9)
+    leases = [WriteLease(f"{any_bucket.url}/run/c", initial=()) for _ in range(3)]
+    assert len({lease.marker.split(".")[1] for lease in leases}) == 1
+    held = list[WriteLease]()
+    for lease in leases:
+        try:
+            lease.list_others()
+            held.append(lease)
+        except errors.ConcurrentWriteError:
+            pass
+    assert len(held) == 1
 
 
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(attempt, marks=pytest.mark.slow) for attempt in (1, 2))])

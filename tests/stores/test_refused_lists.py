@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+import sys
 import threading
+import time
 import types
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -263,11 +267,60 @@ def test_the_token_of_a_machine(issuer: tuple[str, list[Any]], monkeypatch: pyte
     assert asked == [("/computeMetadata/v1/instance/service-accounts/default/token", "Google", b"")]
 
 
-@pytest.mark.parametrize("content", ['{"type": "service_account"}', "[]", "7", "{", ""])
-def test_a_key_that_would_have_to_sign(
+@pytest.fixture
+def key(issuer: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The key of a service account, whose file the variable names."""
+    pytest.importorskip("google.auth")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(65537, 2048)
+    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    file = {"type": "service_account", "client_email": "job@project", "private_key_id": "7"}
+    file |= {"private_key": key.private_bytes(*kinds).decode(), "token_uri": f"http://{issuer[0]}/token"}
+    (tmp_path / "key.json").write_text(json.dumps(file))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    return key
+
+
+def test_the_token_of_a_service_account(issuer: tuple[str, list[Any]], key: Any) -> None:
+    """Asked for with a signature of its key, as RFC 7523 and Google's documentation say, and kept."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import padding
+
+    assert [gs.token(), gs.token()] == [TOKEN, TOKEN]
+    ((path, _, body),) = issuer[1]
+    assert path == "/token"
+    fields = dict(urllib.parse.parse_qsl(body.decode()))
+    assert fields["grant_type"] == "urn:ietf:params:oauth:grant-type:jwt-bearer"
+    signed = fields["assertion"].rpartition(".")[0]
+    decoded = [base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)) for part in fields["assertion"].split(".")]
+    key.public_key().verify(decoded[2], signed.encode(), padding.PKCS1v15(), hashes.SHA256())
+    header, claims = map(json.loads, decoded[:2])
+    assert header["alg"] == "RS256"
+    assert header["kid"] == "7"
+    assert claims["iss"] == "job@project"
+    assert claims["aud"] == f"http://{issuer[0]}/token"
+    assert claims["scope"].startswith("https://www.googleapis.com/auth/devstorage.")
+    assert claims["exp"] - claims["iat"] == 3600
+    assert abs(claims["iat"] - time.time()) < 60
+
+
+def test_the_key_of_a_service_account_without_google_auth(
+    issuer: tuple[str, list[Any]], key: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is known, and nothing is asked."""
+    del key
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    assert gs.token() is None
+    assert issuer[1] == []
+
+
+@pytest.mark.parametrize("content", ['{"type": "service_account"}', '{"type": "external_account"}', "[]", "7", "{", ""])
+def test_a_file_without_a_key(
     content: str, issuer: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No token is known then, nor where the file is damaged, and nothing is asked."""
+    """No token is known where the file is damaged, or of another kind, and nothing is asked."""
     (tmp_path / "key.json").write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
     assert gs.token() is None

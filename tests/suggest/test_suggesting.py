@@ -240,17 +240,23 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
          "which axis", "counts", "taken from its own place", "vectors"],
 )  # fmt: skip
-def test_doubt(old: Any, new: Any) -> None:
+def test_doubt(old: Any, new: Any, request: pytest.FixtureRequest) -> None:
     """Whatever fits by shape but may be wrong is not a confident suggestion."""
     suggestion, _ = proposed(old, new)
-    assert suggestion is None or (not suggestion.confident and suggestion.doubts)
+    if request.node.callspec.id == "square leaf":
+        assert suggestion is None
+    else:
+        assert suggestion is not None
+        assert not suggestion.confident
+        assert suggestion.doubts
 
 
 def test_one_of_two_optimizers_is_a_guess() -> None:
     """Where one of two stored states of Adam has to be chosen, that is not a confident suggestion."""
     old = {"params": PARAMS, "opt_a": ADAM.init(_zeros()), "opt_b": ADAM.init(_zeros())}
     suggestion, _ = proposed(old, {"params": PARAMS, "opt_state": ADAM.init(_zeros())})
-    assert suggestion is None or not suggestion.confident
+    assert suggestion is not None
+    assert not suggestion.confident
 
 
 def _zeros() -> Any:
@@ -296,4 +302,5 @@ def test_large_trees(layers: int) -> None:
     assert sources(old, new) == [r"rules.rename(r'layers_(\d+)', r'block_\1')"]
     mixed = {f"x{chr(97 + n % 26)}{chr(97 + n // 26)}": node for n, node in enumerate(old["params"].values())}
     suggestion, _ = proposed(old, {"params": mixed})
-    assert suggestion is None or not suggestion.confident
+    assert suggestion is not None
+    assert not suggestion.confident

@@ -98,14 +98,10 @@ def test_rows_and_stacks(old: Any, new: Any, expected: list[str]) -> None:
 
 
 def test_much_that_is_foreign_and_unused_is_a_doubt() -> None:
-    """A model is not thrown away for certain, nor is the rule for it ready to paste."""
+    """A model is not thrown away: nothing is proposed, and so nothing is ready to paste."""
     old = {"blocks": {name: np.zeros((5, 7), "f4") for name in "abc"}, "out": D}
     new = {"stages": {name: np.zeros((7, 6), "f4") for name in "xyz"}, "out": D}
-    suggestion = suggest(as_stored({"params": old}), state_dict.describe({"params": new}))
-    assert suggestion is None or not suggestion.confident
-    names: dict[str, Any] = {}
-    exec(str(suggestion or "transforms = []"), names)
-    assert not names["transforms"]
+    assert suggest(as_stored({"params": old}), state_dict.describe({"params": new})) is None
 
 
 def test_work_grows_with_the_leaves() -> None:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.fold_names import Row, fold, fold_with_members
+from flax_ckpt_compat._view import compare_values
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat.cli import main
 from tests.support.saves import saved_by_peer as saved
@@ -200,6 +201,17 @@ def test_keys_and_text(tmp_path: Path) -> None:
     keys = [{"key": jax.random.wrap_key_data(data, impl=impl)} for impl in ("rbg", "unsafe_rbg")]
     paths = [checkpoints.save_checkpoint(tmp_path / str(at), key, 2) for at, key in enumerate(keys)]
     assert [(one.path, one.kind) for one in diff(*paths).differences] == [("key", "values")]
+
+
+def test_the_largest_difference_is_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever block of an array, or slice of it, it lies."""
+    monkeypatch.setattr(compare_values, "BLOCK", 4)
+    for at in (0, 5, 11):
+        other = np.full(12, 2.5, np.float32)
+        other[at] = 1
+        values = Values()
+        values.add(np.full(12, 2, np.float32), other)
+        assert (values.max_abs, values.max_rel) == (1, 1)
 
 
 def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

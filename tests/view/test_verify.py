@@ -158,7 +158,9 @@ def test_missing_data_file(tmp_path: Path) -> None:
     lost.unlink()
     one = only(path)
     assert one.state == "damaged"
-    assert all(lost.name in leaf.why for leaf in one.leaves if leaf.state == "damaged")
+    damaged = [leaf.why for leaf in one.leaves if leaf.state == "damaged"]
+    assert damaged
+    assert all(lost.name in why for why in damaged)
 
 
 def test_truncated_msgpack(tmp_path: Path) -> None:

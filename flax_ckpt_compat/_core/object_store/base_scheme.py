@@ -33,6 +33,16 @@ class StoreScheme:
         """Return the size of an object that the store reports in a request of its own, or None."""
         return None
 
+    def deletes_versions(self) -> bool:
+        """Return whether a deletion can be restricted to one version of an object."""
+        return True
+
+    def delete_version(self, url: str, version: bytes) -> bool:
+        """Delete an object if it has this version; return whether it had."""
+        _, bucket, key = retrying.split(url)
+        stamp = retrying.retry(url, "deleted", lambda: self.open(bucket).write(key, None, if_equal=version))
+        return bool(stamp.generation)
+
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """List keys by TensorStore; see `list_keys`."""
         import tensorstore as ts

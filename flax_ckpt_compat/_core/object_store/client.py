@@ -285,12 +285,12 @@ def delete(url: str) -> None:
 def delete_version(url: str, there: bytes) -> bool:
     """Delete this version of an object: a request that the store executes late, or twice, deletes no newer one.
 
-    Return whether it was deleted. S3's deletion has no condition."""
-    if not scheme_of(url).needs_commit_file:
+    Return whether it was deleted. Where `StoreScheme.deletes_versions` is False, any version is."""
+    scheme = scheme_of(url)
+    if not scheme.deletes_versions():
         delete(url)
         return True
-    stamp = retry(url, "deleted", lambda: bucket_store(url).write(key_of(url), None, if_equal=there))
-    return bool(stamp.generation)
+    return scheme.delete_version(url, there)
 
 
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:

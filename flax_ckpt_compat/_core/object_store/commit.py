@@ -200,11 +200,15 @@ def _arrays_beside(url: str, known: Listing | None = None) -> list[str]:
 def remove_arrays_beside(url: str) -> None:
     """Remove the GDA folder of a replaced msgpack checkpoint, unless a multi-process save writes to it."""
     folder = url + ARRAYS_POSTFIX
+    committed = f"{folder}/{COMMIT_FILE}"
     there = client.fresh_keys(folder)
     arrays = arrays_among(there)
     if arrays and not any(is_upload_marker(name) and not is_expired(name) for name in there):
+        version = client.version(committed) if COMMIT_FILE in there else client.NO_OBJECT
         client.delete_all(f"{folder}/{name}" for name in arrays)
-        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_upload_marker(name))
+        client.delete_all(f"{folder}/{name}" for name in there if is_upload_marker(name))
+        if version != client.NO_OBJECT:
+            client.delete_version(committed, version)
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:

@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.object_store import service_account
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 from flax_ckpt_compat._core.object_store.retrying import retry, split
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
@@ -229,10 +230,7 @@ def _error_content(error: urllib.error.HTTPError) -> dict[str, Any]:
 
 
 def token() -> str | None:
-    """Return the token that TensorStore would find, or None if it cannot be known here.
-
-    The key of a service account would have to sign a request, which Python's standard library cannot.
-    """
+    """Return the token that TensorStore would find, or None if it cannot be known here."""
     given = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
     if given:
         return given
@@ -274,11 +272,15 @@ def _request_token(file: str | None) -> tuple[float, str | None]:
         else:
             with open(file, encoding="utf-8") as opened:
                 content = json.load(opened)
-            if content.get("type") != "authorized_user":
+            issuer = content.get("token_uri") or _TOKEN_URL
+            fields = service_account.grant(content, issuer)
+            if content.get("type") == "authorized_user":
+                fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
+                fields["grant_type"] = "refresh_token"
+            if fields is None:
                 return _NO_TOKEN_FOR, None
-            fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
-            body = urllib.parse.urlencode(fields | {"grant_type": "refresh_token"}).encode()
-            request, timeout = urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _TOKEN_TIMEOUT  # noqa: S310
+            body = urllib.parse.urlencode(fields).encode()
+            request, timeout = urllib.request.Request(issuer, body), _TOKEN_TIMEOUT  # noqa: S310
         with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
             found = _content_of(answer)
         return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from flax_ckpt_compat._core.object_store import conditional_deletion, retrying
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -28,6 +29,18 @@ class S3(StoreScheme):
         elif region:
             spec["aws_region"] = region
         return spec
+
+    def deletes_versions(self) -> bool:
+        """See `StoreScheme.deletes_versions`."""
+        return conditional_deletion.is_installed()
+
+    def delete_version(self, url: str, version: bytes) -> bool:
+        """See `StoreScheme.delete_version`; without a condition, and True, where botocore cannot ask the store."""
+        _, bucket, key = retrying.split(url)
+        deleted = conditional_deletion.delete_version(url, version, self.bucket_spec(bucket))
+        if deleted is None:
+            retrying.retry(url, "deleted", lambda: self.open(bucket).write(key, None))
+        return deleted is not False
 
 
 def _first_set(names: tuple[str, ...]) -> str:

@@ -129,7 +129,7 @@ class WriteLease:
 
     def _versions(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the versions of objects that other writers write too, if the store deletes just a version."""
-        if not client.scheme_of(self.url).needs_commit_file:
+        if not client.scheme_of(self.url).deletes_versions():
             return {}
         found = uploads.versions(self.url, list(filter(visible_objects.is_shared, names)))
         return {name: version for name, version in found.items() if version != client.NO_OBJECT}
@@ -210,9 +210,16 @@ class WriteLease:
                 if visible_objects.commit_files(there):
                     return
                 if not any(map(is_upload_marker, there)):
-                    client.delete_all(f"{self.url}/{name}" for name in there.intersection(names))
+                    self._remove_without_marker(there.intersection(names))
                     return
                 time.sleep(_PAUSE)
+
+    def _remove_without_marker(self, names: Collection[str]) -> None:
+        seen = self._versions(names)
+        there = set(client.fresh_keys(self.url))
+        # A writer that began since the versions were read has others, and removes these itself.
+        if not any(map(is_upload_marker, there)) and not visible_objects.commit_files(there):
+            self.remove(there.intersection(names), seen)
 
     def abort(self) -> None:
         """Release the lease and raise ConcurrentWriteError."""
