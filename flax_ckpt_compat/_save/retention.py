@@ -178,7 +178,7 @@ def _deciding(request: SaveRequest, ordered: list[str]) -> set[str]:
 def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], list[str]]:
     """Return the replaced steps and, with ``overwrite``, newer ones; and the rest, oldest first."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
-    numbers = {name: number for name in ordered if (number := steps.step_of(name, prefix)) is not None}
+    numbers = {name: steps.step_of(name, prefix) or 0 for name in ordered}
     # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
     replaced = [name for name in ordered if request.overwrite and name != saved and numbers[name] == numbers[saved]]
     removes_newer = request.overwrite and not request.replace_only_checkpoints
