@@ -3,7 +3,9 @@
 import filecmp
 import functools
 import logging
+import os
 import shutil
+import stat
 import time
 import types
 from collections.abc import Callable
@@ -648,3 +650,26 @@ def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pyte
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}
     assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
+def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power loss takes names of a converted checkpoint that has its own already."""
+    synced, fsync = dict[int, list[str]](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            synced[status.st_ino] = sorted(os.listdir(descriptor))
+        fsync(descriptor)
+
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"a": np.ones(300_000)}), custom_metadata={"lr": 0.1})
+    monkeypatch.setattr(os, "fsync", noting)
+    (result,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+    path = Path(result.destination)
+    folders = [path, *(folder for folder in path.rglob("*") if folder.is_dir())]
+    assert len(folders) > 1
+    assert {str(folder): synced.get(folder.stat().st_ino) for folder in folders} == {
+        str(folder): sorted(os.listdir(folder)) for folder in folders
+    }
