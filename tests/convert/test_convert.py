@@ -29,6 +29,7 @@ from flax.training.train_state import TrainState
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, rules
+from flax_ckpt_compat._core.local import atomic, temporaries, writer_locks
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
@@ -673,3 +674,28 @@ def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, m
     assert {str(folder): synced.get(folder.stat().st_ino) for folder in folders} == {
         str(folder): sorted(os.listdir(folder)) for folder in folders
     }
+
+
+@pytest.mark.parametrize("source", ["tree", "key"])
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1", "msgpack", "safetensors"])
+def test_each_conversion_locks_what_it_writes(
+    source: str, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has its name: a save in another container tells by that that its writer is alive."""
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        item = ocp.args.StandardSave({"a": np.ones(3)}) if source == "tree" else ocp.args.ArraySave(np.ones(3))
+        manager.save(3, args=item if source == "tree" else ocp.args.Composite(mean=item))
+    seen, publish = [], atomic.publish
+
+    def noting(temporary: str, final: str, *, new: bool = False) -> None:
+        seen.append((temporaries.parse(os.path.basename(temporary))["count"][0], writer_locks.is_held(temporary)))
+        publish(temporary, final, new=new)
+
+    monkeypatch.setattr(atomic, "publish", noting)
+    try:
+        flax_ckpt_compat.convert(tmp_path / "src" / "3", tmp_path / "dst" / "3", to)
+    except errors.ConversionError:
+        assert source == "key"  # which has no place in a file
+    else:
+        assert ("0", True) in seen
+    assert not writer_locks._held
