@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -17,6 +18,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
 
@@ -30,6 +32,7 @@ from .sequential_reader import Window
 from .stream import parse_stream
 from .unpack_small_files import unpack
 
+_log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
 _PIECE = 16 * 2**20
@@ -50,6 +53,7 @@ class MsgpackReader(Reader):
         self.location = location.unlisted()
         self._source = open_source(location)
         self._verified_files: set[str] = set()  # of the folder of arrays
+        self._has_told = of_orbax  # that nothing is verified
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
@@ -93,6 +97,7 @@ class MsgpackReader(Reader):
         wanted, source = cast(Sequence[LeafHandle], handles), self._source
         if source.is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
+        self._tell_if_unverified()
         if ArraySlice in set(map(type, handles)):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
@@ -122,6 +127,12 @@ class MsgpackReader(Reader):
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
         return values
+
+    def _tell_if_unverified(self) -> None:
+        if self._verify and self._sums is None and isinstance(self._source, File) and not self._has_told:
+            self._has_told = True
+            why = "as of files of Flax, and of copies without extended attributes"
+            _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
 
     def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
         source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])

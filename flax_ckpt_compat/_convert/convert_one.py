@@ -80,7 +80,7 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
         return "planned"
     standard_streams.occupy()
     final.parent.prepare_directory()
-    with final.temporary() as temporary:
+    with final.temporary(locked=True) as temporary:
         with digests.of_reads(output, progress) as crcs:
             output_writers.write(temporary, job.to, output, prepared, final)
         compare(Location(temporary, LOCAL), job.to, output, progress, crcs)

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
@@ -46,9 +47,9 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
         with writing(final, temporary, output.trees[""]):
             safetensors.write(temporary, prepared[""])
         return
-    if output.has_items:
+    if output.has_items or not prepared:  # else the backend creates it
         with translated(final, "written"):
-            os.mkdir(temporary)
+            create_directory(temporary)
     backend = backend_for(Format.MSGPACK if to == "msgpack" else Format.ORBAX)
     for item, plan in prepared.items():
         with writing(final, temporary, output.trees[item]):

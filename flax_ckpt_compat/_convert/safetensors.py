@@ -17,6 +17,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
@@ -84,7 +85,7 @@ def write(path: str, tree: Node) -> None:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with translated(path, "written"), open(path, "xb") as file:
+    with translated(path, "written"), open(create_file(path), "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         at = file.tell()
         for _, array in arrays:

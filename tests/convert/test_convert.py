@@ -3,7 +3,9 @@
 import filecmp
 import functools
 import logging
+import os
 import shutil
+import stat
 import time
 import types
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from flax.training.train_state import TrainState
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors, rules
+from flax_ckpt_compat._core.local import atomic, temporaries, writer_locks
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
@@ -648,3 +651,51 @@ def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pyte
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}
     assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
+def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power loss takes names of a converted checkpoint that has its own already."""
+    synced, fsync = dict[int, list[str]](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            synced[status.st_ino] = sorted(os.listdir(descriptor))
+        fsync(descriptor)
+
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"a": np.ones(300_000)}), custom_metadata={"lr": 0.1})
+    monkeypatch.setattr(os, "fsync", noting)
+    (result,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+    path = Path(result.destination)
+    folders = [path, *(folder for folder in path.rglob("*") if folder.is_dir())]
+    assert len(folders) > 1
+    assert {str(folder): synced.get(folder.stat().st_ino) for folder in folders} == {
+        str(folder): sorted(os.listdir(folder)) for folder in folders
+    }
+
+
+@pytest.mark.parametrize("source", ["tree", "key"])
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1", "msgpack", "safetensors"])
+def test_each_conversion_locks_what_it_writes(
+    source: str, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has its name: a save in another container tells by that that its writer is alive."""
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        item = ocp.args.StandardSave({"a": np.ones(3)}) if source == "tree" else ocp.args.ArraySave(np.ones(3))
+        manager.save(3, args=item if source == "tree" else ocp.args.Composite(mean=item))
+    seen, publish = [], atomic.publish
+
+    def noting(temporary: str, final: str, *, new: bool = False) -> None:
+        seen.append((temporaries.parse(os.path.basename(temporary))["count"][0], writer_locks.is_held(temporary)))
+        publish(temporary, final, new=new)
+
+    monkeypatch.setattr(atomic, "publish", noting)
+    try:
+        flax_ckpt_compat.convert(tmp_path / "src" / "3", tmp_path / "dst" / "3", to)
+    except errors.ConversionError:
+        assert source == "key"  # which has no place in a file
+    else:
+        assert ("0", True) in seen
+    assert not writer_locks._held

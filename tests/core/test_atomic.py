@@ -401,6 +401,21 @@ def test_another_machines_temporary_goes_after_a_day(
     assert len(names(tmp_path)) == left
 
 
+@pytest.mark.parametrize(("age", "left"), [(DAY / 48, 2), (DAY / 12, 1)])
+def test_what_another_machine_replaced_goes_after_an_hour(
+    tmp_path: Path, age: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer needs milliseconds with it, and it takes the space of a checkpoint."""
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"), "old")
+    make(temporary, "old", "directory")
+    make(tmp_path / "c_1", "new", "directory")
+    of_other_machine(temporary)
+    now = time.time()
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: now + age)
+    atomic.remove_stale(str(tmp_path))
+    assert len(names(tmp_path)) == left
+
+
 @pytest.mark.parametrize("role", ["new", "old"])
 def test_another_machine_that_still_writes(tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any file below counts, and the rename that set an old checkpoint aside, which does not change its files."""

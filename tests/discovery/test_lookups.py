@@ -179,6 +179,17 @@ def test_flat_directories_in_a_managers_root(tmp_path: Path) -> None:
     assert checkpoints.available_steps(tmp_path) == [7, 12]
 
 
+def test_a_file_named_like_a_step_of_a_manager(tmp_path: Path) -> None:
+    """A manager's steps are directories, so it is none of them, though it restores by its own path."""
+    manager(tmp_path, 7)
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path / "other", tree(12), 12)
+    os.rename(tmp_path / "other" / "checkpoint_12", tmp_path / "12")
+    assert checkpoints.available_steps(tmp_path) == [7]
+    assert latest_everywhere(tmp_path) == "7"
+    assert checkpoints.restore_checkpoint(tmp_path / "12", None)["n"] == 12
+
+
 def test_a_step_of_old_releases_with_an_item_of_any_name(tmp_path: Path) -> None:
     """Before Orbax 0.5.11 nothing marked a step; by its own path it was silently not found."""
     with ocp.CheckpointManager(tmp_path) as made:

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
+from flax_ckpt_compat.orbax_backend.checksum_file import Checksums
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
@@ -292,6 +293,14 @@ def test_a_later_version_is_unverified(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     rewrite(path / CHECKSUMS, lambda found: found.update(version=2, chunks={"large/0.0": b"1234"}))
     assert np.array_equal(fcc.restore(path)["large"], LARGE)
+
+
+def test_files_without_checksums(tmp_path: Path) -> None:
+    """Where none of them has one, they were not checked."""
+    path = saved(tmp_path / "c")
+    assert Checksums(location_of(path)).check_files()
+    rewrite(path / CHECKSUMS, lambda found: found.update(files={}))
+    assert not Checksums(location_of(path)).check_files()
 
 
 @pytest.mark.parametrize("lacks", ["chunks", "data_files"])

@@ -242,6 +242,15 @@ def test_unstack_refuses() -> None:
         rules.unstack("y", "y_{}").apply(stored({"x": count((2,))}), None)
 
 
+def test_what_is_joined_keeps_its_numbers_as_keys() -> None:
+    """A subtree whose keys are ints has them again, where a restore gives ints back."""
+    for rule in (rules.stack(r"l_(\d)", "l"), rules.fuse(["l_0", "l_1"], "l")):
+        whole = stored({f"l_{n}": {"0": count((2,)), "1": count((3,))} for n in range(2)})
+        for layer in whole.children.values():
+            layer.int_keys = frozenset({"0", "1"})
+        assert rule.apply(whole, None).children["l"].int_keys == {"0", "1"}
+
+
 def test_fuse_and_split_refuse() -> None:
     """Parts that differ elsewhere than on the axis, in dtypes, lengths that do not add up, names that are not there."""
     types = stored({"q": count((2, 3)), "k": count((2, 3)).astype(np.float16)})

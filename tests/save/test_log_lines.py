@@ -5,8 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
+from tests.support.saves import use_flag
 
 TREE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
 LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in ([\d.]+) s, ([\d.]+) GB/s \((.*)\)"
@@ -39,3 +41,17 @@ def test_nothing_is_counted_when_nobody_listens(tmp_path, caplog):
         checkpoints.save_checkpoint(tmp_path, TREE, 1)
         checkpoints.restore_checkpoint(tmp_path, TREE)
     assert not caplog.records
+
+
+def test_a_file_without_checksums_is_told(tmp_path, caplog):
+    """Once for a restore, at INFO: as real Flax writes it. With checksums="off" nobody asked for them."""
+    with use_flag(False):
+        flax_checkpoints.save_checkpoint(tmp_path / "flax", TREE, 1)
+        checkpoints.save_checkpoint(tmp_path / "ours", TREE, 1)
+    for name, settings, expected in (("flax", {}, 1), ("ours", {}, 0), ("flax", {"checksums": "off"}, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "flax_ckpt_compat"), config.override(**settings):
+            checkpoints.restore_checkpoint(tmp_path / name, TREE)
+        told = [record.getMessage() for record in caplog.records if "is not verified" in record.getMessage()]
+        assert len(told) == expected, (name, settings)
+        assert not told or told[0].startswith(f"{tmp_path}/flax/checkpoint_1 has no checksums")

@@ -160,6 +160,22 @@ def test_a_run_with_requests_that_come_late(format: Any, seed: int, any_bucket: 
             assert restored in [fingerprint(state(number)) for number in kept]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_store_that_is_busy_and_late(format: Any, seed: int, any_bucket: AnyBucket) -> None:
+    """It answers one request of seven with 429, and executes half of the changes twice: the run keeps its steps."""
+    root, proxy = f"{any_bucket.url}/run", any_bucket.proxy
+    busy, late = s3.sometimes(0.15, seed, ("429",)), s3.sometimes(0.5, seed + 100, ("again",))
+    with proxy.failing(lambda method, path: busy(method, path) or (late(method, path) if method in CHANGES else "")):
+        for step in range(1, 6):
+            save_until_it_succeeds(root, state(step), step, format)
+        proxy.wait_for_late()
+    assert {asked.fault for asked in proxy.log} >= {"429", "again"}
+    assert fingerprint(checkpoints.restore_checkpoint(root, None)) == fingerprint(state(5))
+    assert checkpoints.available_steps(root)[-1] == 5
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("any_bucket", "format", "firsts"),

@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 PAGE = 200  # keys in one answer; 1,000 on S3 itself
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
+    "429": b"<Error><Code>TooManyRequests</Code><Message>Please reduce your request rate.</Message></Error>",
     "501": b"<Error><Code>NotImplemented</Code><Message>A header implies what is not implemented.</Message></Error>",
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
@@ -31,7 +32,8 @@ _SLOW = 0.3  # s
 _SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-# One of FAULTS or of LATE; or "403", denied for good; "501", not known here; "stall", no answer.
+# One of FAULTS or of LATE; or "429", too many requests; "403", denied for good; "501", not known here; "stall", no
+# answer.
 Fault = str
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """

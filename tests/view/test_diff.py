@@ -212,6 +212,9 @@ def test_the_largest_difference_is_of_all_blocks(monkeypatch: pytest.MonkeyPatch
         values = Values()
         values.add(np.full(12, 2, np.float32), other)
         assert (values.max_abs, values.max_rel) == (1, 1)
+    values = Values()
+    values.add(np.array([np.nan, 1, 1, 1, 1, np.nan]), np.ones(6))
+    assert (values.only_one_nan, values.other_values) == (2, 2)
 
 
 def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
