@@ -63,11 +63,16 @@ class Value:
         """Return the bytes that are stored, before they are encoded."""
         if isinstance(self.data, bytes):
             return memoryview(self.data)
-        array = self.data
-        if array.shape != self.shape:
-            array = np.zeros(self.shape, array.dtype)
-            array[full_box(self.data.shape)] = self.data
-        return memory.as_bytes(np.ascontiguousarray(array))
+        return memory.as_bytes(np.ascontiguousarray(padded(self.data, self.shape)))
+
+
+def padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
+    """Return an array with zeros behind it on each axis, if it is smaller than a shape."""
+    if array.shape == shape:
+        return array
+    larger = np.zeros(shape, array.dtype)
+    larger[full_box(array.shape)] = array
+    return larger
 
 
 class DataFiles:

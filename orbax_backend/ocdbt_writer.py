@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.location import LOCAL
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
-from .data_files import BATCH_BYTES, DataFiles, Value
+from .data_files import BATCH_BYTES, DataFiles, Value, padded
 from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
 from .ocdbt_encode import INLINE_BYTES, array_of, write_index
@@ -39,7 +39,7 @@ class Database:
         """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none."""
         LOCAL.kvstore(path)  # raises for a path that real Orbax, which reads it by TensorStore, could not open
         self._path, self._files = path, DataFiles(path, sums)
-        self._keys, self._inline = list[str](), list[bytes]()  # what lies in the index
+        self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not
         self._batch, self._batch_nbytes = list[Value](), 0
         self._known_cells: dict[Any, list[_Cells]] = {}
@@ -47,7 +47,7 @@ class Database:
     @property
     def files(self) -> list[str]:
         """Return the full paths of all files, once it is finished."""
-        names = [*self._files.names, MANIFEST] if self._keys or self._values else []
+        names = [*self._files.names, MANIFEST] if self._inline or self._values else []
         return [os.path.join(self._path, name) for name in names]
 
     def make_room(self, nbytes: int) -> None:
@@ -75,12 +75,16 @@ class Database:
         shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
         prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
         if is_primary:
-            self._put_inline(prefix + encoding.metadata_file, text)
+            self._inline.append((prefix + encoding.metadata_file, text))
+        is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
         may_change = memory.may_change(stored.source)
         for shard, cells in zip(shards, self._cells(stored, info, shards), strict=True):
             for key, box in cells:
                 data = shard.data if box is None else shard.data[box]
-                self._put_chunk(Value(prefix + key, data, encoding, info.chunks, may_change))
+                if is_small:
+                    self._put_bytes(prefix + key, padded(data, info.chunks).tobytes(), encoding)
+                else:
+                    self._put_outside(Value(prefix + key, data, encoding, info.chunks, may_change))
 
     def submit(self) -> None:
         """Begin to write what was added."""
@@ -92,7 +96,7 @@ class Database:
         """Write all values and the index, and sync them; the directory itself remains to be synced."""
         self.submit()
         self._files.wait()
-        if self._keys or self._values:
+        if self._inline or self._values:
             with memory.pause_gc():
                 manifest = write_index(self._rows(), self._files.append)
             self._files.finish()
@@ -113,15 +117,9 @@ class Database:
 
     def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
         prefix, (file, text, chunk) = key_prefix(name), _small_form(stored.shape, stored.dtype, encoding.checksums)
-        self._put_inline(prefix + file, text)
+        self._inline.append((prefix + file, text))
         if array.nbytes:
             self._put_bytes(prefix + chunk, array.tobytes(), encoding)
-
-    def _put_chunk(self, value: Value) -> None:
-        if value.encoding.codec is None and value.nbytes < _COPY_BELOW_BYTES:
-            self._put_bytes(value.key, bytes(value.stored()), value.encoding)
-        else:
-            self._put_outside(value)
 
     def _put_bytes(self, key: str, data: bytes, encoding: Encoding) -> None:
         """Add the bytes of a small chunk without compression."""
@@ -130,11 +128,7 @@ class Database:
             return
         if encoding.checksums:
             data += crc32c(data).to_bytes(CHECKSUM_NBYTES, "little")
-        self._put_inline(key, data)
-
-    def _put_inline(self, key: str, data: bytes) -> None:
-        self._keys.append(key)
-        self._inline.append(data)
+        self._inline.append((key, data))
 
     def _put_outside(self, value: Value) -> None:
         self._values.append(value)
@@ -145,18 +139,18 @@ class Database:
 
     def _rows(self) -> Rows:
         """Return the entries of the index."""
+        outside = [(value.key, value.place) for value in self._values if value.place is not None]
+        became_small = [(value.key, value.inline) for value in self._values if value.place is None]
+        inline = [*self._inline, *became_small]
+        keys = [key for key, _ in (*inline, *outside)]
         number_of = {name: number for number, name in enumerate(self._files.names)}
-        keys, inline = list(self._keys), list(self._inline)
-        places = [(len(data), -1, 0) for data in inline]
-        for value in self._values:
-            keys.append(value.key)
-            if value.place is None:
-                inline.append(value.inline)
-                places.append((len(value.inline), -1, 0))
-            else:
-                places.append((value.place.length, number_of[value.place.file], value.place.offset))
-        lengths, numbers, offsets = np.array(places, np.int64).T
-        return Rows(array_of(list(map(str.encode, keys))), lengths, numbers, offsets, inline, self._files.names)
+        places = [(place.length, number_of[place.file], place.offset) for _, place in outside]
+        values = [value for _, value in inline]
+        rows = np.zeros((len(keys), 3), np.int64)
+        rows[: len(inline), 0], rows[: len(inline), 1] = np.fromiter(map(len, values), np.int64, len(inline)), -1
+        rows[len(inline) :] = np.array(places, np.int64).reshape(-1, 3)
+        lengths, numbers, offsets = rows.T
+        return Rows(array_of(list(map(str.encode, keys))), lengths, numbers, offsets, values, self._files.names)
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all

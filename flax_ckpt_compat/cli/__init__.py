@@ -7,21 +7,41 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from flax_ckpt_compat import __version__
 
 from ._command_base import reporting_closed_pipe
 
-_COMMANDS = [
-    "clean", "convert", "demo", "diff", "doctor", "ls", "plan", "run", "scan", "shadow-report", "show", "verify",
-]  # fmt: skip
+_COMMANDS = {  # with what the help of all commands says of each, for which none is loaded
+    "clean": "Remove what interrupted saves left.",
+    "convert": "Convert checkpoints to another layout.",
+    "demo": "Kill and resume a training; check every bit.",
+    "diff": "Compare two checkpoints, leaf by leaf.",
+    "doctor": "Print what a bug report needs.",
+    "ls": "List the checkpoints in a directory.",
+    "plan": "Preview a restore into your state.",
+    "run": "Run a program unchanged, with the shim installed.",
+    "scan": "Find what breaks in a program.",
+    "shadow-report": "Show what shadow mode found.",
+    "show": "Show the tree of a checkpoint.",
+    "verify": "Find damaged checkpoints.",
+}
 
 
 class _LazyGroup(click.Group):
     """Click group that imports a subcommand's module on use, for its attribute ``command``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
-        return _COMMANDS
+        return list(_COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name, help=text) for name, text in _COMMANDS.items() if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:

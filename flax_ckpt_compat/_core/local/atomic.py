@@ -51,10 +51,10 @@ def stale_names(directory: str, names: Iterable[str], *, force: bool = False) ->
     """Return the names of temporaries of dead writers; with ``force`` also of those that only time protects."""
     stale, certain = [], ("dead", "perhaps") if force else ("dead",)
     for name in names:
-        path = os.path.join(directory, name)
-        match = parse(name)
-        if match and presence.lexists(path) and writer_of(match, path) in certain:
-            stale.append(name)
+        if match := parse(name):
+            path = os.path.join(directory, name)
+            if presence.lexists(path) and writer_of(match, path) in certain:
+                stale.append(name)
     return stale
 
 
@@ -108,8 +108,8 @@ def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
 
     Otherwise a restore would silently start from scratch. Waits for a writer that may be alive, and also returns names
     that appeared since. A writer that takes longer finds the name taken, fails, and loses nothing."""
-    restored = []
-    for name in names:
+    restored, hidden = [], [name for name in names if name.startswith(".")]  # few of thousands, and all that count here
+    for name in hidden:
         match = parse(name)
         if not match or match["role"] != "old":
             continue
@@ -128,7 +128,7 @@ def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
                 what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
                 raise storage_error_of(message, path=original, errno=error.errno) from error
-    if any(name.startswith(STILL_OPEN) for name in names):
+    if any(name.startswith(STILL_OPEN) for name in hidden):
         # The client of a network file system takes two renames to replace what is open.
         time.sleep(_REPLACED_SECONDS)
         restored += os.listdir(directory)
