@@ -64,23 +64,25 @@ def shardings(plan: SavePlan, *, for_old_orbax: bool = False) -> str:
     return f"{{{', '.join([f'{key}: {quoted[text]}' for key, text in entries.items()])}}}"
 
 
-def array_metadatas(plan: SavePlan, splits: bool) -> str:
-    """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys."""
+def array_metadatas(plan: SavePlan, chunk_bytes: int) -> str:
+    """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys.
+
+    ``chunk_bytes`` is the limit of chunks."""
     rests = Memo(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
         impl = stored.annotation.impl if stored.annotation else None
-        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, splits, impl]
+        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, chunk_bytes, impl]
         entries.append(f'{{"array_metadata": {{"param_name": {_text(name)}, {rest}}}')
     return f'{{"array_metadatas": [{", ".join(entries)}]}}'
 
 
-def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool, str | None]) -> str:
+def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, int, str | None]) -> str:
     """Encode an entry without its name and opening brace."""
-    shape, write_shape, itemsize, splits, impl = described
+    shape, write_shape, itemsize, chunk_bytes, impl = described
     rest = {
         "write_shape": write_shape,
-        "chunk_shape": chunk_shape(shape, write_shape, itemsize, splits),
+        "chunk_shape": chunk_shape(shape, write_shape, itemsize, chunk_bytes),
         "ext_metadata": {"random_key_impl": impl} if impl else None,
     }
     return json.dumps(rest)[1:]

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -107,7 +108,7 @@ def encoding_of(options: WriteOptions) -> Encoding:
             f"compression={compression!r} needs zarr v3, which Orbax 0.3 and 0.4 cannot read; set compression=None, or "
             "oldest_orbax='0.6'"
         )
-    return _ENCODINGS[compression]
+    return dataclasses.replace(_ENCODINGS[compression], part_bytes=options.part_bytes)
 
 
 def write_metadata(
@@ -118,7 +119,7 @@ def write_metadata(
     lists_arrays &= encode_metadata.has_jax_arrays(plan)
     with pause_gc():
         if lists_arrays:
-            listed = encode_metadata.array_metadatas(plan, encoding_of(options).splits)
+            listed = encode_metadata.array_metadatas(plan, encoding_of(options).chunk_bytes)
             files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
         if process == 0:
             files |= _tree_files(plan, options)

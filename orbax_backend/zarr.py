@@ -40,6 +40,7 @@ class Encoding:
     # zarr's spec of a compressor, or None.
     codec: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     checksums: bool = False  # whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that
+    part_bytes: int | None = None  # see `WriteOptions.part_bytes`
 
     @property
     def metadata_file(self) -> str:
@@ -50,6 +51,11 @@ class Encoding:
     def splits(self) -> bool:
         """Return whether large arrays are split, because chunks are encoded and decoded whole."""
         return self.codec is not None or self.checksums
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Return the limit of a chunk; see `chunk_shape`."""
+        return _SPLIT_CHUNK_BYTES if self.splits else self.part_bytes or _PLAIN_CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,16 +107,15 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
-def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, splits: bool) -> list[int]:
+def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, limit: int) -> list[int]:
     """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
-    Plain shards of up to 2 GiB are one chunk each, which is read directly into place. Larger ones, and with ``splits``
-    those above 8 MiB, are split along their first axes: for the limits of stores, to use several
+    Shards above a ``limit`` in bytes are split along their first axes. It is 2 GiB for plain ones, which are read
+    directly into place; 32 MiB in stores, for several connections; and 8 MiB for those with a codec, to use several
     threads, and to decode less for a part.
     """
     # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.
     chunks = [max(1, length) for length in write_shape]
-    limit = _SPLIT_CHUNK_BYTES if splits else _PLAIN_CHUNK_BYTES
     for axis in range(len(chunks)):
         parts = -(-math.prod(chunks) * itemsize // limit)
         if parts < 2:
@@ -132,7 +137,7 @@ def dump_metadata(
     shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], encoding: Encoding
 ) -> dict[str, Any]:
     """Return the ``.zarray`` or ``zarr.json`` of an array, with the keys that Orbax writes; see `chunk_shape`."""
-    chunks = chunk_shape(shape, write_shape, dtype.itemsize, encoding.splits)
+    chunks = chunk_shape(shape, write_shape, dtype.itemsize, encoding.chunk_bytes)
     return (_dump_v3 if encoding.checksums else _dump_v2)(list(shape), chunks, dtype, encoding.codec)
 
 

@@ -18,6 +18,9 @@ from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import retention_policy
 
+# Bytes of a part of an array; a new object is begun from 64 MiB on, so most have two.
+_PART_OF_STORE = 32 * 2**20
+
 
 class SaveManager(Protocol):
     """An async manager: ours, Flax's or a user's. Later calls raise its failures if ``save_future`` is a Future."""
@@ -164,6 +167,7 @@ def write_options(settings: config.Settings, destination: Location) -> WriteOpti
         checksums=settings.checksums != "off",
         for_old_orbax=settings.oldest_orbax != "0.6",
         unique_files=destination.is_remote,
+        part_bytes=_PART_OF_STORE if destination.is_remote else None,
     )
 
 

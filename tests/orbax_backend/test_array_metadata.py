@@ -49,11 +49,11 @@ def test_boxes_that_are_chunks() -> None:
 def test_how_large_arrays_are_split() -> None:
     """Plain ones from 2 GiB on; chunks of a shard divide it evenly, unless only far smaller ones would."""
     gib = 2**30
-    assert zarr.chunk_shape((2 * gib,), (2 * gib,), 1, splits=False) == [2 * gib]
-    assert zarr.chunk_shape((4 * gib,), (4 * gib,), 1, splits=False) == [2 * gib]
-    assert zarr.chunk_shape((6, gib), (6, gib), 1, splits=False) == [2, gib]
-    assert zarr.chunk_shape((18, gib), (9, gib), 1, splits=False) == [1, gib]
-    assert zarr.chunk_shape((202, 3 * gib // 101), (101, 3 * gib // 101), 1, splits=False)[0] == 101
+    assert zarr.chunk_shape((2 * gib,), (2 * gib,), 1, zarr.Encoding().chunk_bytes) == [2 * gib]
+    assert zarr.chunk_shape((4 * gib,), (4 * gib,), 1, zarr.Encoding().chunk_bytes) == [2 * gib]
+    assert zarr.chunk_shape((6, gib), (6, gib), 1, zarr.Encoding().chunk_bytes) == [2, gib]
+    assert zarr.chunk_shape((18, gib), (9, gib), 1, zarr.Encoding().chunk_bytes) == [1, gib]
+    assert zarr.chunk_shape((202, 3 * gib // 101), (101, 3 * gib // 101), 1, zarr.Encoding().chunk_bytes)[0] == 101
 
 
 @pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])

@@ -73,7 +73,7 @@ def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
             arrays[entry.name] = entry.stored
             assert value["write_shape"] == list(entry.stored.shape)
     listed = [
-        one["array_metadata"] for one in json.loads(encode_metadata.array_metadatas(plan, False))["array_metadatas"]
+        one["array_metadata"] for one in json.loads(encode_metadata.array_metadatas(plan, 2**31))["array_metadatas"]
     ]
     assert [one["param_name"] for one in listed] == list(arrays)
     for one, stored in zip(listed, arrays.values(), strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, zarr
-from flax_ckpt_compat.orbax_backend.zarr import chunk_shape
+from flax_ckpt_compat.orbax_backend.zarr import Encoding, chunk_shape
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ MIB = 1 << 20
 )
 def test_chunks_by_hand(shape: tuple[int, ...], part: tuple[int, ...], compressed: bool, expected: list[int]) -> None:
     """Parts of at most 8 MiB, or 2 GiB without a codec, of four-byte elements, worked out by hand."""
-    assert chunk_shape(shape, part, 4, compressed) == expected
+    assert chunk_shape(shape, part, 4, Encoding(checksums=compressed).chunk_bytes) == expected
 
 
 @given(
@@ -57,7 +57,7 @@ def test_chunks_by_hand(shape: tuple[int, ...], part: tuple[int, ...], compresse
 def test_no_chunk_reaches_over_two_shards(part: tuple[int, ...], split: list[int], compressed: bool) -> None:
     """On every axis along which an array is split, chunks divide the shard."""
     shape = tuple(length * times for length, times in zip(part, split, strict=False))
-    chunks = chunk_shape(shape, part, 8, compressed)
+    chunks = chunk_shape(shape, part, 8, Encoding(checksums=compressed).chunk_bytes)
     assert all(0 < chunk <= length for chunk, length in zip(chunks, part, strict=True))
     for chunk, length, times in zip(chunks, part, split, strict=False):
         assert times == 1 or length % chunk == 0
