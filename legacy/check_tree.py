@@ -16,6 +16,7 @@ from .gda_split import DistributedArray
 
 # Bytes; msgpack's length fields are four bytes wide.
 _MAX_LENGTH = 2**32 - 1
+_ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 
 def check_tree(tree: Node) -> None:
@@ -29,6 +30,8 @@ def check_tree(tree: Node) -> None:
             _check_leaf(path, node)
             continue
         _check_branch(path, node)
+        if _are_plain(node.children):
+            continue
         for name, child in node.children.items():
             # Fast path for plain arrays, which almost all leaves are.
             kind = type(child)
@@ -38,6 +41,21 @@ def check_tree(tree: Node) -> None:
                 jax_types[kind] = is_jax_array(child)
             if not jax_types[kind] or not supported[child.dtype] or not addressable.is_fully_addressable(child):
                 stack.append(((*path, name), child))
+
+
+def _are_plain(children: dict[str, Node]) -> bool:
+    """Return whether all of a branch are numbers or texts that any file can hold; False if in doubt."""
+    kinds = set(map(type, children.values()))
+    if kinds <= _ALWAYS_PLAIN:
+        return True
+    if kinds == {int}:
+        numbers: Any = children.values()
+        return bool(min(numbers) >= -(2**63) and max(numbers) < 2**64)
+    if kinds == {str}:
+        texts: Any = children.values()
+        joined = "".join(texts)
+        return joined.isascii() and len(joined) <= _MAX_LENGTH and format.PLACEHOLDER not in joined
+    return False
 
 
 def _is_supported(dtype: Any) -> bool:
@@ -53,8 +71,12 @@ def _check_branch(path: Path, branch: Branch) -> None:
     if len(path) >= format.MAX_DEPTH - 1:
         raise _invalid(path, f"trees deeper than {format.MAX_DEPTH - 1} levels", "flatten the tree")
     if branch.children.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
-        names = ", ".join(sorted(branch.children))
-        raise _invalid(path, f"a dict with exactly the keys {names}: it would be read as an array", "rename a key")
+        keys = ", ".join(sorted(branch.children))
+        raise _invalid(path, f"a dict with exactly the keys {keys}: it would be read as an array", "rename a key")
+    if set(map(type, branch.children)) <= {str}:
+        names = "".join(branch.children)
+        if names.isascii() and len(names) <= _MAX_LENGTH:
+            return
     for name in branch.children:
         if type(name) is not str:
             raise _invalid((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -43,6 +44,10 @@ _BLOCK = 8 * 2**20
 # Below this, an array in shards is assembled in memory, to be written with its neighbours.
 _MIN_SHARDED = 256 * 2**10
 
+# Types of which msgpack's encoder takes many values at once, and how many names and values these are.
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_AT_ONCE = 512
+
 _Array = np.ndarray[Any, Any]
 
 
@@ -68,7 +73,7 @@ class _Writer:
         self._pool = Pool(1, "flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
         packer = msgpack.Packer(strict_types=True)
-        self._pack, self._map_header = packer.pack, packer.pack_map_header
+        self._packer, self._pack, self._map_header = packer, packer.pack, packer.pack_map_header
         self._small = bytearray()
         self._pieces: list[memoryview] = []
         self._buffered = 0
@@ -86,8 +91,14 @@ class _Writer:
                 kind = type(node)
                 if kind is Branch:
                     put(key + self._map_header(len(node.children)))
+                    if _NUMBERS.issuperset(map(type, node.children.values())):
+                        self._put_numbers(node.children)
+                        continue
                     stack.append(iter(node.children.items()))
                     break
+                if kind is str or kind in _NUMBERS:
+                    put(key + pack(node))
+                    continue
                 if kind not in jax_types:
                     jax_types[kind] = is_jax_array(node)
                 array = _on_host(node) if jax_types[kind] else node
@@ -101,6 +112,13 @@ class _Writer:
         self._flush()
         if self._sums is not None:
             file_checksums.record(self._fd, self._sums.encoded())
+
+    def _put_numbers(self, children: dict[str, Any]) -> None:
+        """Write names and numbers, many at once."""
+        rest = itertools.chain.from_iterable(children.items())
+        while batch := list(itertools.islice(rest, _AT_ONCE)):
+            header = self._packer.pack_array_header(len(batch))
+            self._put(self._pack(batch)[len(header) :])
 
     def _write_leaf(self, leaf: Any, *, is_own: bool = False) -> None:
         """Write a leaf; an array that is not our own may change meanwhile."""

@@ -270,6 +270,9 @@ class Parser:
 
     def _scalar(self, tag: int) -> Any:
         """Read nil, a bool or a number."""
+        if tag <= 0x7F or tag >= 0xE0:
+            self._window.at += 1
+            return tag if tag <= 0x7F else tag - 0x100
         width = _NUMBER_WIDTHS.get(tag, 1)
         return msgpack.unpackb(self._header_bytes(width))
 

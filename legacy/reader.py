@@ -105,6 +105,9 @@ class MsgpackReader(Reader):
             kind = type(handle.locator)
             if index in is_read:
                 continue
+            if handle.dtype is None and handle.kind is not LeafKind.BYTES:  # numbers and text are their own locator
+                values[index] = handle.locator
+                continue
             if kind is bytes and handle.dtype is not None:
                 in_memory.append(index)
             elif kind is int and handle.nbytes < _SMALL and handle.dtype is not None:

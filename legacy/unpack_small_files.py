@@ -1,4 +1,4 @@
-"""Unpack a small local file of many small arrays at once, with the C unpacker of the msgpack library.
+"""Unpack a small local file of many small arrays or values at once, with the C unpacker of the msgpack library.
 
 It takes half the time of `parse`. Whatever is not plain, damage included, is left to `parse`, which gives every error.
 """
@@ -12,7 +12,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
+from flax_ckpt_compat._core.tree import Branch, Container, Path, PathLengths
 
 from . import format
 from .checksummed_file import ChecksummedFile
@@ -24,8 +24,15 @@ _MAX_SIZE = 32 * 2**20
 _SAMPLE, _MIN_ARRAYS = 16 * 2**10, 16
 _SAMPLED = 16  # one byte in so many, of larger files
 _HEADER = 128  # bytes around an array: names, shape, dtype; more than most have
-# A hostile file may announce more values than it has, and the unpacker allocates space for them.
-_LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
+_STR8 = 0xD9
+# Tag of a value → bytes behind the tag: nil, booleans and numbers, and the lengths of maps and lists.
+_BYTES_AFTER = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
+_BYTES_AFTER |= {0xD2: 4, 0xD3: 8, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+# So many keys and values in so few bytes, as numbers are: read whole, too.
+_MIN_VALUES = 1000
+# A hostile file may announce more values than it has: the unpacker allocates space for them, and does not touch it.
+_MOST_VALUES = 2**22
+_PLAIN = frozenset({int, float, bool, type(None)})
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
@@ -33,13 +40,16 @@ def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) 
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
     if not isinstance(source, File) or source.size > _MAX_SIZE:
         return None
-    if not all(_is_dense(source.read(size, 0)) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE):
+    samples = (source.read(size, 0) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE)
+    if not all(_has_many_values(sample[:_SAMPLE]) or _is_dense(sample) for sample in samples):
         return None
     data = source.read(source.size, 0)
     if sums is not None and not sums.is_verified:
         sums.verify_data(data)
     try:
-        document = msgpack.unpackb(data, ext_hook=_ExtHook(), object_pairs_hook=_unique, **_LIMITS)
+        most = min(source.size, _MOST_VALUES)
+        limits = {"max_array_len": most, "max_map_len": most}
+        document = msgpack.unpackb(data, ext_hook=_ExtHook(), object_pairs_hook=_unique, **limits)
         return _tree(document, reader, PathLengths(source.size))
     except _ERRORS:
         return None
@@ -48,10 +58,28 @@ def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) 
 def _is_dense(head: bytes) -> bool:
     sizes: list[int] = []
     with contextlib.suppress(*_ERRORS):  # it ends in the middle of a value
-        msgpack.unpackb(head, ext_hook=lambda _, payload: sizes.append(len(payload)), **_LIMITS)
+        msgpack.unpackb(head, ext_hook=lambda _, payload: sizes.append(len(payload)), max_array_len=0)
     # Headers and keys, and what the bytes have of the last array.
     rest = len(head) - sum(sizes) - _HEADER * len(sizes)
     return len(sizes) >= _MIN_ARRAYS and max([*sizes, rest]) < memory_map.MIN_BYTES
+
+
+def _has_many_values(head: bytes) -> bool:
+    """Return whether the first bytes of a file are keys and values of a few bytes each."""
+    at = count = 0
+    while at < len(head):
+        tag = head[at]
+        if tag in _BYTES_AFTER:
+            at += _BYTES_AFTER[tag]
+        elif 0xA0 <= tag <= 0xBF:
+            at += tag & 0x1F
+        elif tag == _STR8:
+            at += 1 + int.from_bytes(head[at + 1 : at + 2])
+        elif not (tag <= 0x9F or tag >= 0xE0):
+            break  # an array, bytes, or long text
+        at += 1
+        count += 1
+    return count >= _MIN_VALUES
 
 
 class _ExtHook:
@@ -87,6 +115,7 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
         raise ValueError("no tree")
     stack: list[tuple[Path, dict[str, Any]]] = [((), document)]
     keys = []  # maps of PRNG keys
+    numbers = format.NUMBERS
     while stack:
         parent, children = stack.pop()
         lengths.add(parent, len(children))
@@ -95,7 +124,10 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
                 raise TypeError("a key that is not text")
             path = (*parent, key)
             kind = type(value)
-            if kind is tuple:
+            number = numbers.get(kind)
+            if number is not None:
+                children[key] = LeafHandle(path, number[0], (), None, number[1], None, reader, value)
+            elif kind is tuple:
                 header, data = value
                 children[key] = LeafHandle(
                     path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
@@ -107,12 +139,27 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
                     keys.append((children, path))
                 children[key] = Branch(value)
                 stack.append((path, value))
+            elif kind is list:
+                children[key] = _list(value, path, reader, lengths)
             elif value is not None:
                 children[key] = _leaf(value, path, reader)
     for children, path in keys:
         branch = children[path[-1]]
         children[path[-1]] = format.prng_key(branch, path) or branch
     return Branch(document)
+
+
+def _list(values: list[Any], path: Path, reader: Reader, lengths: PathLengths) -> Branch:
+    """Return a list of numbers, as old releases and other programs write them; others are left to `parse`."""
+    if len(path) >= format.MAX_DEPTH or not _PLAIN.issuperset(map(type, values)):
+        raise ValueError("too deep, or a list with other values than numbers")
+    lengths.add(path, len(values))
+    names = map(str, range(len(values)))
+    children = {
+        name: None if value is None else _leaf(value, (*path, name), reader)
+        for name, value in zip(names, values, strict=True)
+    }
+    return Branch(children, Container.LIST)
 
 
 def _leaf(value: Any, path: Path, reader: Reader) -> LeafHandle:

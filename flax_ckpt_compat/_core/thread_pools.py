@@ -27,6 +27,7 @@ _Result = TypeVar("_Result")
 _REFUSALS = re.compile("new futures|new thread")
 _UNLOCKED = re.compile("un-?(locked|acquired) lock")
 _POLL_SECONDS = 0.5
+_START_SECONDS = 30.0
 _HELD_SECONDS = 1.0  # far longer than any thread holds the lock of Python's pools
 
 
@@ -108,16 +109,29 @@ def wait(future: Future[Any], timeout: float = math.inf) -> bool:
     return end_of(future).wait(timeout)
 
 
+class _StartedEvent(threading.Event):
+    """The event by which ``Thread.start`` waits for the new thread; it ends without it after some time."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(_START_SECONDS if timeout is None else timeout)
+
+
 def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> bool:
-    """Start a thread; return False if none can be started, as at the interpreter's exit."""
+    """Start a thread; return False if none can be started, as at the interpreter's exit.
+
+    So too if it did not begin in time: one that ends for lack of memory before it has begun never tells, and Python
+    would wait for ever. ``run`` may be called by both then, as that of `Once` may."""
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    started = _StartedEvent()
+    thread._started = started  # type: ignore[attr-defined]
     try:
         with raising_interrupts():
-            threading.Thread(target=run, name=name, daemon=daemon).start()
+            thread.start()
     except RuntimeError as error:
         if not is_refusal(error):
             raise
         return False
-    return True
+    return started.is_set()
 
 
 def clear_frames(error: BaseException | None) -> None:

@@ -175,7 +175,10 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, node
         return
     for name, child in node.children.items():
-        yield from iter_leaves(child, (*path, name))
+        if isinstance(child, Branch):
+            yield from iter_leaves(child, (*path, name))
+        else:
+            yield (*path, name), child
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:

@@ -22,6 +22,8 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
+# Of Python values that are restored as they are, where the target has one of the same type.
+KIND_OF_TYPE = {**_PYTHON, str: LeafKind.STR}
 _DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)

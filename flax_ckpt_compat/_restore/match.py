@@ -111,6 +111,13 @@ class _Planner:
                     add(plan_array((*path, name), found, child))
             elif type(found) is Branch and type(child) is Branch:
                 self.branch(found, child, (*path, name))
+            elif (
+                type(found) is LeafHandle
+                and leaf_kinds.KIND_OF_TYPE.get(type(child)) is found.kind
+                and not found.possible_kinds
+                and self._choose is None
+            ):
+                add(LeafPlan((*path, name), found, child, True))
             elif found is _Absent.ABSENT and type(child) is Branch:
                 self.absent(child, (*path, name))
             else:
@@ -171,6 +178,9 @@ class _Planner:
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""
         if isinstance(stored, LeafHandle):
+            if target is None and stored.dtype is None and not stored.possible_kinds:  # a Python value, as it is
+                self._plan.leaves.append(LeafPlan(path, stored, None, True))
+                return
             plan_leaf = self._leaf_planner.array if stored.kind is LeafKind.ARRAY else self._leaf_planner.stored
             self._plan.leaves.append(plan_leaf(path, stored, target))
         elif isinstance(stored, Derived):

@@ -47,7 +47,7 @@ def restore(
     one.agreement = process_agreement.begin(checkpoint_dir, step)
     if key_value_store.is_connected():  # processes on several machines have to find the same latest one
         locating.refresh(checkpoint_dir)
-    with depth.limited("restored"):
+    with depth.limited("restored", target):
         otherwise = None if options.settings.must_exist else one.unrestored
         try:
             return locating.read_found(checkpoint_dir, step, one.at, otherwise)

@@ -33,7 +33,7 @@ class LeafPlan:
     path: Path
     source: LeafHandle | Derived | Own | None  # stored, derived, or `Own.KEEP_TARGET`; None for a stored None
     target: Any  # the target's leaf, or None
-    is_plain: bool = False  # a stored array, read whole: final, or to be put on ``sharding``
+    is_plain: bool = False  # read whole: final, or, of an array, to be put on ``sharding``
     sharding: Any = None  # sharding to place an array with; None for host memory
     cast: Any = None  # dtype to cast an array or number to, or None
     slices: list[ArraySlice] | None = None  # to read, one per distinct shard of this process; None for all

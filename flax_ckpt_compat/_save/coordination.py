@@ -282,10 +282,11 @@ class Coordinator:
     def _compare(self, signature: str, summary: TreeSummary | None, proposal: str, here: _Registrations) -> None:
         for index, (_, content) in sorted(here.items()):
             if content["signature"] != signature:
-                hint = "" if summary is None else summary.differences(content["tree"])
+                hint = "" if summary is None else summary.why_spread_differs(content["tree"])
                 raise self._mismatch(index, content["signature"], signature, hint)
         trees = {index: content["tree"] for index, (_, content) in here.items()}
-        is_same = summary is None or summary.check_values(self._path, trees)
+        differs = summary is not None and summary.warn_of_differences(self._path, trees)
+        is_same = summary is None or (summary.shares_alike(trees) and not differs)
         self.agrees = is_same and all(content["proposal"] == proposal for _, content in here.values())
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:

@@ -39,7 +39,7 @@ def save(request: SaveRequest, target: Any) -> str:
     watch = Stopwatch()
     standard_streams.occupy()
     monitoring.record_event("/jax/flax/checkpoint/save")
-    with depth.limited("saved"):
+    with depth.limited("saved", target):
         if request.multiprocess and jax.process_count() > 1:
             multiprocess.save(request, target)
         else:

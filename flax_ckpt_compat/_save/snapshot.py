@@ -62,6 +62,8 @@ class _Snapshot:
             branch.children = {name: branch.children[name] for name in sorted(branch.children)}
             branch.container = Container.DICT
         children, is_addressable = branch.children, self._addressable.is_fully_addressable
+        if self._simple_types.issuperset(map(type, children.values())):
+            return
         for name, child in children.items():
             kind = type(child)
             if kind in self._simple_types:

@@ -59,6 +59,13 @@ class TargetTree:
                 is_leaf = type(child) in _LEAF_TYPES
                 plain[name] = child if is_leaf else self._describe(original[name], child, (*path, name), custom)
             return Branch(plain)
+        if (
+            type(original) is list
+            and type(state) is dict
+            and _LEAF_TYPES.issuperset(map(type, state.values()))
+            and list(state) == list(map(str, range(len(original))))
+        ):
+            return Branch(dict(state), Container.LIST)
         entries = _entries(original, _state_of(state) if self._fills_modules else state, path)
         if entries is None:
             return state
@@ -175,6 +182,10 @@ def _from_state_dict(target: Any, state: Any, opaque: Memo[bool]) -> Any:
             name: state[name] if opaque[type(child)] else _from_state_dict(child, state[name], opaque)
             for name, child in target.items()
         }
+    if type(target) is list and type(state) is dict and all(opaque[kind] for kind in set(map(type, target))):
+        names = list(map(str, range(len(target))))
+        if state.keys() == set(names):
+            return [state[name] for name in names]
     return serialization.from_state_dict(target, state)
 
 
@@ -188,6 +199,11 @@ def _to_state_dict(target: Any, opaque: Memo[bool], others: list[Any]) -> Any:
             for name, child in target.items()
         }
     others.append(target)
+    if type(target) is list:
+        return {
+            str(at): child if opaque[type(child)] else _to_state_dict(child, opaque, others)
+            for at, child in enumerate(target)
+        }
     return serialization.to_state_dict(target)
 
 

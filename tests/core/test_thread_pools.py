@@ -245,3 +245,14 @@ def test_frames_of_errors_that_form_a_ring_are_cleared() -> None:
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_ends_before_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its memory is short: ``Thread.start`` would wait for it for ever. The task runs where it is wanted."""
+    monkeypatch.setattr(thread_pools, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", lambda self: None)
+    began = time.monotonic()
+    assert not thread_pools.start_thread(bool, "never")
+    assert thread_pools.run_apart(threading.get_ident, "never") == threading.get_ident()
+    assert in_parallel(abs, [-1, -2, -3]) == [1, 2, 3]
+    assert time.monotonic() - began < 10

@@ -126,3 +126,22 @@ def test_what_jax_saves_as_a_pytree_names_its_reader(tmp_path: Path) -> None:
     (tmp_path / "it" / "array_store" / "manifest.ocdbt").write_bytes(b"x")
     with pytest.raises(errors.CheckpointError, match="pytree_serialization"):
         flax_ckpt_compat.restore(tmp_path / "it")
+
+
+def test_a_tree_of_orbax_that_lost_its_structure_is_not_paxs(tmp_path: Path) -> None:
+    """Arrays beside a JSON item are Pax' only with the model's variables among them."""
+    write_pax(tmp_path / "checkpoint_1")
+    state = tmp_path / "checkpoint_1" / "state"
+    for folder in list(state.iterdir()):
+        if folder.name.startswith("mdl_vars."):
+            folder.rename(state / folder.name.replace("mdl_vars.", ""))
+    with pytest.raises(errors.CheckpointError):
+        flax_ckpt_compat.restore(tmp_path / "checkpoint_1" / "state")
+
+
+def test_what_levanter_wrote() -> None:
+    """The files are those of levanter 1.1, which wrote a module, a list, a named array of haliax and a number."""
+    found = flax_ckpt_compat.restore(Path(__file__).parents[1] / "data" / "layouts" / "levanter_1.1" / "step-7")
+    layers = {"0": np.ones(2, np.float32), "1": np.zeros(3, np.float32)}
+    model = {"layers": layers, "w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    assert_same(found, {"model": model, "n": np.ones((2, 3), np.float32), "step": np.array(7, np.int32)})

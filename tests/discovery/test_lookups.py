@@ -160,6 +160,9 @@ def test_flat_steps_beside_a_managers(flag: bool, tmp_path: Path) -> None:
     assert latest_everywhere(tmp_path) == "checkpoint_10"
     assert checkpoints.available_steps(tmp_path) == [5, 7, 10]
     assert checkpoints.restore_checkpoint(tmp_path, None, 10)["n"] == 10.5
+    assert (
+        checkpoints.restore_checkpoint(tmp_path, None, 1e1)["n"] == 10.5
+    )  # by the number, which neither name spells so
     checkpoints.save_checkpoint(tmp_path, tree(12), 12, keep=1)
     assert sorted(set(names(tmp_path)) - {"checkpoint_12"}) == ["10", "7"]
 

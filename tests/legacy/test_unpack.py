@@ -195,3 +195,35 @@ def test_values_stay_as_they_were_on_opening(save: Any) -> None:
     opened.close()
     with pytest.raises(StorageError, match="closed"):
         leaf.read()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"t": {f"k{n}": n for n in range(100_000)}},
+        {"t": {f"{n}": n / 7 for n in range(20_000)}},
+        {"t": list(range(-50_000, 50_000))},
+        {"t": {f"l{n}": dict.fromkeys("abcdefgh", True) for n in range(5000)}},
+        {"t": {f"{n}": "word" for n in range(20_000)}, "none": None},
+    ],
+    ids=["ints", "floats", "a list", "nested", "text"],
+)
+def test_many_values_are_unpacked_at_once(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of many Python values take the fast way, though they have no arrays; the parser reads the same."""
+    monkeypatch.setattr(unpack_small_files, "_MIN_ARRAYS", 16)
+    path = tmp_path / "file"
+    path.write_bytes(msgpack.packb(document))
+    unpacked, unpack = list[Any](), unpack_small_files.unpack
+    monkeypatch.setattr(reader, "unpack", lambda *given: unpacked.append(unpack(*given)) or unpacked[-1])
+    opened = BACKEND.open(location_of(path))
+    assert len(list(iter_leaves(opened.tree))) >= 20_000
+    assert unpacked[-1] is not None
+    agree(path)
+
+
+def test_a_list_that_announces_more_than_it_has(tmp_path: Path) -> None:
+    """It is damaged, and takes no memory for what it announces."""
+    path = tmp_path / "file"
+    path.write_bytes(b"\x81\xa1t" + b"\x91" * 200 + b"\xdd\x00\x3f\xff\xff" + bytes(5000))
+    with pytest.raises(CorruptCheckpointError):
+        BACKEND.open(location_of(path)).tree  # noqa: B018

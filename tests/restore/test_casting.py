@@ -177,3 +177,12 @@ def test_leaves_that_are_kept_and_abstract_are_told(flag: bool, tmp_path: Path, 
     assert isinstance(restored["head"]["w"], jax.ShapeDtypeStruct)
     (message,) = caplog.messages
     assert "head/w" in message and "no values" in message and "body" not in message
+
+
+def test_batches_hold_as_much_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than fits at once, unless one array is larger; and each begins with all of the room."""
+    monkeypatch.setattr(casting, "_AT_ONCE", 100)
+    memory = Memory({f"a{n}": np.zeros(size, np.uint8) for n, size in enumerate([40, 40, 40, 200, 10, 10])})
+    handles = [leaf for _, leaf in iter_leaves(memory.tree)]
+    batches = [[one.nbytes for one in batch] for batch in casting._batches(handles)]
+    assert batches == [[40, 40], [40], [200], [10, 10]]

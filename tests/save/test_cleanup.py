@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,25 @@ def test_a_directory_that_cannot_be_closed_ends_no_eviction(
     monkeypatch.setattr(os, "close", failing)
     ours.save_checkpoint(tmp_path, tree(1), 2)
     assert os.listdir(tmp_path) == ["checkpoint_2"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+def test_in_a_shared_directory_another_users_step_stays_whole(tmp_path: Path) -> None:
+    """Its folder could be renamed, and not emptied: it would take space under a hidden name."""
+    top = Path(tempfile.mkdtemp())  # which others may search, as ``tmp_path`` they may not
+    run = top / "run"
+    try:
+        flax_ckpt_compat.save(run, tree(1), step=1, format="orbax")
+        for folder in (top, run):
+            folder.chmod(0o777)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(errors.CleanupError, match="Permission denied"):
+                flax_ckpt_compat.save(run, tree(2), step=2, format="orbax", keep=1)
+            assert ours.available_steps(run) == [1, 2]
+            assert flax_ckpt_compat.restore(run, step=1)["n"] == 1
+        finally:
+            os.seteuid(0)
+        assert sorted(path.name for path in run.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    finally:
+        shutil.rmtree(top)

@@ -228,3 +228,27 @@ def test_nothing_to_clean(tmp_path: Path) -> None:
     """An empty directory is clean."""
     result = clean(tmp_path)
     assert (result.exit_code, result.stdout) == (0, "0 to remove, 0 B.\n")
+
+
+def test_a_writer_of_orbax_that_goes_on_after_the_list_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its temporary could go when it was listed; what was changed since stays."""
+    (tmp_path / "checkpoint_2.orbax-checkpoint-tmp").mkdir()
+    with monkeypatch.context() as a_day_later:
+        later(a_day_later)
+        (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
+        assert not found.kept
+    assert not interrupted_saves.remove(found)
+    assert os.path.exists(found.location.path)
+
+
+def test_what_stays_is_told_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses, or a writer has gone on, programs learn that something is left."""
+    (tmp_path / "checkpoint_2.orbax-checkpoint-tmp").mkdir()
+    later(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(interrupted_saves, "remove", lambda *_, **__: False)
+        result = clean(tmp_path, "--yes")
+    assert ("Removed 0 of 1." in result.stdout, result.exit_code) == (True, 1)
+    assert clean(tmp_path, "--yes").exit_code == 0

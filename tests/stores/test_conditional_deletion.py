@@ -57,6 +57,10 @@ def test_a_version_that_was_replaced_stays(bucket: Bucket, deletions: list[str])
     assert not client.delete_version(url, first)
     assert len(deletions) == 3
     assert all(deletions)
+    client.write(url, b"third")
+    assert client.delete_version(url, b"\1another store's")  # of which S3 knows nothing
+    assert bucket.keys() == []
+    assert deletions[3:] == [""]
 
 
 def test_without_botocore(bucket: Bucket, deletions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +135,29 @@ def test_a_store_that_refuses_conditions(
         assert bucket.keys() == []
         client.write(url, b"second")
     assert deletions == ["refused", "", *(["refused"] if again else []), ""]
+
+
+@pytest.mark.parametrize(("status", "code"), [(409, "ConditionalRequestConflict"), (429, "TooManyRequests")])
+def test_a_store_that_is_busy(
+    status: int, code: str, bucket: Bucket, deletions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again, with the condition."""
+    monkeypatch.setattr(retrying, "_FIRST_PAUSE", 0.01)
+    url, version = written(bucket)
+    store, busy = bucket.proxy.store, [True, True]
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        if method == "DELETE" and busy:
+            busy.pop()
+            return status, XML, f"<Error><Code>{code}</Code><Message>Later.</Message></Error>".encode()
+        return store(method, path, headers, body)
+
+    monkeypatch.setattr(bucket.proxy, "store", answer)
+    assert client.delete_version(url, version)
+    assert bucket.keys() == []
+    assert not busy
+    assert len(deletions) == 1
+    assert all(deletions)
 
 
 def test_credentials_that_have_expired(

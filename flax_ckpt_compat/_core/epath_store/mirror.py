@@ -22,8 +22,13 @@ _AT_ONCE = 16
 def _root() -> str:
     """Return a folder for copies, which goes when the process ends."""
     root = tempfile.mkdtemp(prefix="flax_ckpt_compat-copies-")
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    atexit.register(_remove, root, os.getpid())
     return root
+
+
+def _remove(root: str, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a forked process
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def copy_of(files: Files, path: str) -> str:

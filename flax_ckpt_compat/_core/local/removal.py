@@ -92,6 +92,7 @@ def _hide(path: str) -> str | None:
     if presence.islink(path) or not presence.isdir(path):
         os.unlink(path)
         return None
+    _refuse_if_contents_stay(path)
     aside = claimed_path(path)
     try:
         os.rename(path, aside)
@@ -103,6 +104,16 @@ def _hide(path: str) -> str | None:
         sync_directory(path)
         return path
     return aside
+
+
+def _refuse_if_contents_stay(path: str) -> None:
+    """Raise PermissionError if a folder in a directory is another user's and may not be emptied by this one.
+
+    In a shared directory it could be renamed all the same, and would take space under a hidden name."""
+    for folder, folders, files in os.walk(path):
+        effective = os.access in os.supports_effective_ids
+        if (folders or files) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=effective):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
 
 
 def _delete_in_place(path: str) -> None:

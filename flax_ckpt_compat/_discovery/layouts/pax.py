@@ -15,26 +15,24 @@ from flax_ckpt_compat._discovery.layouts.layout import JSON_ITEM, ReadOnlyLayout
 from flax_ckpt_compat._discovery.orbax_directory import MARKERS, is_folder_of_arrays, json_file, names_in
 
 _STATE, _METADATA = "state", JSON_ITEM
-_OF_STATE = ("mdl_vars.", "opt_states", "step")
+_OF_STATE = "mdl_vars."  # the model's variables, in every state of Pax
 
 
 def _items(path: Location, names: Set[str]) -> Mapping[str, Location]:
-    if path.name == _STATE and any(map(_is_of_state, names)):
+    if path.name == _STATE and any(name.startswith(_OF_STATE) for name in names):
         return {"": path} if _items(path.parent, names_in(path.parent)) else {}
     if not names >= {_STATE, _METADATA}:
         return {}
     state = path / _STATE
     inside = names_in(state)
-    if inside.intersection((*MARKERS, orbax_layout.MSGPACK_FILE)) or not any(map(_is_of_state, inside)):
+    if inside.intersection((*MARKERS, orbax_layout.MSGPACK_FILE)) or not any(
+        name.startswith(_OF_STATE) for name in inside
+    ):
         return {}  # with OCDBT it is Orbax's, as is a state that is one msgpack file
     metadata = json_file(path / _METADATA, names_in(path / _METADATA))
     if metadata is None or not is_folder_of_arrays(state, inside):
         return {}
     return {_METADATA: metadata, _STATE: state}
-
-
-def _is_of_state(name: str) -> bool:
-    return name.startswith(_OF_STATE)
 
 
 LAYOUT = ReadOnlyLayout(
