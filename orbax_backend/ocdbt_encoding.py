@@ -114,7 +114,9 @@ def _padded(shared: Any, lengths: Any, text: Any, width: int) -> Any:
     count, few = len(lengths), shared.astype(np.uint16)
     starts = np.cumsum(lengths - shared) - lengths  # place 0 of the name would be here in the text
     places = np.empty((width, count), np.uint8)
-    for place in range(width):
+    common = int(shared[1:].min()) if count > 1 else 0  # what all have of the first
+    places[:common] = text[:common, None]
+    for place in range(common, width):
         rows = np.flatnonzero(few <= place)  # the others repeat the name before
         found = np.where(lengths[rows] > place, text[np.minimum(starts[rows] + place, len(text) - 1)], 0)
         places[place] = np.repeat(found, np.diff(rows, append=count))

@@ -211,3 +211,31 @@ def test_checksums_of_arrays_that_may_change_are_of_what_is_written(tmp_path: Pa
     finally:
         ended.set()
         thread.join()
+
+
+PEAK = """
+import sys
+import numpy as np
+from flax_ckpt_compat import config, save
+
+def mebibytes(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name)) / 1024
+
+tree = {str(n): np.random.default_rng(n).random(12 << 20, np.float32) for n in range(2)}
+with config.override(compression=sys.argv[2]):
+    save(sys.argv[1] + "/first", {"a": np.ones(50_000)}, format="orbax")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = mebibytes("VmRSS")
+    save(sys.argv[1] + "/c", tree, format="orbax")
+print(mebibytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("compression", ["zstd", pytest.param("crc32c", marks=pytest.mark.slow)])
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux resets the peak there")
+def test_a_compressed_save_needs_little_memory(tmp_path: Path, compression: str) -> None:
+    """Of 96 MiB, each thread holds a chunk of 8 MiB twice, and a little besides; it was as much as the tree."""
+    out, _ = run_python(PEAK, tmp_path, compression, fresh=True)
+    assert float(out) <= 24 * data_files._THREADS
