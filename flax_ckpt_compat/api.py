@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import misplaced_keywords
@@ -19,6 +19,15 @@ from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import ArgumentError, SettingError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Tree = TypeVar("Tree", default=Any)  # the type of the target; without one, any
+else:
+    from typing import TypeVar
+
+    Tree = TypeVar("Tree")
+
 __all__ = ["restore", "save"]
 
 
@@ -31,7 +40,7 @@ class _Unset(enum.Enum):
 @misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
 def restore(
     path: str | os.PathLike[str],
-    target: Any = None,
+    target: Tree | None = None,
     *,
     step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
@@ -46,7 +55,7 @@ def restore(
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
     mapped: bool | None = None,
-) -> Any:
+) -> Tree:
     """Restore a checkpoint of any format; raise if it does not match the target.
 
     A policy (``missing_leaves`` to ``mapped``) that is None takes the value set by an environment variable,
@@ -124,9 +133,10 @@ def restore(
         must_exist=must_exist,
         mapped=mapped,
     )
-    return restore_pipeline.restore(
+    restored: Tree = restore_pipeline.restore(
         saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")), target, step, options
     )
+    return restored
 
 
 @misplaced_keywords.explained(misplaced_keywords.OF_SAVE)

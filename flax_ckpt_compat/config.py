@@ -35,6 +35,8 @@ setting                   values (default first)     meaning
                                                      does not compress, and zstd every reader checks each chunk
 ``oldest_orbax``          0.6, 0.3                   oldest release of Orbax that reads Orbax-format checkpoints; for
                                                      0.3 to 0.5 they hold the tree in a second form, too
+``reuse_host_memory``     true, false                keep the memory that a background save copies the arrays to for
+                                                     the next one, or free it; the kernel takes it when memory is short
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
                                                      long for this process's part of a background save
@@ -76,6 +78,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "shadow": (False, True),
     "compression": (None, "crc32c", "zstd"),
     "oldest_orbax": ("0.6", "0.3"),
+    "reuse_host_memory": (True, False),
 }
 _SECONDS = ("coordination_timeout",)
 _NAMES = (*_VALUES, *_SECONDS)
@@ -99,6 +102,7 @@ class Settings:
     shadow: bool = False
     compression: str | None = None
     oldest_orbax: str = "0.6"
+    reuse_host_memory: bool = True
     coordination_timeout: float = 600.0
 
 
@@ -118,6 +122,7 @@ class Changes(TypedDict, total=False):
     shadow: bool
     compression: Literal["crc32c", "zstd"] | None
     oldest_orbax: Literal["0.6", "0.3"]
+    reuse_host_memory: bool
     coordination_timeout: float
 
 

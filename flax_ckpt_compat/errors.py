@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     KindMismatchError,
     MissingLeavesError,
+    MissingPathError,
     MultiprocessRestoreError,
     MultiprocessSaveError,
     NameCollisionError,
@@ -53,9 +54,10 @@ __all__ = [
     "ConcurrentWriteError", "ConversionError", "CorruptCheckpointError", "DepthError", "DtypeMismatchError",
     "ForkedProcessError", "IncompleteCheckpointError", "InvalidCheckpointError", "KindMismatchError",
     "MPACheckpointingRequiredError", "MPARestoreDataCorruptedError", "MPARestoreTargetRequiredError",
-    "MissingLeavesError", "MultiprocessRestoreError", "MultiprocessSaveError", "NameCollisionError", "OutOfMemoryError",
-    "PermissionDeniedError", "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError",
-    "StorageError", "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError", "UnusedLeavesError",
+    "MissingLeavesError", "MissingPathError", "MultiprocessRestoreError", "MultiprocessSaveError",
+    "NameCollisionError", "OutOfMemoryError", "PermissionDeniedError", "ProcessTimeoutError", "ReplacedError",
+    "SettingError", "ShapeMismatchError", "StorageError", "TransformError", "UnrecognizedFormatError",
+    "UnsupportedLeafError", "UnusedLeavesError",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from .encode import write_tree
 from .gda_split import SharedTree, split
 from .reader import MsgpackReader
 
-__all__ = ["BACKEND", "open_part_of_orbax"]
+__all__ = ["BACKEND", "open_part_of_orbax", "open_stream"]
 
 
 class MsgpackBackend:
@@ -46,14 +46,18 @@ class MsgpackBackend:
     write_process_part = staticmethod(gda_write.write_process_part)
     finish_multiprocess = staticmethod(gda_write.finish)
 
-    def open(self, location: Location, *, verify: bool = False) -> Reader:
-        """Open a msgpack checkpoint: read its structure, and small files of many arrays whole; see `Backend.open`."""
-        return MsgpackReader(location, verify=verify)
+    # Opening reads the structure, and small files of many arrays whole.
+    open = MsgpackReader
 
 
 def open_part_of_orbax(location: Location) -> Reader:
     """Open the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may also hold tuples."""
     return MsgpackReader(location, of_orbax=True)
+
+
+def open_stream(location: Location) -> Reader:
+    """Open a stream of msgpack objects, each a key path and the bytes of a leaf, as EasyLM writes it."""
+    return MsgpackReader(location, is_stream=True)
 
 
 BACKEND: Backend = MsgpackBackend()

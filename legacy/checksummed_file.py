@@ -6,7 +6,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,13 @@ class ChecksummedFile:
                 self._read_unit(unit, parts[unit], values, summed=unit in summed)
 
         units, threads = sorted(parts), self._source.threads
-        if len(units) * UNIT < _THREADS_FROM_BYTES:
-            read(units)
-        else:
-            length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
+        length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
+        if len(units) * UNIT >= _THREADS_FROM_BYTES:
             rows = [units[at : at + length] for at in range(0, len(units), length)]
             in_parallel(read, rows, threads, in_runs=True)
+        else:
+            for unit in units:
+                self._read_unit(unit, parts[unit], values, summed=unit in summed)
         self._verify(summed, parts)
 
     def _read_unit(self, unit: int, parts: list[Part], values: list[Any], *, summed: bool) -> None:
@@ -101,7 +102,7 @@ class ChecksummedFile:
         if not summed:
             first, last = parts[0][0], max(stop for _, stop, _ in parts)
         pieces, copied, overlapping = _lay_out(parts, first, last)
-        self._fill(pieces, first, parts)
+        self._check_end(self._source.read_pieces(pieces, first), first, last, parts)
         if summed:
             checksum = 0
             for piece in pieces:
@@ -109,16 +110,15 @@ class ChecksummedFile:
             self._units[unit] = checksum
         for part in overlapping:
             data = np.empty(part[1] - part[0], np.uint8).data
-            self._fill([data], part[0], [part])
+            self._check_end(self._source.read_pieces([data], part[0]), part[0], part[1], [part])
             copied.append((part, data))
         if copied:
             copy_parts(copied, values)
 
-    def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[Part]) -> None:
-        """Read consecutive bytes into pieces of memory."""
-        count = self._source.read_pieces(pieces, offset)
-        if count < sum(map(len, pieces)):
-            span = next((span for _, stop, span in parts if stop > offset + count), None)
+    def _check_end(self, count: int, start: int, stop: int, parts: Iterable[Part]) -> None:
+        """Raise if fewer bytes than those of a range were read."""
+        if count < stop - start:
+            span = next((span for _, end, span in parts if end > start + count), None)
             raise self._changed() if span is None else truncated(self._source, span)
 
     def _verify(self, units: Iterable[int], parts: dict[int, list[Part]]) -> None:

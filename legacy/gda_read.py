@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import file_checksums
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors, translated
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -64,12 +64,11 @@ def locate(checkpoint: Location, subpath: str, path: Path) -> FolderArray:
     folder = root / subpath
     if not folder.is_remote:
         ContainedFiles(root.path).check(os.path.join(subpath, ZARR2_METADATA))
-    with translated(folder.path, "read"):
-        try:
-            text = (folder / ZARR2_METADATA).read(0, 2**20)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            found = f"no array {folder}; it was not copied along with the checkpoint"
-            raise _corrupt(checkpoint, path, found) from error
+    try:
+        text = (folder / ZARR2_METADATA).read(0, 2**20)
+    except MissingPathError as error:
+        found = f"no array {folder}; it was not copied along with the checkpoint"
+        raise _corrupt(checkpoint, path, found) from error
     try:
         return _parse_metadata(checkpoint, folder, json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import atomic, file_checksums, gda_folder, presence
@@ -16,10 +16,9 @@ from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 from flax_ckpt_compat._core.tree import Shard
-from flax_ckpt_compat._core.upload import Upload
 
 from .encode import write_tree
-from .gda_split import DistributedArray, SharedTree
+from .gda_split import DistributedArray
 
 # Syncing and requests mostly wait.
 _THREADS = 16
@@ -27,23 +26,18 @@ _THREADS = 16
 _IN_FLIGHT = 2**29
 
 
-def begin(
-    path: str,
-    prepared: SharedTree,
-    _options: WriteOptions,
-    _process: ProcessInfo,
-    upload: Upload | None = None,
-) -> None:
+def begin(save: ProcessSave) -> None:
     """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
+    prepared, upload = save.prepared, save.upload
     if not prepared.arrays:
         return
     if upload is None:
-        gda_folder.begin(path)
+        gda_folder.begin(save.path)
     metadata = {_subpath(array, ZARR2_METADATA): array.metadata for array in prepared.arrays}
     if upload is not None:
         in_parallel(lambda name: upload.write(f"{upload.tag}/{name}", metadata[name]), metadata)
         return
-    base = _base(path, upload)
+    base = _base(save)
     for name, text in metadata.items():
         file = (base / name).path
         os.makedirs(os.path.dirname(file), exist_ok=True)
@@ -51,33 +45,23 @@ def begin(
             opened.write(text)
 
 
-def write_process_part(
-    path: str,
-    prepared: SharedTree,
-    options: WriteOptions,
-    process: ProcessInfo,
-    upload: Upload | None = None,
-) -> None:
+def write_process_part(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
-    written = _write_shards(_base(path, upload), prepared.arrays, sums=options.checksums)
+    upload, sums = save.upload, save.options.checksums
+    written = _write_shards(_base(save), save.prepared.arrays, sums=sums)
     if upload is not None:
         upload.check_active([f"{upload.tag}/{name}" for name in written])
-    if process.index == 0:
-        prefix = gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"
-        write_tree(path, prepared.document(prefix), sums=options.checksums)
+    if save.process.index == 0:
+        prefix = gda_folder.generation_prefix(save.path) if upload is None else f"{upload.tag}/"
+        write_tree(save.path, save.prepared.document(prefix), sums=sums)
 
 
-def finish(
-    path: str,
-    prepared: SharedTree,
-    options: WriteOptions,
-    _process: ProcessInfo,
-    upload: Upload | None = None,
-) -> None:
+def finish(save: ProcessSave) -> None:
     """Check that all chunks exist; sync the metadata and all names, or write the commit file of ``gs://``."""
+    prepared, upload = save.prepared, save.upload
     if not prepared.arrays:
         return
-    base = _base(path, upload)
+    base = _base(save)
     if upload is not None:
         written = set(upload.written())
         for array in prepared.arrays:
@@ -87,16 +71,16 @@ def finish(
         if upload.needs_commit_file:  # real Flax and jax look for the file before they read arrays
             upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
         return
-    folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(path))}
-    in_parallel(lambda array: _check_and_sync(base, array, sums=options.checksums), prepared.arrays, _THREADS)
+    folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(save.path))}
+    in_parallel(lambda array: _check_and_sync(base, array, sums=save.options.checksums), prepared.arrays, _THREADS)
     in_parallel(atomic.sync_directory, folders, _THREADS)
 
 
-def _base(path: str, upload: Upload | None) -> Location:
+def _base(save: ProcessSave) -> Location:
     """Return the folder that the arrays' subpaths are relative to."""
-    if upload is not None:
-        return of_text(upload.folder) / upload.tag
-    return Location(gda_folder.folder_of(path), LOCAL) / gda_folder.generation_prefix(path).rstrip("/")
+    if save.upload is not None:
+        return of_text(save.upload.folder) / save.upload.tag
+    return Location(gda_folder.folder_of(save.path), LOCAL) / gda_folder.generation_prefix(save.path).rstrip("/")
 
 
 def _subpath(array: DistributedArray, name: str) -> str:

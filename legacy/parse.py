@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -42,9 +44,15 @@ def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
     Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other keys
     that are not text, and duplicate keys, are errors. Only a file ``of_orbax``, part of a directory, may hold tuples.
     """
-    parser = _Parser(window, reader, of_orbax)
+    with naming_damage(window):
+        return Parser(window, reader, of_orbax).document()
+
+
+@contextlib.contextmanager
+def naming_damage(window: Window) -> Iterator[None]:
+    """Raise CorruptCheckpointError for a file that ends in the middle of a value, or text that is not UTF-8."""
     try:
-        return parser.document()
+        yield
     except IndexError as error:
         found = "the end of the file in the middle of a value; it is truncated"
         raise window.corrupt(found, window.size - window.base) from error
@@ -52,10 +60,10 @@ def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
         raise window.corrupt(f"text that is not UTF-8 ({error})") from error
 
 
-class _Parser:
+class Parser:
     """One pass over one document: a loop with an explicit stack, so that depth costs no Python stack."""
 
-    def __init__(self, window: Window, reader: Reader, of_orbax: bool):
+    def __init__(self, window: Window, reader: Reader, of_orbax: bool = False):
         self._window = window
         self._reader = reader
         self._of_orbax = of_orbax
@@ -64,9 +72,19 @@ class _Parser:
         self._lengths = PathLengths(window.size)
 
     def document(self) -> Node:
-        window, stack = self._window, self._stack
+        """Parse one document, which is the whole file."""
+        window = self._window
         window.refill()
-        root = self._value((), False)
+        root = self.value(())
+        end = window.base + window.at
+        if end != window.size:
+            raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
+        return root
+
+    def value(self, path: Path) -> Node:
+        """Parse the value at the window's position, and all in it."""
+        stack = self._stack
+        root = self._value(path, False)
         while stack:
             frame = stack[-1]
             if frame.remaining:
@@ -78,9 +96,6 @@ class _Parser:
                 stack[-1].branch.children[frame.path[-1]] = leaf
             elif leaf is not None:
                 root = leaf
-        end = window.base + window.at
-        if end != window.size:
-            raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
         return root
 
     def _fill(self, frame: _Frame) -> None:

@@ -29,6 +29,7 @@ from .checksummed_object import read_object
 from .parse import parse
 from .read_bytes import File, Source, StoredObject, open_source
 from .sequential_reader import Window
+from .stream import parse_stream
 from .unpack_small_files import unpack
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -48,7 +49,7 @@ class MsgpackReader(Reader):
     format = Format.MSGPACK
     places_on_device, keeps_lists = False, True
 
-    def __init__(self, location: Location, *, of_orbax: bool = False, verify: bool = False):
+    def __init__(self, location: Location, *, of_orbax: bool = False, is_stream: bool = False, verify: bool = False):
         self.location = location.unlisted()
         self._source = open_source(location)
         self._verified_files: set[str] = set()  # of the folder of arrays
@@ -58,11 +59,17 @@ class MsgpackReader(Reader):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
-                unpacked = None if of_orbax else unpack(self._source, self, self._sums)
-                self.tree: Node = unpacked or parse(Window(self._source), self, of_orbax=of_orbax)
+                self.tree: Node = self._parsed(of_orbax, is_stream)
         except BaseException:
             self.close()
             raise
+
+    def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
+        window = Window(self._source)
+        if is_stream:
+            return parse_stream(window, self)
+        unpacked = None if of_orbax else unpack(self._source, self, self._sums)
+        return unpacked or parse(window, self, of_orbax=of_orbax)
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
         """See `flax_ckpt_compat._core.backend.Reader.boxes`."""

@@ -38,7 +38,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|concurrent|datetime|jax|np|numpy|os|re|types)\..*"),
-    ("py:class", r"flax_ckpt_compat\.(api\._Unset|config\.Changes)|LeafKind|Path|Reader"),
+    ("py:class", r"flax_ckpt_compat\.(api\._Unset|api\.Tree|config\.Changes)|LeafKind|Path|Reader"),
 ]
 suppress_warnings = ["myst.header"]  # the tables of results have no sections of the second level
 
@@ -48,6 +48,7 @@ PARTS = {
         "guide",
         "how_to",
         "old_checkpoints",
+        "other_layouts",
         "changed_state",
         "recipes",
         "many_hosts",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
 from flax_ckpt_compat._core.location import Location
@@ -39,14 +41,21 @@ class OrbaxBackend:
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
     write_process_part = staticmethod(multiprocess.write)
-    finish_multiprocess = staticmethod(multiprocess.end)
+    finish_multiprocess = staticmethod(multiprocess.finish)
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
+        return self._open(location, verify=verify)
+
+    def open_arrays(self, location: Location, separator: str) -> Reader:
+        """Open a directory of arrays without a tree, whose names are key paths joined with a separator."""
+        return self._open(location, separator=separator)
+
+    def _open(self, location: Location, **options: Any) -> Reader:
         use_tensorstore(location.path)
         listed = location.listed()
         try:
             with pause_gc(enabled=not location.is_remote):
-                return OrbaxReader(listed, self._open_msgpack, verify=verify)
+                return OrbaxReader(listed, self._open_msgpack, **options)
         finally:
             listed.forget_contents()

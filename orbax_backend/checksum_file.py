@@ -18,9 +18,9 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
-from flax_ckpt_compat._core.storage_errors import translated
 
 from .files import ByteRange, refuse_escape
 from .open_index import StoredValue, process_databases
@@ -53,6 +53,16 @@ class Record:
         }
         data: bytes = msgpack.packb(content)
         return data + _own_sum(data)
+
+
+def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
+    """Complete the record of a finished database's chunks with what lies in its folder; return full path → content."""
+    data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
+    record.data_files = frozenset(os.listdir(data) if presence.isdir(data) else ())
+    if presence.exists(manifest):
+        with open(manifest, "rb") as file:
+            record.add_files(path, {manifest: file.read()})
+    return {os.path.join(folder, CHECKSUMS): record.encode()}
 
 
 def _own_sum(data: bytes) -> bytes:
@@ -110,9 +120,7 @@ class Checksums:
         file = self.location / name
         if not file.isfile():
             return False
-        with translated(file.path, "read"):
-            data = file.read()
-        return self.check_file(name, data, folder)
+        return self.check_file(name, file.read(), folder)
 
     def check_file(self, name: str, data: bytes, folder: str = "") -> bool:
         """Check the content of a file, by its path in the checkpoint; return whether that was possible.
@@ -132,8 +140,7 @@ class Checksums:
     def _is_same_database(self, record: Record) -> bool:
         """Return whether nobody has written to the database, and perhaps the other files, since the save."""
         for name in filter(lambda name: os.path.basename(name) == MANIFEST, record.files):
-            with translated(self.location.path, "read"):
-                data = (self.location / name).read()
+            data = (self.location / name).read()
             if record.files[name] != (len(data), checksums.of_blocks(data)):
                 return False
         return True
@@ -141,8 +148,7 @@ class Checksums:
     def _read(self, file: Location) -> Record | None:
         if not file.isfile():
             return None
-        with translated(file.path, "read"):
-            data = file.read()
+        data = file.read()
         try:
             return _decode(data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:

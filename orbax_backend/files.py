@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import atomic, presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import create_directory
@@ -42,17 +42,15 @@ def refuse_escape(relative: str, path: str) -> None:
 
 def read_existing(file: Location, start: int, stop: int | None, missing: CheckpointError) -> bytes:
     """Read a range of a file; raise ``missing`` if there is none, and StorageError if it cannot be read."""
-    with translated(file.path, "read"):
-        try:
-            return file.read(start, stop)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise missing from error
+    try:
+        return file.read(start, stop)
+    except MissingPathError as error:
+        raise missing from error
 
 
 def list_names(folder: Location) -> list[str]:
     """Return the names in a directory in order, none if there is no directory; raise StorageError if it is refused."""
-    with translated(folder.path, "listed"):
-        return sorted(folder.listdir()) if folder.isdir() else []
+    return sorted(folder.listdir()) if folder.isdir() else []
 
 
 class CheckpointFiles:
@@ -105,8 +103,7 @@ def read_json(folder: Location, name: str, check: Check | None = None) -> dict[s
     if not file.isfile():
         return None
     CheckpointFiles(folder).check(name)
-    with translated(file.path, "read"):
-        text = file.read()
+    text = file.read()
     if check is not None:
         check(name, text)
     try:
@@ -121,8 +118,7 @@ def read_json(folder: Location, name: str, check: Check | None = None) -> dict[s
 def read_ahead(location: Location, names: Iterable[str]) -> None:
     """Read files that `read_json` will read, at once, where a listing can keep them."""
     if location.listing is not None:
-        with translated(location.path, "read"):
-            location.prefetch_contents([name for name in names if (location / name).isfile()])
+        location.prefetch_contents([name for name in names if (location / name).isfile()])
 
 
 def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:

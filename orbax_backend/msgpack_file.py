@@ -90,13 +90,16 @@ def _structure_leaf(entry: Entry) -> Any:
 def _folder_of_spec(node: Node) -> str | None:
     """Return the folder, beside the file, of the array that a spec of TensorStore describes; None for other nodes.
 
-    The folder may have been moved since T5X wrote its path (t5x/checkpoints.py, 2021 to 2024, documented)."""
+    The folder may have been moved since T5X wrote its path, which for buckets older specs have beside the kvstore
+    (t5x/checkpoints.py, 2021 to 2024, documented)."""
     if not isinstance(node, Branch) or "driver" not in node.children:
         return None
     if "base" in node.children:  # of the driver ``cast``
         return _folder_of_spec(node.children["base"])
     kvstore = node.children.get("kvstore")
-    at = kvstore.children.get("path") if isinstance(kvstore, Branch) else None
+    if not isinstance(kvstore, Branch):
+        return None
+    at = kvstore.children.get("path", node.children.get("path"))
     if not isinstance(at, LeafHandle) or at.kind is not LeafKind.STR:
         return None
     return str(at.read()).rstrip("/").rpartition("/")[2] or None

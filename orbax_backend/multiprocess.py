@@ -8,44 +8,43 @@ import operator
 import os
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
 
 from . import writer
-from .checksum_recording import Recorder, file_of_database
+from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, size_of, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
-from .ocdbt_writer import Database, file_locator
+from .ocdbt_merge import file_locator, merge
 from .open_index import open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .zarr import Encoding
 
 
-def begin(
-    path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: Upload | None = None
-) -> None:
+def begin(save: ProcessSave) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    writer.begin(path, plan, options)
+    writer.begin(save.path, save.prepared, save.options)
 
 
-def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
+def write(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
 
-    All processes share the directory, or, with ``upload``, each has a local one.
+    All processes share the directory, or, for an upload, each has a local one.
     """
+    path, plan, options, process, upload = save.path, save.prepared, save.options, save.process, save.upload
     is_primary = process.index == 0
     if upload is not None and not is_primary:
-        begin(path, plan, options, process)
+        begin(save)
     if not presence.isdir(path):
         raise StorageError(
             f"process {process.index} does not find {path}, which process 0 made: all processes must save to one "
@@ -56,17 +55,14 @@ def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
-    recorder = Recorder() if options.checksums else None
-    database = writer.start_arrays(own, arrays, encoding, recorder, is_primary)
-    try:
+    record = Record() if options.checksums else None
+    with writer.writing_arrays(own, arrays, encoding, record, is_primary):
         # All processes would upload the same list.
         files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
-    finally:
-        writer.finish_arrays(own, database)
-    if recorder is not None:
+    if record is not None:
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
-        (plan.record if is_primary else recorder.record).add_files(path, files)
-        write_files(file_of_database(recorder.record, own, path))
+        (plan.record if is_primary else record).add_files(path, files)
+        write_files(file_of_database(record, own, path))
     write_file(os.path.join(own, layout.PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
@@ -74,12 +70,13 @@ def write(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo
         upload.upload_files(path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
 
 
-def end(path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: Upload | None = None) -> None:
+def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
+    path, plan, options, upload = save.path, save.prepared, save.options, save.upload
     _assign_writers(plan, options)
     digest, base = _digest(plan), Location(path, LOCAL) if upload is None else of_text(upload.url)
-    names = [_name_of(index, upload) for index in range(process.count)]
-    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(process.count))
+    names = [_name_of(index, upload) for index in range(save.process.count)]
+    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(len(names)))
     if plan.arrays:
         _merge(path, names, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
@@ -117,13 +114,12 @@ def _merge(path: str, names: list[str], upload: Upload | None) -> None:
         file = os.path.join(name, layout.MANIFEST)
         return presence.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
-    with translated(path, "written", TENSORSTORE_ERRORS):
-        top = Database(path, None if upload is None else of_text(upload.folder), merges=True)
-        # A process that holds no first replica has written no database.
-        top.merge(list(filter(is_written, names)))
-        top.start_commit()
-        top.finish_commit()
-    writer.sync_database(path)
+    # A process that holds no first replica has written no database.
+    written = list(filter(is_written, names))
+    if upload is None:
+        merge(path, written, Location(path, LOCAL))
+    else:
+        merge(path, written, of_text(upload.url), file_locator(path, of_text(upload.folder)))
 
 
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: Upload | None) -> None:
@@ -161,11 +157,8 @@ def _digest(plan: SavePlan) -> str:
 def _check_done(location: Location, process: int, database: Location, digest: str) -> None:
     file, path = database / layout.PROCESS_DONE, location.path
     try:
-        with translated(file.path, "read"):
-            found = file.read().decode("ascii", "replace")
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise
+        found = file.read().decode("ascii", "replace")
+    except MissingPathError as error:
         where = "URL of one store" if location.is_remote else "directory that they share"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "

@@ -22,6 +22,7 @@ from .ocdbt_nodes import (
     LeafRows,
     NodeRef,
     RowEntries,
+    Rows,
     children_of,
     entries_of,
     files_of,
@@ -51,9 +52,11 @@ def read_entries(
     return entries
 
 
-def files_of_database(location: Location) -> set[str]:
-    """Return the names of all files that the nodes of a database refer to."""
-    return {name for leaf in _Database(location, "", None).leaves() for name in leaf.files.names}
+def read_rows(location: Location, base: str, locate: Callable[[str], Location] | None = None) -> list[Rows]:
+    """Return the entries of each leaf node of a database; see `read_entries`."""
+    database = _Database(location, base, locate)
+    leaves = database.leaves()
+    return [leaf.rows() for leaf in database.rows(leaves).leaves] if leaves else []
 
 
 class _Database:

@@ -1,7 +1,4 @@
-"""Decode what OCDBT's manifests and nodes are made of: checksums, Zstandard frames, and columns of numbers and names.
-
-TensorStore's zarr v3 codecs are its only interface to its own CRC-32C and Zstandard.
-"""
+"""Decode what OCDBT's manifests and nodes consist of: checksums, Zstandard frames, columns of numbers and names."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
+
+from .tensorstore_codecs import decode
 
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 MAX_DECODED_BYTES = 1 << 28
@@ -32,6 +30,7 @@ _MAX_NAME = 65535
 _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 11, 200, 8
 # Names are padded to the longest one if that is short, and takes at most so many times their memory.
 _MAX_PADDED, _MAX_PADDING = 1 << 10, 4
+_FEW_NAMES = 100  # fewer are decoded one after another
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
 _ZERO = np.zeros(1, np.uint8)
 # Bytes of a varint of 64 bits, of most varints, and of 28 bits.
@@ -47,7 +46,7 @@ def check_crc32c(data: bytes) -> None:
     """Check data that ends in its own CRC-32C, little-endian; raise ValueError if the checksums differ."""
     own = checksums.crc32c
     if own is None or own(memoryview(data)[:-4]).to_bytes(4, "little") != data[-4:]:
-        _decode(data, "crc32c", len(data) - 4)  # which gives the error
+        decode(data, "crc32c", len(data) - 4)  # which gives the error
 
 
 def decompress_zstd(frame: bytes) -> bytes:
@@ -57,14 +56,14 @@ def decompress_zstd(frame: bytes) -> bytes:
         raise ValueError(f"at most {MAX_DECODED_BYTES} decompressed bytes were expected, found up to {limit}")
     if length is None:
         length = _length_by_reading(frame, limit)
-    return _decode(frame, "zstd", length) if length else b""
+    return decode(frame, "zstd", length) if length else b""
 
 
 def _length_by_reading(frame: bytes, limit: int) -> int:
     # zarr chunks have a known size, but frames written as a stream do not record theirs. The exact read that follows
     # verifies the length found here.
     try:
-        _decode(frame, "zstd", limit + 1)
+        decode(frame, "zstd", limit + 1)
     except ValueError as error:
         found = _END.search(str(error))
         if found is None or int(found[1]) > limit:
@@ -75,21 +74,6 @@ def _length_by_reading(frame: bytes, limit: int) -> int:
 
 def _translate(error: ValueError) -> Exception:
     return UndecodableError(str(error)) if "Not enough data" in str(error) else error
-
-
-def _decode(data: bytes, codec: str, length: int) -> bytes:
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-    ts.KvStore.open("memory://", context=context).result()["c/0"] = data
-    metadata = {
-        "shape": [length],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [length]}},
-        "data_type": "uint8",
-        "codecs": ["bytes", codec],
-    }
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
-    array: Any = ts.open(spec, create=True, open=True, context=context).result().read().result()
-    decoded: bytes = array.tobytes()
-    return decoded
 
 
 def _content_size(frame: bytes) -> tuple[int | None, int]:
@@ -239,6 +223,15 @@ class Columns:
             names.append(before)
         return names
 
+    def key_list(self, count: int, prefix: int) -> list[bytes]:
+        """Return the next names; the caller puts a prefix of so many bytes before each."""
+        if count < _FEW_NAMES:
+            return self.names(*self.name_lengths(count, prefix))
+        self._budget.take(count * (_BYTES_PER_NAME + prefix))
+        keys = self.keys(count)
+        found: list[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        return found
+
     def keys(self, count: int) -> Any:
         """Return the next names, which are many, as an array if they are alike in length."""
         before, more = np.concatenate([_ZERO, self.numbers(count - 1)]), self.numbers(count)
@@ -249,7 +242,8 @@ class Columns:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
         if np.any(shared[1:] > lengths[:-1]):
             raise ValueError(_SHARES_TOO_MUCH)
-        if width > _MAX_PADDED or width * count > _MAX_PADDING * total or 0 in self._data[start : start + nbytes]:
+        is_alike = 0 < width <= _MAX_PADDED and width * count <= _MAX_PADDING * total
+        if not is_alike or 0 in self._data[start : start + nbytes]:
             self._budget.take(count * _BYTES_PER_NAME + total)
             return self.names(shared.tolist(), own.tolist())
         self._budget.take(width * count)

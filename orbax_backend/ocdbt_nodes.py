@@ -10,19 +10,19 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .files import ByteRange
 from .ocdbt_encoding import Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
 
-_MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-_VERSION = 0
-_PLAIN, _ZSTD = 0, 1
-_SINGLE, _NUMBERED = 0, 1
+MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
+VERSION = 0
+PLAIN, ZSTD = 0, 1
+SINGLE, _NUMBERED = 0, 1
 _NOWHERE = 2**64 - 1
-_INLINE, _INDIRECT = 0, 1  # kinds of values
+INLINE, INDIRECT = 0, 1  # kinds of values
 # Magic, length, version (1 byte), compression (1 byte) and checksum.
 _SHORTEST = 18
 _Keys = TypeVar("_Keys", bound=Any)
@@ -50,18 +50,18 @@ class LeafNode:
 
 def newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> NodeRef | None:
     """Return the root of the newest version; None where that has no keys."""
-    columns = _body(manifest, _MANIFEST_MAGIC, budget)
+    columns = _body(manifest, MANIFEST_MAGIC, budget)
     columns.take(16)  # the database's own identifier
     kind = columns.varint()
-    if kind not in (_SINGLE, _NUMBERED):
-        raise ValueError(f"a manifest of kind {_SINGLE} or {_NUMBERED} was expected, found {kind}")
+    if kind not in (SINGLE, _NUMBERED):
+        raise ValueError(f"a manifest of kind {SINGLE} or {_NUMBERED} was expected, found {kind}")
     columns.varints(2)  # sizes of inline values and of nodes, for writers
     columns.byte()  # arity of the tree of versions
     compression = columns.varint()
-    if compression == _ZSTD:
+    if compression == ZSTD:
         columns.take(4)  # its level
-    elif compression != _PLAIN:
-        raise ValueError(f"the compression {_PLAIN} or {_ZSTD} was expected in the settings, found {compression}")
+    elif compression != PLAIN:
+        raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected in the settings, found {compression}")
     if kind == _NUMBERED:
         raise UndecodableError("its versions are in files of their own")
     files = FileTable(columns, base)
@@ -76,7 +76,7 @@ def newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> NodeRef | N
 
 def open_node(data: bytes, node: NodeRef, budget: MemoryBudget) -> tuple[Columns, FileTable]:
     """Return the columns of a node, of which height and files are read."""
-    columns = _body(data, _NODE_MAGIC, budget)
+    columns = _body(data, NODE_MAGIC, budget)
     height = columns.byte()
     if height != node.height:
         raise ValueError(f"a node of height {node.height} was expected, found one of height {height}")
@@ -94,12 +94,12 @@ def _body(data: bytes, magic: int, budget: MemoryBudget) -> Columns:
         raise ValueError(f"{length} bytes were expected by its header, found {len(data)}")
     check_crc32c(data)
     version, compression = data[12], data[13]
-    if version != _VERSION:
-        raise ValueError(f"the format version {_VERSION} was expected, found {version} of a newer TensorStore")
-    if compression not in (_PLAIN, _ZSTD):
-        raise ValueError(f"the compression {_PLAIN} or {_ZSTD} was expected, found {compression}")
+    if version != VERSION:
+        raise ValueError(f"the format version {VERSION} was expected, found {version} of a newer TensorStore")
+    if compression not in (PLAIN, ZSTD):
+        raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected, found {compression}")
     body = data[14:-4]
-    return Columns(decompress_zstd(body) if compression == _ZSTD else body, budget)
+    return Columns(decompress_zstd(body) if compression == ZSTD else body, budget)
 
 
 class FileTable:
@@ -153,10 +153,10 @@ def children_of(columns: Columns, files: FileTable, node: NodeRef) -> list[NodeR
 def entries_of(leaf: LeafNode) -> dict[bytes, bytes | ByteRange]:
     """Return the keys of a leaf node with their values."""
     columns, files, prefix, count = leaf.columns, leaf.files, leaf.node.prefix, leaf.count
-    keys = _ascending(columns.names(*columns.name_lengths(count, len(prefix))))
+    keys = _ascending(columns.key_list(count, len(prefix)))
     lengths, kinds = columns.varints(count), columns.varints(count)
-    if not {_INLINE, _INDIRECT}.issuperset(kinds):
-        raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
+    if not {INLINE, INDIRECT}.issuperset(kinds):
+        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
     ranges = files.extents(numbers, offsets, list(itertools.compress(lengths, kinds)))
@@ -175,6 +175,17 @@ def _ascending(keys: _Keys) -> _Keys:
     return keys
 
 
+class Rows(NamedTuple):
+    """Entries of an index in columns, in any order."""
+
+    keys: Any  # array of bytes, padded with zeros or objects
+    lengths: Any  # of the values
+    numbers: Any  # of their files; -1 for inline values
+    offsets: Any  # in their files
+    inline: Sequence[bytes]  # the inline values
+    files: Sequence[str]  # the files, relative to the checkpoint
+
+
 class LeafRows:
     """The keys and values of a leaf node."""
 
@@ -185,8 +196,8 @@ class LeafRows:
         self.keys: Any = _ascending(columns.keys(count))
         self.first = self._prefix + self.keys[0]  # the first key
         self._lengths, kinds = columns.numbers(count), columns.numbers(count)
-        if int(kinds.max()) > _INDIRECT:
-            raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {int(kinds.max())}")
+        if int(kinds.max()) > INDIRECT:
+            raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
         # Number of values in files up to each key.
         self._outside = np.cumsum(kinds, dtype=np.int64)
         outside = int(self._outside[-1])
@@ -195,7 +206,7 @@ class LeafRows:
             raise ValueError(f"one of {len(files)} files was expected, found number {int(self._numbers.max())}")
         self._used = np.bincount(self._numbers, minlength=len(files)).nonzero()[0]
         self.files = [files[number] for number in self._used.tolist()]  # files with values
-        inline = self._lengths[kinds == _INLINE]
+        inline = self._lengths[kinds == INLINE]
         self._values = columns.slices(inline.tolist())
         columns.finish()
         self._indirect = kinds.astype(bool)
@@ -232,6 +243,16 @@ class LeafRows:
         same = np.array_equal(found[:, begin : begin + width], wanted[:, :width])
         return len(keys) if same and not (found[:, begin + width :].any() or wanted[:, width:].any()) else 0
 
+    def rows(self) -> Rows:
+        """Return all entries, with their whole keys."""
+        keys = self.keys
+        if self._prefix:
+            is_array = isinstance(keys, np.ndarray)
+            keys = np.char.add(self._prefix, keys) if is_array else [self._prefix + key for key in keys]
+        numbers, offsets = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int64)
+        numbers[self._indirect], offsets[self._indirect] = self._numbers, self._offsets
+        return Rows(keys, self._lengths.astype(np.int64), numbers, offsets, self._values, self._names)
+
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield files and the ends of the last values in them."""
         ends = np.zeros(len(self._names), np.uint64)
@@ -247,7 +268,7 @@ class RowEntries(Mapping[bytes, bytes | ByteRange]):
     """The keys and values of all leaf nodes, in their order."""
 
     def __init__(self, leaves: Sequence[LeafRows]) -> None:
-        self._leaves, self._firsts = leaves, _ascending([leaf.first for leaf in leaves])
+        self.leaves, self._firsts = leaves, _ascending([leaf.first for leaf in leaves])
 
     def __getitem__(self, key: bytes) -> bytes | ByteRange:
         value: bytes | ByteRange | None = self.get(key)
@@ -258,20 +279,20 @@ class RowEntries(Mapping[bytes, bytes | ByteRange]):
     def get(self, key: bytes, default: Any = None) -> Any:
         """Return the value of a key, its byte range, or a default."""
         at = bisect.bisect_right(self._firsts, key)
-        value = self._leaves[at - 1].find(key) if at else None
+        value = self.leaves[at - 1].find(key) if at else None
         return default if value is None else value
 
     def __iter__(self) -> Iterator[bytes]:
-        return (key for leaf in self._leaves for key in leaf)
+        return (key for leaf in self.leaves for key in leaf)
 
     def __len__(self) -> int:
-        return sum(len(leaf.keys) for leaf in self._leaves)
+        return sum(len(leaf.keys) for leaf in self.leaves)
 
     def holds(self, prefix: bytes, names: Any) -> bool:
         """Return whether all of some keys are here, as `LeafRows.holds` finds them."""
         at = bisect.bisect_right(self._firsts, prefix + names[0]) - 1
-        while len(names) and 0 <= at < len(self._leaves):
-            count = self._leaves[at].holds(prefix, names)
+        while len(names) and 0 <= at < len(self.leaves):
+            count = self.leaves[at].holds(prefix, names)
             if not count:
                 return False
             names, at = names[count:], at + 1
@@ -279,11 +300,11 @@ class RowEntries(Mapping[bytes, bytes | ByteRange]):
 
     def files(self) -> set[str]:
         """Return the files with values."""
-        return {file for leaf in self._leaves for file in leaf.files}
+        return {file for leaf in self.leaves for file in leaf.files}
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield files and the ends of values in them; the last of a leaf node for each."""
-        return (one for leaf in self._leaves for one in leaf.ends())
+        return (one for leaf in self.leaves for one in leaf.ends())
 
 
 Entries = dict[bytes, bytes | ByteRange] | RowEntries

@@ -40,7 +40,13 @@ StoredValue = bytes | ByteRange | OpaqueValue
 
 
 class Index(Protocol):
-    """The values of a checkpoint by key."""
+    """The values of a checkpoint by key.
+
+    Attributes:
+        is_database: they are in OCDBT databases, not in files of their own.
+    """
+
+    is_database: bool = True
 
     def find(self, key: str) -> StoredValue | None:
         """Return the value, its byte range, or None if the key is absent."""
@@ -252,6 +258,8 @@ class _NestedIndex(Index):
 class _FileIndex(Index):
     """The index of a local directory of files."""
 
+    is_database = False
+
     def __init__(self, location: Location) -> None:
         self._location, self._files = location, CheckpointFiles(location)
 
@@ -270,6 +278,8 @@ class _FileIndex(Index):
 
 class _StoreIndex(Index):
     """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
+
+    is_database = False
 
     def __init__(self, location: Location) -> None:
         self._location = location.unlisted()

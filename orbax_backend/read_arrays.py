@@ -57,7 +57,7 @@ class ArrayReader:
         self._location, self._recorded = location, recorded
         self._index = index
         self._fills_missing = fills_missing
-        self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
+        self._in_files = fills_missing and not index.is_database
         self._driver = DriverReader(location, index, fills_missing)
         self._corrupt = functools.partial(corrupt_array, location.path)
 
@@ -278,7 +278,7 @@ class ArrayReader:
         with translated((self._location / file).path, "read"):
             try:
                 yield
-            except (FileNotFoundError, NotADirectoryError) as error:
+            except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
                 raise self._corrupt(read, f"the file {file} is missing") from error
 
 

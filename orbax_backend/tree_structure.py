@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .array_items import folders_of_arrays, holds_array_folder, is_single_array, is_typed_key
+from .array_names import names_of_arrays
 from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
@@ -84,10 +86,15 @@ class Structure:
 
 
 def read_structure(
-    location: Location, open_msgpack: OpenMsgpack, check: Check | None, on_failure: contextlib.ExitStack
+    location: Location,
+    open_msgpack: OpenMsgpack,
+    check: Check | None,
+    on_failure: contextlib.ExitStack,
+    separator: str | None = None,
 ) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
+    With a ``separator``, there is none, and that joins the key paths in the names of the arrays.
     ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
     ``_METADATA`` lacks, and is not read.
     """
@@ -105,7 +112,12 @@ def read_structure(
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(location)
-    entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(location, aggregate, use_ocdbt)
+    if metadata is not None:
+        entries = _parse_entries(file, metadata)
+    elif separator is not None:
+        entries = _named_entries(names_of_arrays(location), separator)
+    else:
+        entries = _infer_entries(location, aggregate, use_ocdbt)
     has_array = (
         len(entries) == 1 and entries[0][:2] == ((layout.SINGLE_ARRAY,), (layout.DICT_KEY,)) and aggregate is None
     )
@@ -170,6 +182,12 @@ def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: b
     except errors.CorruptCheckpointError as error:
         raise _missing_structure(location) from error
     raise _missing_structure(location)
+
+
+def _named_entries(names: list[str], separator: str) -> list[LeafEntry]:
+    paths = [tuple(name.split(separator)) for name in names]
+    kinds = ((layout.DICT_KEY,) * len(path) for path in paths)
+    return [_untyped_entry(*leaf) for leaf in zip(paths, kinds, itertools.repeat(None), names)]
 
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name: str | None = None) -> LeafEntry:

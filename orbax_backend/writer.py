@@ -18,34 +18,34 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, SettingError, StorageError
+from flax_ckpt_compat._core.errors import SettingError, StorageError
 from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.syncing import can_sync, sync_file, sync_tree
-from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.memory import pause_gc
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
 from . import encode_metadata, unique_files
-from .checksum_file import Record
-from .checksum_recording import Recorder, file_of_database
+from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .msgpack_file import encode_structure
-from .ocdbt import files_of_database
 from .ocdbt_writer import Database
 from .save_plan import SavePlan
 from .zarr import Encoding
 
+# The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
+_ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _ENCODINGS = {
     None: Encoding(),
     "crc32c": Encoding(checksums=True),
-    "zstd": Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True),  # the level of Orbax 0.12.8
+    "zstd": Encoding(_ZSTD, checksums=True),
 }
 
 
@@ -55,38 +55,26 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     Raise SettingError, before anything is written, for a compression that is unknown, or not for old releases of Orbax.
     """
     begin(path, plan, options)
-    recorder = Recorder() if options.checksums else None
+    record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    database = start_arrays(path, arrays, encoding_of(options), recorder)
-    try:
+    with writing_arrays(path, arrays, encoding_of(options), record) as database:
         files = write_metadata(path, plan, options, 0)
-        if recorder is not None:
-            recorder.record.add_files(path, files)
-    finally:
-        finish_arrays(path, database)  # TensorStore has been writing in its own threads
-    commit(path, plan, None if recorder is None else recorder.record)
-    _check_whole(path, files, database is not None)
+        if record is not None:
+            record.add_files(path, files)
+    commit(path, plan, record)
+    _check_whole(path, [*files, *database.files])
 
 
-def _check_whole(path: str, files: Iterable[str], has_arrays: bool) -> None:
+def _check_whole(path: str, files: Iterable[str]) -> None:
     """Raise StorageError if a file that was written is not there any more: somebody removes the temporary."""
     expected = [*files, *(os.path.join(path, name) for name in (layout.STEP_METADATA, layout.COMMIT_FILE))]
-    lost, damaged = next((file for file in expected if not presence.exists(file)), None), None
-    if lost is None and has_arrays:
-        try:
-            data = [os.path.join(path, name) for name in files_of_database(Location(path, LOCAL))]
-            lost = next((file for file in data if not presence.exists(file)), None)
-        except CorruptCheckpointError as error:  # a file with a part of the index is not there
-            is_manifest = not presence.exists(os.path.join(path, layout.MANIFEST))
-            lost, damaged = os.path.join(path, layout.MANIFEST if is_manifest else layout.DATA_DIRECTORY), error
+    lost = next((file for file in expected if not presence.exists(file)), None)
     if lost is not None:
         name = os.path.relpath(lost, path)
         message = (
             f"{path}: {name} was removed while it was written, so it is not whole: another program removes what is"
         )
-        raise StorageError(
-            f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT
-        ) from damaged
+        raise StorageError(f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT)
 
 
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
@@ -100,7 +88,7 @@ def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
 
 
 def _end(path: str) -> None:
-    """Remove the file of `begin`. TensorStore creates directories anew that were renamed or removed meanwhile."""
+    """Remove the file of `begin`, which is not there if the directory was renamed or removed meanwhile."""
     try:
         os.unlink(os.path.join(path, layout.BEGUN))
     except OSError as error:
@@ -156,52 +144,41 @@ def _tree_files(plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
     return files
 
 
-def start_arrays(
+@contextmanager
+def writing_arrays(
     path: str,
     arrays: list[tuple[str, EncodedLeaf]],
     encoding: Encoding,
-    recorder: Recorder | None,
+    record: Record | None,
     is_primary: bool = True,
-) -> Database | None:
-    """Start to write arrays to a new database in ``path``; return None without arrays.
+) -> Iterator[Database]:
+    """Write arrays to a new database in ``path``, beside what the block does; sync it at the end of the block.
 
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
-    metadata.
+    metadata. Without arrays there are no files.
     """
-    if not arrays:
-        return None
-    start_transfers([stored for _, stored in arrays])
-    with translated(path, "written", TENSORSTORE_ERRORS):
-        database = Database(path, recorder=recorder)
-        reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
-        with pause_gc(enabled=not reads):
-            for name, stored in arrays:
-                if reads:
-                    database.make_room(stored.source.nbytes)
-                database.put(name, stored, encoding, is_primary)
-        database.start_commit()
-    return database
-
-
-def finish_arrays(path: str, database: Database | None) -> None:
-    """Wait for the arrays, and sync their directory."""
-    if database is not None:
+    database = Database(path, None if record is None else record.chunks)
+    try:
+        start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
-            database.finish_commit()
-        sync_database(path)
+            _put(database, arrays, encoding, is_primary)
+        yield database
+        with translated(path, "written", TENSORSTORE_ERRORS):
+            database.finish()
+    except BaseException as error:
+        # A handler of the program's that ends the save does not wait for a disk that may hang.
+        database.abandon(wait=isinstance(error, Exception) and not is_of_handler(error))
+        raise
 
 
-def sync_database(path: str) -> None:
-    """Sync the directory of a database's data files, which exists if any value was written, and what is not synced."""
-    files = os.path.join(path, layout.DATA_DIRECTORY)
-    if not presence.isdir(files):
-        return
-    if can_sync(path):
-        sync_directory(files)
-        return
-    with translated(path, "synced"):
-        sync_file(os.path.join(path, layout.MANIFEST))
-        sync_tree(files)
+def _put(database: Database, arrays: list[tuple[str, EncodedLeaf]], encoding: Encoding, is_primary: bool) -> None:
+    reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
+    with pause_gc(enabled=not reads):
+        for name, stored in arrays:
+            if reads:
+                database.make_room(stored.source.nbytes)
+            database.put(name, stored, encoding, is_primary)
+    database.submit()
 
 
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:

@@ -25,7 +25,7 @@ _V3_NAMES = _NAMED | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
 ])  # fmt: skip
-_SPLIT_CHUNK_BYTES = 32 << 20
+_SPLIT_CHUNK_BYTES = 8 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
 MAX_RANK = 32  # TensorStore's and (about) numpy's
@@ -37,7 +37,8 @@ CHECKSUM_NBYTES = 4
 class Encoding:
     """Codecs of the chunks of a checkpoint."""
 
-    codec: Mapping[str, Any] | None = None  # zarr's spec of a compressor, or None
+    # zarr's spec of a compressor, or None.
+    codec: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     checksums: bool = False  # whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that
 
     @property
@@ -104,7 +105,7 @@ def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: 
     """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
     Plain shards of up to 2 GiB are one chunk each, which is read directly into place. Larger ones, and with ``splits``
-    those above 32 MiB, are split along their first axes: for the limits of stores, to use several
+    those above 8 MiB, are split along their first axes: for the limits of stores, to use several
     threads, and to decode less for a part.
     """
     # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.

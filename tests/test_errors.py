@@ -38,6 +38,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
     "PermissionDeniedError": (PermissionError, errors.StorageError),
+    "MissingPathError": (FileNotFoundError, errors.StorageError),
     "CleanupError": (OSError, errors.StorageError),
     "MultiprocessRestoreError": (RuntimeError,),
     "ConcurrentWriteError": (OSError, errors.StorageError),
@@ -64,8 +65,8 @@ def make(name: str) -> Any:
         extra = {"conversions": ()}
     elif name in ("StorageError", "CleanupError", "ConcurrentWriteError"):
         extra = {"errno": 28}
-    elif name == "PermissionDeniedError":
-        extra = {"errno": 13}
+    elif name in ("PermissionDeniedError", "MissingPathError"):
+        extra = {"errno": 13 if name[0] == "P" else 2}
     else:
         extra = {"leaf": "a/b"}
     return kind("the message {with} 100%", path="/p", **extra)

@@ -37,6 +37,15 @@ def policies(folder: Path, tree: Any) -> Any:
         return error.missing
 
 
+def targets(folder: Path, tree: dict[str, np.ndarray[Any, Any]], count: int) -> Any:
+    """What is restored has the target's type; without a target it may be anything."""
+    restored: dict[str, np.ndarray[Any, Any]] = restore(folder, tree, step="best")
+    other: list[str] = restore(folder, tree)  # type: ignore[arg-type]
+    whole: list[str] = restore(folder)
+    flax_ckpt_compat.plan_restore(folder, tree, step=np.int64(3))
+    return restored, other, whole, restore(folder, count) + 1
+
+
 def names(folder: Path) -> Any:
     """The package's lazy names are known, and a misspelt one is not taken for one of them."""
     flax_ckpt_compat.instal()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._convert import find, output_writers
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
@@ -25,7 +25,7 @@ def convert(
     dst: str | os.PathLike[str],
     to: Literal["orbax", "msgpack", "manager", "v1", "safetensors"],
     *,
-    step: int | float | str | Sequence[int | float | str] | None = None,
+    step: SupportsFloat | str | Sequence[SupportsFloat | str] | None = None,
     target: Any = None,
     transforms: Any = None,
     item: str | Sequence[str] | Mapping[str, str] | None = None,

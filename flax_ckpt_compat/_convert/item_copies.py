@@ -11,7 +11,6 @@ from typing import Any
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.syncing import sync_tree
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.orbax_directory import ItemKind, names_in
 
 _PIECE = 8 << 20  # bytes
@@ -97,8 +96,7 @@ def without_sharding(copy: Copy) -> Copy:
     file = copy.folder / tree
     if not (copy.folder / sharding).isfile() or not file.isfile():
         return copy
-    with translated(file.path):
-        described = json.loads(file.read())
+    described = json.loads(file.read())
     for entry in described["tree_metadata"].values():
         value: dict[str, Any] = entry["value_metadata"]
         value["value_type"] = layout.NP_ARRAY
@@ -108,9 +106,7 @@ def without_sharding(copy: Copy) -> Copy:
 
 def _files_below(folder: Location, above: str) -> Iterator[tuple[str, Location]]:
     """Yield the relative path and location of each file below a folder, also by links."""
-    with translated(folder.path):
-        names = sorted(folder.listdir())
-    for name in names:
+    for name in sorted(folder.listdir()):
         path = folder / name
         if path.isdir():
             yield from _files_below(path, f"{above}{name}/")
@@ -122,10 +118,9 @@ def _pieces(content: Location | bytes) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield from (content[start : start + _PIECE] for start in range(0, len(content), _PIECE))
         return
-    with translated(content.path):
-        size = content.size()
-        for start in range(0, size, _PIECE):
-            yield content.read(start, min(size, start + _PIECE))
+    size = content.size()
+    for start in range(0, size, _PIECE):
+        yield content.read(start, min(size, start + _PIECE))
 
 
 def _pairs(one: Iterator[bytes], other: Iterator[bytes]) -> Iterator[tuple[bytes | None, bytes | None]]:

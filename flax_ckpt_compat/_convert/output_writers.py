@@ -22,8 +22,8 @@ from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 

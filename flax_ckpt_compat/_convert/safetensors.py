@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
-from flax_ckpt_compat._discovery.safetensors_reader import DTYPE_NAMES, METADATA, OURS, PATHS
+from flax_ckpt_compat._discovery.layouts.safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 
 _ALIGNMENT = 8
 

@@ -198,6 +198,18 @@ class ProcessInfo:
     count: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessSave:
+    """The part that one process has in a save of several processes."""
+
+    # Where it writes: a temporary that all processes see, or, for a save to a store, a local one of its own.
+    path: str
+    prepared: Any  # of `Backend.prepare`
+    options: WriteOptions
+    process: ProcessInfo
+    upload: Upload | None = None  # of a save to a store
+
+
 class Backend(Protocol):
     """One format.
 
@@ -230,45 +242,20 @@ class Backend(Protocol):
         """Write the whole checkpoint to a new local file or directory, whose parent exists, and sync it to disk."""
         ...
 
-    def begin_multiprocess(
-        self,
-        path: str,
-        prepared: Any,
-        options: WriteOptions,
-        process: ProcessInfo,
-        upload: Upload | None = None,
-        /,
-    ) -> None:
+    def begin_multiprocess(self, save: ProcessSave, /) -> None:
         """Create what the others need before they write, such as directories; called in process 0.
 
-        All processes see the parent of ``path``. For a save to a store, the ``upload``, it is local, and each has its
-        own."""
+        All processes see the parent of its path, unless it is a save to a store."""
         ...
 
-    def write_process_part(
-        self,
-        path: str,
-        prepared: Any,
-        options: WriteOptions,
-        process: ProcessInfo,
-        upload: Upload | None = None,
-        /,
-    ) -> None:
+    def write_process_part(self, save: ProcessSave, /) -> None:
         """Write this process's shards, in process 0 also all that is not distributed, and sync them to disk.
 
-        For a save to a store, upload all but what only process 0 holds, which stays at ``path`` until published.
+        For a save to a store, upload all but what only process 0 holds, which stays at its path until published.
         """
         ...
 
-    def finish_multiprocess(
-        self,
-        path: str,
-        prepared: Any,
-        options: WriteOptions,
-        process: ProcessInfo,
-        upload: Upload | None = None,
-        /,
-    ) -> None:
+    def finish_multiprocess(self, save: ProcessSave, /) -> None:
         """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
         ...
 

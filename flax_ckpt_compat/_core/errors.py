@@ -26,6 +26,7 @@ CheckpointError
 ├── ForkedProcessError                       this process was forked after TensorStore was used, which allows none
 ├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
+    ├── MissingPathError(FileNotFoundError)   a file or folder is not there, or was removed meanwhile
     ├── PermissionDeniedError(PermissionError)   the system refused access
     ├── CleanupError                         the checkpoint was saved; an older one could not be removed
     └── ConcurrentWriteError                 another process writes or removes the same checkpoint in a store
@@ -204,7 +205,7 @@ class ConversionError(CheckpointError, ValueError):
 class StorageError(CheckpointError, OSError):
     """The file system or object store refused an operation; the original error is the cause.
 
-    Where the system refused access, it is a `PermissionDeniedError`.
+    Where the system refused access, it is a `PermissionDeniedError`; where nothing is there, a `MissingPathError`.
 
     Attributes:
         errno: the operating system's error number, where there was one.
@@ -234,10 +235,20 @@ class PermissionDeniedError(StorageError, PermissionError):
     """The file system refused access; code that was written for Flax catches Python's PermissionError."""
 
 
+class MissingPathError(StorageError, FileNotFoundError):
+    """A file or folder is not there, or a part of its path is a file; code may catch Python's FileNotFoundError."""
+
+
+_KINDS = {
+    FileNotFoundError: MissingPathError,
+    NotADirectoryError: MissingPathError,
+    PermissionError: PermissionDeniedError,
+}
+
+
 def storage_error_of(message: str, *, path: str | None, errno: int | None) -> StorageError:
     """Return the StorageError of an error number, as `OSError` chooses its class."""
-    kind = PermissionDeniedError if isinstance(OSError(errno or 0, ""), PermissionError) else StorageError
-    return kind(message, path=path, errno=errno)
+    return _KINDS.get(type(OSError(errno or 0, "")), StorageError)(message, path=path, errno=errno)
 
 
 class CleanupError(StorageError):

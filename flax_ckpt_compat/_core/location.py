@@ -7,31 +7,57 @@ of the same path. ``location / name`` is below it and keeps the listing, so one 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from flax_ckpt_compat._core.errors import ArgumentError, StorageError
+from flax_ckpt_compat._core.errors import ArgumentError, CheckpointError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage import OpenedFile, Storage
+from flax_ckpt_compat._core.storage_errors import storage_error
 
-_MANGLED = re.compile(r"(s3|gs|file):/(?!/)")
+_MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
 LOCAL, _STORES = LocalStorage(), ObjectStorage()
+_Rest = ParamSpec("_Rest")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate["Location", _Rest], _Result]
+
+
+def _looks(doing: str = "") -> Callable[[_Method[_Rest, _Result]], _Method[_Rest, _Result]]:
+    """Let a method raise StorageError for what its storage raises; ``doing`` completes "could not be …"."""
+
+    def decorate(method: _Method[_Rest, _Result]) -> _Method[_Rest, _Result]:
+        @functools.wraps(method)
+        def look(self: Location, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+            try:
+                return method(self, *args, **kwargs)
+            except CheckpointError:
+                raise
+            except OSError as error:
+                if is_of_handler(error):
+                    raise
+                raise storage_error(self.path, error, doing) from error
+
+        return look
+
+    return decorate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Location:
     """A path and its storage, with what one listing knows of it; a file, a folder, or nothing may be there.
 
-    Its look-ups raise what those of `Storage` raise. To look again, after others may have changed something, ask
-    `unlisted`.
+    Its look-ups raise StorageError; where nothing is there, a `MissingPathError`. To look again, after others may have
+    changed something, ask `unlisted`.
     """
 
     path: str  # absolute local path, or normalized URL
@@ -91,54 +117,67 @@ class Location:
 
     # Look-ups; see the methods of `Storage`.
 
+    @_looks()
     def isdir(self) -> bool:
         """Return whether this is a folder."""
         return self.storage.isdir(self.path, self.listing)
 
+    @_looks()
     def isfile(self) -> bool:
         """Return whether this is a regular file, or an object."""
         return self.storage.isfile(self.path, self.listing)
 
+    @_looks()
     def exists(self) -> bool:
         """Return whether something is here, be it a link that leads nowhere."""
         return self.storage.exists(self.path, self.listing)
 
+    @_looks("listed")
     def listdir(self) -> list[str]:
-        """List the names in this folder; raise FileNotFoundError or NotADirectoryError if it is none."""
+        """List the names in this folder; raise MissingPathError if it is none."""
         return self.storage.listdir(self.path, self.listing)
 
+    @_looks("listed")
     def files_below(self) -> list[str]:
         """Return the paths of all files below this folder, relative to it."""
         return self.storage.files_below(self.path, self.listing)
 
+    @_looks("read")
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Read this file from ``start`` to ``stop``; fewer bytes if it ends before."""
         return self.storage.read(self.path, start, stop, self.listing)
 
+    @_looks("read")
     def size(self) -> int:
         """Return the bytes of this file."""
         return self.storage.size(self.path, self.listing)
 
+    @_looks("read")
     def head(self) -> bytes:
         """Return the first bytes of this file, none of an empty one."""
         return self.storage.head(self.path, self.listing)
 
+    @_looks("listed")
     def total_size(self) -> int:
         """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
         return self.storage.total_size(self.path, self.listing)
 
+    @_looks()
     def holds_nothing(self) -> bool:
         """Return whether nothing is lost by replacing this."""
         return self.storage.holds_nothing(self.path, self.listing)
 
+    @_looks()
     def content_root(self) -> Location:
         """Return the folder with the files of the checkpoint that is here."""
         return self.at(self.storage.content_root(self.path, self.listing))
 
+    @_looks()
     def why_unfinished(self, names: Collection[str]) -> str | None:
         """Return why this folder, which has these names, is incomplete by the rules of its storage, or None."""
         return self.storage.why_unfinished(self.path, names)
 
+    @_looks()
     def why_too_long(self) -> str | None:
         """Return why no checkpoint can have a path of this length, or None if one can."""
         return self.storage.why_too_long(self.path)
@@ -147,6 +186,7 @@ class Location:
         """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
         return self.storage.can_hold(self.path)
 
+    @_looks()
     def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
         return self.storage.resolve(self.path)
@@ -155,6 +195,7 @@ class Location:
         """Return what tells whether this was replaced, on a disk; None elsewhere, and if nothing is here."""
         return self.storage.identity(self.path)
 
+    @_looks("read")
     def version(self) -> bytes:
         """Return bytes that change when this file is replaced."""
         return self.storage.version(self.path)
@@ -163,14 +204,17 @@ class Location:
         """Return a function that returns whether the checkpoint here was replaced since its listing, or since now."""
         return self.storage.watch(self.path, self.listing)
 
+    @_looks("read")
     def open_file(self) -> OpenedFile:
         """Open one version of this file, to read parts of it."""
         return self.storage.open_file(self.path)
 
+    @_looks()
     def is_shared(self) -> bool:
         """Return whether this folder may show late what other machines change."""
         return self.storage.is_shared(self.path)
 
+    @_looks()
     def refresh(self) -> bool:
         """See what other machines have changed in this folder; False if nothing can be seen anew."""
         return self.storage.refresh(self.path)
@@ -248,12 +292,35 @@ def of_text(path: str) -> Location:
     """Return the location of a path's text; see `location_of`."""
     _refuse_mangled(path)
     if is_url(path):
-        return Location(retrying.normal(path), _STORES)
+        storage = _storage_of(path.partition("://")[0].lower())
+        return Location(_normal_url(path, storage), storage)
     try:
         return Location(os.path.abspath(local(path)), LOCAL)
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
         raise StorageError(message, path=path, errno=error.errno) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _storage_of(scheme: str) -> Storage:
+    """Return the storage of a scheme; that of object stores also refuses those that none has."""
+    if scheme in ("s3", "gs"):
+        return _STORES
+    from flax_ckpt_compat._core.epath_store import files  # here, because few programs need it
+
+    if (found := files.files_of(scheme)) is None:
+        return _STORES
+    from flax_ckpt_compat._core.epath_store.storage import EpathStorage
+
+    return EpathStorage(scheme, found)
+
+
+def _normal_url(path: str, storage: Storage) -> str:
+    if storage is _STORES:
+        return retrying.normal(path)
+    from flax_ckpt_compat._core.epath_store.storage import normal
+
+    return normal(path)
 
 
 def resolved(path: str) -> Location:
@@ -288,7 +355,7 @@ def normal(path: str) -> str:
     """Normalize the text of a path; relative paths stay relative and ``file://`` is kept."""
     _refuse_mangled(path)
     if is_url(path):
-        return retrying.normal(path)
+        return of_text(path).path
     plain = local(path)
     return path[: len(path) - len(plain)] + os.path.normpath(plain)
 

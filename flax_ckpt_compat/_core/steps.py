@@ -6,6 +6,7 @@ only if the rest of the name is one finite number.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import re
@@ -28,6 +29,7 @@ ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string 
 FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a save looks at all names of a directory several times, and the next one again
 def parse_step(text: str) -> float | None:
     """Parse the text after a prefix as a step, exact for whole numbers; None if it is not one finite number."""
     if not _STEP.fullmatch(text) or not math.isfinite(step := float(text)):

@@ -2,7 +2,7 @@
 
 Paths are absolute local paths, or normalized URLs. Methods that take a `Listing` answer from it what it covers, and ask
 the storage for the rest; a disk has no listings. A missing file is a FileNotFoundError everywhere; other failures are
-OSErrors of a disk, which `storage_errors.translated` translates, or StorageErrors.
+OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ class Storage(abc.ABC):
     Attributes:
         is_remote: each look-up is a request, which a `Listing` saves. There are no links, locks or descriptors, and
             other libraries cannot open a path as a file.
+        has_client: TensorStore reads and writes it. Else `kvstore` is a local copy, for reads alone, and several
+            processes cannot save one checkpoint.
         names_processes: names of temporaries tell which process writes them, so that a live writer is noticed.
         sets_aside: what a rename cannot replace is first renamed itself; `restore_set_aside` puts it back.
     """
 
     is_remote: bool
+    has_client: bool = True
     names_processes: bool
     sets_aside: bool
 

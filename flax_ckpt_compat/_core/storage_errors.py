@@ -37,6 +37,8 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _REFUSED_CODES = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _MARGIN = 2**20  # bytes
+_LOOKS = ("found", "listed", "read")
+_CHECK_PATH = "check the path, and the disk or network file system that it is on"
 _EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
 # S3 refuses bytes that do not have the SHA-256 with which TensorStore signs each upload.
 _DAMAGED_UPLOAD = re.compile(r"XAmzContentSHA256Mismatch|BadDigest")
@@ -98,6 +100,9 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         )
     elif number == errno.ENAMETOOLONG:
         message += "; shorten the path, to which up to 255 bytes are added while it is written"
+    elif doing in _LOOKS and "://" not in path:
+        is_gone = number == errno.ENOENT
+        message += f"; {'it was removed meanwhile, or was never there' if is_gone else _CHECK_PATH}"
     elif doing:
         message += "; check the disk's space and permissions"
         if "://" in path:
@@ -105,7 +110,7 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     elif number == errno.ENOENT:  # also where a file system takes no new names, such as /proc
         message += f"; check that {os.path.dirname(path)} exists and that files can be created in it"
     else:
-        message += "; check the path, and the disk or network file system that it is on"
+        message += f"; {_CHECK_PATH}"
     return storage_error_of(message, path=path, errno=number)
 
 

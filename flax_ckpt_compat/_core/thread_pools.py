@@ -199,13 +199,17 @@ class Pool:
             while True:
                 self._tasks.popleft().run()
 
+    def cancel(self, *, wait: bool) -> None:
+        """Drop the tasks that nobody has begun; ``wait`` for those that run."""
+        self._tasks.clear()
+        for worker in self._workers if wait else ():
+            worker.result()
+
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tasks.clear()
-        for worker in self._workers:
-            worker.result()
+        self.cancel(wait=True)
 
 
 def in_parallel(

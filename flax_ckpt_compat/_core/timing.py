@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._core.tree import KeyData
 
 _log = logging.getLogger("flax_ckpt_compat")
-_T = TypeVar("_T")
 
 
 class Stopwatch:
@@ -30,12 +29,6 @@ class Stopwatch:
     def seconds(self, *phases: str) -> float:
         """Return the seconds of phases so far, together."""
         return sum(self._phases[phase] for phase in phases)
-
-    def timed(self, phase: str, function: Callable[[Any], _T], argument: Any) -> _T:
-        """Call a function and add its time to a phase; its result is not kept alive here."""
-        result = function(argument)
-        self.lap(phase)
-        return result
 
     def log(self, done: str, path: str, leaves: Iterable[Any]) -> None:
         """Log what was ``done`` ("Saved" or "Restored") at INFO, with the bytes of arrays or leaf handles."""

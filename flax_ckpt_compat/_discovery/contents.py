@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
@@ -17,43 +17,17 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    MissingPathError,
     StorageError,
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied, translated
-from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.orbax_directory import (
-    FINISHED,
-    ITEMS_MARKERS,
-    MARKERS,
-    RANDOM_KEYS,
-    STEP_DIRECTORY,
-    Item,
-    holds_files,
-    is_checkpoint_itself,
-    is_folder_of_arrays,
-    is_never_merged,
-    is_t5x,
-    is_tree,
-    items_in,
-    json_file,
-    lost_manifest,
-    lost_structure,
-    missing_part,
-    names_in,
-    only_orbax_has,
-    recorded_handlers,
-)
+from flax_ckpt_compat._core.storage_errors import is_denied
+from flax_ckpt_compat._discovery import foreign, layouts, orbax_directory
+from flax_ckpt_compat._discovery.orbax_directory import MARKERS, Item, Layout, holds_files, names_in
 
-_NO_ITEMS = {layout.DESCRIPTOR}
-_OF_STEPS = {*FINISHED, *ITEMS_MARKERS}
-_LOST_STRUCTURE = (
-    f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
-    f"they belong, nor the {layout.ZARR2_METADATA} of a single one (what jax's own array serialization wrote has "
-    "none: TensorStore reads each array)"
-)
+_NEVER_WRITTEN = (None, Layout.T5X, Layout.ARRAYS, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
 _REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 DENIED = "permission to list it is denied"
 
@@ -67,21 +41,6 @@ class State(enum.Enum):
     TEMPORARY = "temporary"  # what a save writes before it has its name, or left when it was interrupted
     DENIED = "denied"  # there is something that the system refuses to list
     ABSENT = "absent"
-
-
-class Layout(enum.Enum):
-    """The layouts of checkpoints on disk."""
-
-    FILE = "msgpack file"
-    TREE = "one tree in a directory"
-    ITEMS = "items of a step"
-    JSON = "JSON alone"
-    CUSTOM = "files of a custom handler"
-    # Read, and never written by Flax, Orbax's checkpointers or this library.
-    T5X = "T5X"
-    ARRAYS = "arrays without a tree"  # of jax's own array serialization
-    # Read by its own path, and something else than a checkpoint for all look-ups: it is never the latest.
-    SAFETENSORS = "safetensors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,8 +79,13 @@ class Contents:
 
     @property
     def is_readable(self) -> bool:
-        """Return whether restores read it by its own path: complete checkpoints, and safetensors files."""
-        return self.is_complete or (self.state is State.FOREIGN and bool(self.items))
+        """Return whether restores read it by its own path: complete checkpoints, and layouts of other programs."""
+        return self.is_complete or self.is_foreign_and_read
+
+    @property
+    def is_foreign_and_read(self) -> bool:
+        """Return whether it is read by its own path, and by nothing else: a layout of another program."""
+        return self.state is State.FOREIGN and bool(self.items)
 
     @property
     def is_listed(self) -> bool:
@@ -140,7 +104,7 @@ class Contents:
     @property
     def counts_for_keep(self) -> bool:
         """Return whether it is one of the checkpoints of which ``keep`` keeps the newest."""
-        return self.state is State.COMPLETE and self.layout not in (None, Layout.T5X, Layout.ARRAYS)
+        return self.state is State.COMPLETE and self.layout not in _NEVER_WRITTEN
 
     @property
     def name(self) -> str:
@@ -186,6 +150,11 @@ def is_certainly_orbax(path: Location) -> bool:
     """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
     found = marked_contents_of(path)
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
+
+
+def is_of_another_program(path: Location) -> bool:
+    """Return whether a directory is read by a `layouts.ReadOnlyLayout`, after one listing."""
+    return layouts.of_folder(path, names_in(path)) is not None
 
 
 def is_step_of_manager(path: Location) -> bool:
@@ -255,14 +224,13 @@ def incomplete_message(found: Contents) -> str:
 def _look_once(path: Location, lists_denied: bool) -> Contents:
     """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
     try:
-        with translated(path.path):
-            found = _by_content(path)
+        found = _by_content(path)
         whose = temporary_of(found.name)
         if whose is None:
             return found
         return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+        if _is_absent(error):
             return _absent(path)
         if lists_denied and is_denied(error):
             return Contents(path, State.DENIED, DENIED)
@@ -276,6 +244,10 @@ def _by_content(path: Location) -> Contents:
     return _directory(path, names) if names else Contents(path, State.INCOMPLETE, "the directory is empty")
 
 
+def _is_absent(error: StorageError) -> bool:
+    return isinstance(error, MissingPathError) or error.errno == errno.ELOOP
+
+
 def _absent(path: Location) -> Contents:
     """Describe a path where nothing is: a link to nothing was a checkpoint once."""
     dangling = None if path.is_remote else directories.dangling_link(path.path)
@@ -287,168 +259,61 @@ def _absent(path: Location) -> Contents:
 def _file(path: Location) -> Contents:
     whole = Contents(path, State.COMPLETE, "", Layout.FILE, {"": Item(Format.MSGPACK, path)}, is_one_checkpoint=True)
     try:
-        with translated(path.path):
-            head = path.head()
+        head = path.head()
         if not head:
             return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
         look = foreign.file_looks_like(path, head)
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
+        if _is_absent(error):
             raise
         if path.exists() and not path.isfile():
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
-    if look is not None and foreign.is_readable_safetensors(path, look):
-        item = Item(Format.MSGPACK, path, is_safetensors=True)
-        return Contents(path, State.FOREIGN, look, Layout.SAFETENSORS, {"": item}, is_one_checkpoint=True)
-    return whole if look is None else Contents(path, State.FOREIGN, look, Layout.FILE)
+    if look is None:
+        return whole
+    if (read_by := layouts.of_file(path, look)) is not None:
+        item = Item(Format.MSGPACK, path, layout=read_by.name)
+        return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, {"": item}, is_one_checkpoint=True)
+    return Contents(path, State.FOREIGN, look, Layout.FILE)
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
-    found = _orbax_directory(path, names)
+    if (read_by := layouts.of_folder(path, names)) is not None:
+        return _of_another_program(path, names, *read_by)
+    found = orbax_directory.describe(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
-    if unfinished := upload or _why_unfinished(names):
-        found = dataclasses.replace(found, state=State.INCOMPLETE, why=unfinished, is_upload=upload is not None)
-    if found.state is State.INCOMPLETE and not (found.layout is Layout.TREE or _looks_begun(path, names)):
+    why = upload or _why_unfinished(names) or found.missing
+    if why and found.layout is not Layout.TREE and not orbax_directory.looks_begun(path, names):
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))
-    return dataclasses.replace(
-        found, is_marked=bool(names.intersection(MARKERS)), is_one_checkpoint=_is_one_checkpoint(found, names)
+    return Contents(
+        path,
+        State.INCOMPLETE if why else State.COMPLETE,
+        why,
+        found.layout,
+        found.items,
+        found.unknown,
+        is_upload=upload is not None,
+        is_marked=bool(names.intersection(MARKERS)),
+        is_one_checkpoint=orbax_directory.is_one_checkpoint(path, names, found),
     )
 
 
-def _is_one_checkpoint(found: Contents, names: set[str]) -> bool:
-    if found.layout is not Layout.ITEMS:
-        return found.layout is not None
-    # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
-    is_named = bool(names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *RANDOM_KEYS)))
-    return is_named or only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(found.name) is not None
+def _of_another_program(
+    path: Location, names: set[str], layout: layouts.ReadOnlyLayout, places: Mapping[str, Location]
+) -> Contents:
+    format = Format.MSGPACK if layout.reads_msgpack else Format.ORBAX
+    items = {
+        name: Item(None, place) if name == layouts.JSON_ITEM else Item(format, place, layout=layout.name)
+        for name, place in places.items()
+    }
+    state, look = (State.COMPLETE, "") if layout.is_step else (State.FOREIGN, foreign.names_look_like(names))
+    return Contents(path, state, look, Layout.READ_ONLY, items, is_one_checkpoint=layout.is_step)
 
 
 def _why_unfinished(names: set[str]) -> str | None:
     unfinished = sorted(name for name in names if layout.TEMPORARY in name)
     return f"the directory still holds {unfinished[0]}, which Orbax had not finished" if unfinished else None
-
-
-def _orbax_directory(path: Location, names: set[str]) -> Contents:
-    """Describe a directory by the rules for those of Orbax; INCOMPLETE if it is none, too."""
-    if is_tree(path, names):
-        kind = Layout.T5X if is_t5x(path, names) else Layout.TREE
-        why = _missing_in_tree(path, names)
-        items = {"": Item(Format.ORBAX, path.content_root())}
-        return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", kind, items)
-    is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
-    if not names.intersection(FINISHED) and (is_one_array or is_folder_of_arrays(path, names)):
-        return _arrays(path, names)
-    handlers = recorded_handlers(path, names)
-    if isinstance(handlers, str):
-        return _flat_without_tree(path, names, handlers)
-    if file := json_file(path, names):
-        return Contents(path, State.COMPLETE, "", Layout.JSON, {"": Item(None, file)})
-    items = items_in(path, names, handlers)
-    if items or handlers:
-        rest = names - items.keys() - _NO_ITEMS
-        unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
-        why = next(_missing_in_items(path, names, items, handlers), None)
-        return Contents(path, State.INCOMPLETE if why else State.COMPLETE, why or "", Layout.ITEMS, items, unknown)
-    return _without_items(path, names)
-
-
-def _arrays(path: Location, names: set[str]) -> Contents:
-    """Describe one array, or a folder of them. The arrays of a tree have its key paths, with dots, as names."""
-    is_one = bool(names.intersection(layout.ARRAY_METADATA_FILES))
-    if not is_one and any("." in name.strip(".") for name in names):
-        return Contents(path, State.INCOMPLETE, _LOST_STRUCTURE, Layout.TREE)
-    return Contents(path, State.COMPLETE, "", Layout.ARRAYS, {"": Item(Format.ORBAX, path)})
-
-
-def _missing_in_tree(path: Location, names: set[str]) -> str | None:
-    unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
-    if unmerged and not is_never_merged(path, names):
-        return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
-    if lost_manifest(path, names):
-        return _not_copied(layout.MANIFEST)
-    if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
-        return f"{layout.TREE_METADATA} is missing"
-    return None
-
-
-def _flat_without_tree(path: Location, names: set[str], handler: str) -> Contents:
-    """Describe a checkpoint of one item whose handler is recorded, and which has no sign of a tree."""
-    if part := missing_part(path, names, handler):
-        layout_of_lost = Layout.JSON if "Json" in handler else Layout.TREE
-        return Contents(path, State.INCOMPLETE, _recorded(part), layout_of_lost)
-    if file := json_file(path, names, handler):
-        return Contents(path, State.COMPLETE, "", Layout.JSON, {"": Item(None, file)})
-    return _without_items(path, names)
-
-
-def _missing_in_items(
-    path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield what items of a step lack: those that are recorded all that their handlers write, others a manifest."""
-    for name, handler in handlers.items():
-        child = path / name
-        if name in _NO_ITEMS:
-            continue
-        if name not in names or not child.isdir():
-            yield _recorded(f"{name}/")
-        elif part := missing_part(child, names_in(child), handler):
-            yield _recorded(f"{name}/{part}")
-    for name, item in items.items():
-        if name not in handlers and item.format and lost_manifest(item.location, item.names or names_in(item.location)):
-            yield _not_copied(f"{item.location.path[len(path.path) + 1 :]}/{layout.MANIFEST}")
-
-
-def _without_items(path: Location, names: set[str]) -> Contents:
-    if lost_structure(path, names):
-        return Contents(path, State.INCOMPLETE, _LOST_STRUCTURE, Layout.TREE)
-    if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
-        return Contents(path, State.COMPLETE, "", Layout.CUSTOM)
-    missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
-    return Contents(path, State.INCOMPLETE, missing, Layout.CUSTOM if names <= _OF_STEPS else None)
-
-
-def _not_copied(file: str) -> str:
-    return f"{file} is missing, so it was not copied, or renamed, to the end"
-
-
-def _recorded(part: str) -> str:
-    return f"{part} is missing, which {layout.STEP_METADATA} records"
-
-
-def _looks_begun(path: Location, names: set[str]) -> bool:
-    """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
-    if names.intersection(MARKERS) or lost_structure(path, names) or not holds_files(path):
-        return True
-    inside = {(path / name): names_in(path / name) for name in names}
-    if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
-        return False  # a directory of checkpoints, which would be lost with it
-    if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
-        return True
-    return only_orbax_has(items_in(path, names))
-
-
-def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
-    """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
-    name = path.name
-    if steps.is_foreign(name) or layout.is_upload_marker(name):
-        return False
-    if inside:
-        return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
-    try:
-        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
-            return False
-        raise
-
-
-def _has_sign(path: Location, names: set[str]) -> bool:
-    # A checkpoint that is being removed from a store may have only commit_success.txt left.
-    if names.intersection((*MARKERS, *FINISHED)) or lost_structure(path, names):
-        return True
-    return any(layout.TEMPORARY in name or layout.is_upload_marker(name) for name in names)

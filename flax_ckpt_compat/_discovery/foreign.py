@@ -7,24 +7,27 @@ import re
 from collections.abc import Collection, Sequence
 
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 
 FIRST_BYTES = 512
 _LARGE = 2**62  # bytes
 LFS_POINTER = "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"
 _LFS_START = b"version https://git-lfs"
+ZIP = (
+    "a zip archive (a PyTorch checkpoint; a zipped directory: unpack that first; or a .npz file, which restores read "
+    "if its name ends in .npz)"
+)
 _LOOKS: Sequence[tuple[bytes, str]] = (
     (_LFS_START, LFS_POINTER),
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
-    (b"PK\x03\x04", "a zip archive (a .npz file, a PyTorch checkpoint, or a zipped directory: unpack that first)"),
+    (b"PK\x03\x04", ZIP),
     (b"PK\x05\x06", "an empty zip archive"),
     (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
     (b"\xfd7zXZ", "an xz file (unpack it first)"),
     (b"BZh", "a bzip2 file (unpack it first)"),
     (b"\x04\x22\x4d\x18", "an lz4 file (unpack it first)"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive (unpack it first)"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a .npy file"),
+    (b"\x89HDF", "an HDF5 file (h5py reads it)"),
+    (b"\x93NUMPY", "a .npy file (numpy.load reads it)"),
     (b"%PDF", "a PDF"),
     (b"\x89PNG", "a PNG image"),
     (b"\x7fELF", "a program"),
@@ -53,9 +56,10 @@ _SCALAR_SIZES = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 
 _SIZED_SCALARS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 _MAX_SHOWN = 3
-_SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
-_OURS = b'{"__metadata__": {"flax_ckpt_compat'  # of `convert`, 8 bytes into the file
+SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
+STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
 _SOMETHING_ELSE = "a folder of something else"
+JAX_PYTREE = "pytreedef.json"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
 _HUGGING_FACE = re.compile(
@@ -64,15 +68,15 @@ _HUGGING_FACE = re.compile(
 )
 _SHARDS = "flax_model.msgpack.index.json"
 _KINDS = (
-    (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow"),
+    (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
-    (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch"),
-    (re.compile(r".*\.(pt|pth|ckpt|bin)"), "a folder of PyTorch checkpoints"),
+    (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch, which torch.distributed.checkpoint reads"),
+    (re.compile(r".*\.(pt|pth|ckpt|bin)"), "a folder of PyTorch checkpoints, which torch.load reads"),
     (re.compile(r".*\.safetensors"), "a folder of safetensors files"),
-    (re.compile(r".*\.(h5|hdf5|keras)"), "a folder of HDF5 files"),
-    (re.compile(r".*\.np[yz]"), "a folder of numpy files"),
+    (re.compile(r".*\.(h5|hdf5|keras)"), "a folder of HDF5 files, which h5py reads"),
+    (re.compile(r".*\.np[yz]"), "a folder of numpy files, which numpy.load reads"),
     (re.compile(r"events\.out\.tfevents\..*"), "a folder of TensorBoard's events"),
 )
 
@@ -81,18 +85,17 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     """Return what a file that is not a checkpoint looks like; None for msgpack, and for bytes of no known kind.
 
     ``head`` are its first bytes, if they are known: of most checkpoints they are enough."""
-    with translated(path.path):
-        head = path.head() if head is None else head
-        if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
-            return None
-        return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
+    head = path.head() if head is None else head
+    if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
+        return None
+    return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
 
 
 def bytes_look_like(first: bytes, size: int) -> str | None:
     """Return what a file with these first bytes, and this size in bytes, looks like; see `file_looks_like`."""
     # First: the length at its beginning may look like a pickle or any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
-        return _SAFETENSORS
+        return SAFETENSORS
     if is_one_scalar(first, size):
         return None
     for magic, what in _LOOKS:
@@ -104,22 +107,10 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
     if b"brain.Event:" in first[:64]:
         return "an event file of TensorBoard"
     if _begins_like_stream(first):
-        return "a stream of several msgpack objects, as EasyLM writes (its checkpointer joins them)"
+        return STREAM
     if first[257:262] == b"ustar":
         return "a tar archive (unpack it first)"
     return _text_looks_like(first)
-
-
-def is_readable_safetensors(path: Location, look: str) -> bool:
-    """Return whether a file that looks like this is one that restores read: safetensors under their own name.
-
-    Under a checkpoint's name it is something else than a checkpoint, unless `convert` wrote it."""
-    if path.name.endswith(".safetensors.index.json"):
-        return path.head()[:1] == b"{"
-    if look != _SAFETENSORS:
-        return False
-    with translated(path.path):
-        return path.name.endswith(".safetensors") or _OURS in path.read(0, FIRST_BYTES)
 
 
 def is_one_scalar(first: bytes, size: int) -> bool:
@@ -152,14 +143,12 @@ def _begins_like_stream(first: bytes) -> bool:
 
 def is_lfs_pointer(path: Location) -> bool:
     """Return whether a file is a pointer of git-lfs, whose content was never fetched."""
-    with translated(path.path):
-        return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
+    return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
 
 
 def may_be_msgpack_tree(path: Location) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
-    with translated(path.path):
-        head = path.head()
+    head = path.head()
     return bool(head) and head[0] in _TREE_STARTS and file_looks_like(path, head) is None
 
 
@@ -188,7 +177,9 @@ def names_look_like(found: Collection[str]) -> str:
     """Return what a directory with these names looks like, or some of them."""
     names = sorted(found)
     if _SHARDS in names:
-        return f"a model of Hugging Face in several files, or shards (transformers joins what {_SHARDS} lists)"
+        return f"a model of Hugging Face in several files, or shards (restore {_SHARDS}, which lists them)"
+    if JAX_PYTREE in names:
+        return "what jax.experimental.array_serialization.pytree_serialization saved, whose load() reads it"
     if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
         return "a model folder of Hugging Face"
     for pattern, what in _KINDS:

@@ -25,6 +25,16 @@ def backend_for(format: Format) -> Backend:
     return cast(Backend, _imported(_ORBAX).OrbaxBackend(_open_msgpack))
 
 
+def open_stream(location: Location) -> Reader:
+    """Open msgpack objects one after the other, each a key path and the bytes of a leaf, as EasyLM writes them."""
+    return cast(Reader, _imported(_LEGACY).open_stream(location))
+
+
+def open_arrays(location: Location, separator: str) -> Reader:
+    """Open a folder of zarr arrays, or their OCDBT database, whose names are key paths joined with a separator."""
+    return cast(Reader, cast(Any, backend_for(Format.ORBAX)).open_arrays(location, separator))
+
+
 def _open_msgpack(location: Location) -> Reader:
     return cast(Reader, _imported(_LEGACY).open_part_of_orbax(location))
 

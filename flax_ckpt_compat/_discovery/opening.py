@@ -19,10 +19,10 @@ from flax_ckpt_compat._core.errors import (
     add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, lfs_pointers
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.layouts import LAYOUTS
 from flax_ckpt_compat._discovery.orbax_directory import Item
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -88,9 +88,10 @@ class Opened:
 
     @property
     def format(self) -> str:
-        """Return ``msgpack``, ``orbax`` or ``safetensors``: all items are of one format, JSON ones too."""
-        if self.contents.layout is contents.Layout.SAFETENSORS:
-            return "safetensors"
+        """Return ``msgpack``, ``orbax``, or the name of a `ReadOnlyLayout`; JSON items are of the others' format."""
+        for item in self.items.values():
+            if item.layout:
+                return item.layout
         return (next(iter(self.items.values())).format or Format.ORBAX).value
 
     def reader(self, item: str) -> Reader:
@@ -164,10 +165,8 @@ def open_item(item: Item, *, verify: bool = False) -> Reader:
     with lfs_pointers.named(item.location):
         if item.format is None:
             return JsonReader(item.location)
-        if item.is_safetensors:
-            from flax_ckpt_compat._discovery.safetensors_reader import SafetensorsReader  # few restores need it
-
-            return SafetensorsReader(item.location)
+        if item.layout:
+            return LAYOUTS[item.layout].open(item.location)
         return backend_for(item.format).open(item.location, verify=verify)
 
 
@@ -180,8 +179,7 @@ class JsonReader(Reader):
     def __init__(self, path: Location):
         self.location = path.unlisted()
         try:
-            with translated(path.path):
-                self.tree: Node = self._node(json.loads(path.read().decode()), ())
+            self.tree: Node = self._node(json.loads(path.read().decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path} is not valid JSON: {error}; restore the file from a backup", path=path.path

@@ -6,15 +6,16 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._discovery import foreign
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
@@ -29,9 +30,33 @@ _FIRST_BYTES = 512
 _ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
 _MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
 # The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
-# documented in its checkpoint importer).
-_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xafflax_optimizer")
+# documented in its checkpoint importer). Version 0 begins with the state itself, as Orbax's files may; but in the place
+# of each array it has a spec, whose first keys are these.
+_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xaeflax_optimizer")
+_T5X_STATE_KEYS, _T5X_SPEC = (b"\xa6target", b"\xa5state"), b"\xa6driver\xa4zarr"
 _T5X_ARRAYS = ("target.", "state.", "param_states.")
+_NO_ITEMS = {layout.DESCRIPTOR}
+_OF_STEPS = {*FINISHED, *ITEMS_MARKERS}
+_LOST_STRUCTURE = (
+    f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
+    f"they belong, nor the {layout.ZARR2_METADATA} of a single one (what jax's own array serialization wrote has "
+    "none: TensorStore reads each array)"
+)
+
+
+class Layout(enum.Enum):
+    """The layouts of checkpoints on disk."""
+
+    FILE = "msgpack file"
+    TREE = "one tree in a directory"
+    ITEMS = "items of a step"
+    JSON = "JSON alone"
+    CUSTOM = "files of a custom handler"
+    # Read, and never written by Flax, Orbax's checkpointers or this library.
+    T5X = "T5X"
+    ARRAYS = "arrays without a tree"  # of jax's own array serialization
+    # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
+    READ_ONLY = "of another program"
 
 
 class ItemKind(enum.Enum):
@@ -52,16 +77,26 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
-    is_safetensors: bool = False  # a file that is read by the rules of msgpack files
+    layout: str = ""  # name of its `layouts.ReadOnlyLayout`; leaves are restored by the rules of the format
 
     def unlisted(self) -> Item:
         """Return this item without a listing."""
         return dataclasses.replace(self, location=self.location.unlisted())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """What a directory holds by the rules for those of Orbax."""
+
+    layout: Layout | None
+    missing: str = ""  # what a checkpoint lacks; empty for a complete one
+    items: Mapping[str, Item] = dataclasses.field(default_factory=dict)  # as in `Contents`
+    unknown: tuple[str, ...] = ()  # names of directories beside the items that are not items
+
+
 def names_in(path: Location) -> set[str]:
     """Return the names in a directory; none if it is not one."""
-    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
+    with suppress(MissingPathError):  # removed meanwhile
         return set(path.listdir()) if path.isdir() else set()
     return set()
 
@@ -93,8 +128,11 @@ def is_t5x(path: Location, names: set[str]) -> bool:
     if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
         return False
     has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
+    if not has_arrays:
+        return False
     first = _first_bytes(path / layout.MSGPACK_FILE)
-    return has_arrays and first[:1] in (b"\x81", b"\x82", b"\x83") and any(key in first for key in _T5X_KEYS)
+    is_state = first[1:].startswith(_T5X_STATE_KEYS) and _T5X_SPEC in first
+    return first[:1] in (b"\x81", b"\x82", b"\x83") and (is_state or any(key in first for key in _T5X_KEYS))
 
 
 def is_never_merged(path: Location, names: set[str]) -> bool:
@@ -115,17 +153,16 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | st
     if layout.STEP_METADATA not in names:
         return {}
     file = path / layout.STEP_METADATA
-    with translated(file.path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        try:
-            content = json.loads(file.read(0, _MAX_RECORD_BYTES))
-        except (ValueError, RecursionError):  # Orbax takes what does not decode as missing
-            return {}
-        handlers = content.get("item_handlers") if isinstance(content, dict) else None
-        if isinstance(handlers, str):
-            return handlers
-        if isinstance(handlers, dict):
-            return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
-    return {}
+    if not file.isfile():
+        return {}
+    try:
+        content = json.loads(file.read(0, _MAX_RECORD_BYTES))
+    except (ValueError, RecursionError, MissingPathError):  # Orbax takes what does not decode as missing
+        return {}
+    handlers = content.get("item_handlers") if isinstance(content, dict) else None
+    if isinstance(handlers, dict):
+        return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
+    return handlers if isinstance(handlers, str) else {}
 
 
 def kind_of_handler(handler: str) -> ItemKind:
@@ -192,8 +229,7 @@ def lost_manifest(path: Location, names: set[str]) -> bool:
     others = names - {layout.ARRAY_METADATAS}
     if layout.TREE_METADATA not in names or any((path / name).isdir() for name in others):
         return False
-    with translated(path.path):  # perhaps a tree without arrays
-        return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))
+    return bool(_ARRAY_TYPE.search((path / layout.TREE_METADATA).read()))  # perhaps a tree without arrays
 
 
 def _data_files(path: Location, names: set[str]) -> set[str] | None:
@@ -243,10 +279,7 @@ def json_file(path: Location, names: set[str], handler: str = "") -> Location | 
 
 def _first_bytes(file: Location) -> bytes:
     """Return the first bytes of a file; none of what is not a file."""
-    if not file.isfile():
-        return b""
-    with translated(file.path):
-        return file.read(0, _FIRST_BYTES)
+    return file.read(0, _FIRST_BYTES) if file.isfile() else b""
 
 
 def _begins_like_aggregate(first: bytes) -> bool:
@@ -322,3 +355,131 @@ def only_orbax_has(items: Mapping[str, Item]) -> bool:
     """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
     kinds = {item.location.name in RANDOM_KEYS or item.format for item in items.values()}
     return True in kinds or kinds == {None, Format.ORBAX}
+
+
+def is_one_checkpoint(path: Location, names: set[str], found: Description) -> bool:
+    """Return whether a directory is one checkpoint, whole or not, and not a directory of checkpoints."""
+    if found.layout is not Layout.ITEMS:
+        return found.layout is not None
+    # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
+    is_named = bool(names.intersection((*ITEMS_MARKERS, *layout.TREE_ITEMS, *RANDOM_KEYS)))
+    return is_named or only_orbax_has(found.items) or STEP_DIRECTORY.fullmatch(path.name) is not None
+
+
+def describe(path: Location, names: set[str]) -> Description:
+    """Describe a directory by the rules for those of Orbax; incomplete if it is none, too."""
+    if is_tree(path, names):
+        kind = Layout.T5X if is_t5x(path, names) else Layout.TREE
+        why = _missing_in_tree(path, names)
+        items = {"": Item(Format.ORBAX, path.content_root())}
+        return Description(kind, why or "", items)
+    is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
+    if not names.intersection(FINISHED) and (is_one_array or is_folder_of_arrays(path, names)):
+        return _arrays(path, names)
+    handlers = recorded_handlers(path, names)
+    if isinstance(handlers, str):
+        return _flat_without_tree(path, names, handlers)
+    if file := json_file(path, names):
+        return Description(Layout.JSON, items={"": Item(None, file)})
+    items = items_in(path, names, handlers)
+    if items or handlers:
+        rest = names - items.keys() - _NO_ITEMS
+        unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
+        why = next(_missing_in_items(path, names, items, handlers), None)
+        return Description(Layout.ITEMS, why or "", items, unknown)
+    return _without_items(path, names)
+
+
+def _arrays(path: Location, names: set[str]) -> Description:
+    """Describe one array, or a folder of them. The arrays of a tree have its key paths, with dots, as names."""
+    is_one = bool(names.intersection(layout.ARRAY_METADATA_FILES))
+    if not is_one and any("." in name.strip(".") for name in names):
+        return Description(Layout.TREE, _LOST_STRUCTURE)
+    return Description(Layout.ARRAYS, items={"": Item(Format.ORBAX, path)})
+
+
+def _missing_in_tree(path: Location, names: set[str]) -> str | None:
+    unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
+    if unmerged and not is_never_merged(path, names):
+        return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
+    if lost_manifest(path, names):
+        return _not_copied(layout.MANIFEST)
+    if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
+        return f"{layout.TREE_METADATA} is missing"
+    return None
+
+
+def _flat_without_tree(path: Location, names: set[str], handler: str) -> Description:
+    """Describe a checkpoint of one item whose handler is recorded, and which has no sign of a tree."""
+    if part := missing_part(path, names, handler):
+        layout_of_lost = Layout.JSON if "Json" in handler else Layout.TREE
+        return Description(layout_of_lost, _recorded(part))
+    if file := json_file(path, names, handler):
+        return Description(Layout.JSON, items={"": Item(None, file)})
+    return _without_items(path, names)
+
+
+def _missing_in_items(
+    path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what items of a step lack: those that are recorded all that their handlers write, others a manifest."""
+    for name, handler in handlers.items():
+        child = path / name
+        if name in _NO_ITEMS:
+            continue
+        if name not in names or not child.isdir():
+            yield _recorded(f"{name}/")
+        elif part := missing_part(child, names_in(child), handler):
+            yield _recorded(f"{name}/{part}")
+    for name, item in items.items():
+        if name not in handlers and item.format and lost_manifest(item.location, item.names or names_in(item.location)):
+            yield _not_copied(f"{item.location.path[len(path.path) + 1 :]}/{layout.MANIFEST}")
+
+
+def _without_items(path: Location, names: set[str]) -> Description:
+    if lost_structure(path, names):
+        return Description(Layout.TREE, _LOST_STRUCTURE)
+    if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
+        return Description(Layout.CUSTOM)
+    missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
+    return Description(Layout.CUSTOM if names <= _OF_STEPS else None, missing)
+
+
+def _not_copied(file: str) -> str:
+    return f"{file} is missing, so it was not copied, or renamed, to the end"
+
+
+def _recorded(part: str) -> str:
+    return f"{part} is missing, which {layout.STEP_METADATA} records"
+
+
+def looks_begun(path: Location, names: set[str]) -> bool:
+    """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
+    if names.intersection(MARKERS) or lost_structure(path, names) or not holds_files(path):
+        return True
+    inside = {(path / name): names_in(path / name) for name in names}
+    if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
+        return False  # a directory of checkpoints, which would be lost with it
+    if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
+        return True
+    return only_orbax_has(items_in(path, names))
+
+
+def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
+    """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
+    name = path.name
+    if steps.is_foreign(name) or layout.is_upload_marker(name):
+        return False
+    if inside:
+        return is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
+    try:
+        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
+    except MissingPathError:  # removed meanwhile
+        return False
+
+
+def _has_sign(path: Location, names: set[str]) -> bool:
+    # A checkpoint that is being removed from a store may have only commit_success.txt left.
+    if names.intersection((*MARKERS, *FINISHED)) or lost_structure(path, names):
+        return True
+    return any(layout.TEMPORARY in name or layout.is_upload_marker(name) for name in names)

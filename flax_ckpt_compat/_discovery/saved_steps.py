@@ -11,12 +11,12 @@ import os
 from collections.abc import Container
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.contents import Layout, State, contents_of
+from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -58,15 +58,12 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
 
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
     """Return all names in the directory; none if it does not exist."""
+    directory = checkpoint_dir.directory
     try:
-        with translated(checkpoint_dir.directory.path):
-            names = checkpoint_dir.directory.listdir()
-        directory = checkpoint_dir.directory
+        names = directory.listdir()
         return names + directory.storage.restore_set_aside(directory.path, names)
-    except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            return []
-        raise
+    except MissingPathError:
+        return []
 
 
 def counted_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> dict[str, bool]:
@@ -122,10 +119,8 @@ def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[s
 def is_checkpoint(path: Location) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
-        with translated(path.path):
-            found = contents_of(path)
-            if found.layout is Layout.FILE and not foreign.may_be_msgpack_tree(path):
-                return False
-            return found.is_complete and found.is_one_checkpoint
+        found = contents_of(path)
+        is_other = found.layout is Layout.FILE and not foreign.may_be_msgpack_tree(path)
     except StorageError:
         return False
+    return found.is_complete and found.is_one_checkpoint and not is_other

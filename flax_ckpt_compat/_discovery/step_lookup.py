@@ -16,12 +16,12 @@ from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, steps
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
@@ -58,7 +58,7 @@ class Classified:
     @property
     def state(self) -> State:
         """Return what it is; a file that is named like a step of a manager is none."""
-        is_file = self.entry.managed and self.contents.layout is contents.Layout.FILE
+        is_file = self.entry.managed and self.contents.layout is Layout.FILE
         return State.FOREIGN if is_file else self.contents.state
 
     @property
@@ -91,9 +91,8 @@ def list_again_while_it_changes(directory: Location, look: Callable[[Location, b
     for number in range(_ROUNDS):
         try:
             return look((directory.unlisted() if number else directory).listed(), number == _ROUNDS - 1)
-        except (ChangedError, FileNotFoundError, NotADirectoryError) as error:
-            # Any other missing file was removed between two accesses.
-            if number == _ROUNDS - 1 or isinstance(error, CheckpointError):
+        except (ChangedError, MissingPathError) as error:  # what is missing was removed between two accesses
+            if number == _ROUNDS - 1:
                 raise
             if isinstance(error, UnsettledError):
                 _wait_for_other_machines(directory, number)

@@ -6,16 +6,16 @@ import functools
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import module_names, steps
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied, translated
+from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
-from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.contents import State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
-_REMOVED = (FileNotFoundError, NotADirectoryError)  # another program removed a listed directory meanwhile
 
 
 def checkpoints_below(root: Location) -> list[Location]:
@@ -27,7 +27,7 @@ def checkpoints_below(root: Location) -> list[Location]:
     listed = root.listed()
     if not listed.exists():
         raise not_found.of_directory(root).error(root)
-    if not listed.isdir() or contents.is_certainly_orbax(listed):
+    if not listed.isdir() or contents.is_certainly_orbax(listed) or contents.is_of_another_program(listed):
         return [root]
     denied: list[StorageError] = []
     found = [path.unlisted() for _, inside in folders_below(listed, denied) for path in inside]
@@ -44,12 +44,11 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
     while pending:
         folder = pending.pop()
         try:
-            with translated(folder.path):
-                names = module_names.natural_sort(folder.listdir(), signed=False)
-        except StorageError as error:
-            if folder == root or not isinstance(error.__cause__, _REMOVED):
+            names = module_names.natural_sort(folder.listdir(), signed=False)
+        except MissingPathError:
+            if folder == root:
                 raise
-            continue
+            continue  # another program removed it meanwhile
         found: list[Location] = []
         inside: list[Location] = []
         prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
@@ -67,11 +66,10 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
                 try:
-                    with translated(path.path):
-                        is_empty_step = not path.listdir() and (_is_named_checkpoint(name) or name in steps_there)
+                    is_empty_step = not path.listdir() and (_is_named_checkpoint(name) or name in steps_there)
+                except MissingPathError:
+                    continue  # another program removed it meanwhile
                 except StorageError as error:
-                    if isinstance(error.__cause__, _REMOVED):
-                        continue
                     if not is_denied(error):
                         raise
                     denied.append(error)
@@ -91,8 +89,7 @@ def _is_checkpoint(path: Location) -> bool:
 def _is_checkpoint_or_denied(path: Location) -> bool:
     """Return whether a directory is a checkpoint; by its own names where the system refuses to list one in it."""
     try:
-        with translated(path.path):
-            return _is_checkpoint(path)
+        return _is_checkpoint(path)
     except StorageError as error:
         if is_denied(error):
             return contents.has_marker(path)

@@ -75,6 +75,12 @@ class CheckpointerReader(backend.Reader):
         return {}
 
 
+def opened_by(checkpointer: Any, location: Location, own: backend.Reader | None) -> CheckpointerReader:
+    """Return the reader of a checkpoint that a checkpointer restores; ``own`` is our reader of it, if there is one."""
+    tree = state_dict.describe(restore_with(checkpointer, location.path)) if own is None else own.tree
+    return CheckpointerReader(checkpointer, location, tree, own)
+
+
 def restore_with(checkpointer: Any, path: str, **arguments: Any) -> Any:
     """Restore with a checkpointer, alone if it gets no arguments; its errors say what to do."""
     try:

@@ -25,13 +25,11 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, sh
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def read_and_place(plan: TreePlan, *, together: str = "") -> tuple[list[Any], list[ShapeDifference]]:
-    """Read, compute and place the values of a plan's leaves; all processes of the job may read each array once.
+def read(plan: TreePlan, *, together: str = "") -> ReadLeaves:
+    """Read the values of a plan's leaves; all processes of the job may read each array once.
 
-    ``together`` is then the path of the checkpoint. Nothing but the result holds a value once it is placed, so that no
-    memory is held twice. Return the values in the order of the leaves, and the shapes that differ from the target's and
-    were known only once functions had computed them."""
-    run = _Run(plan)
+    ``together`` is then the path of the checkpoint."""
+    run = ReadLeaves(plan)
     if together and jax.process_count() > 1:
         from flax_ckpt_compat._restore import read_once  # few restores need it
 
@@ -40,26 +38,36 @@ def read_and_place(plan: TreePlan, *, together: str = "") -> tuple[list[Any], li
         run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
     elif run.reads:
         run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))
+    return run
+
+
+def place(run: ReadLeaves) -> tuple[list[Any], list[ShapeDifference]]:
+    """Compute and place the values that were read.
+
+    Nothing but the result holds a value once it is placed, so that no memory is held twice. Return the values in the
+    order of the plan's leaves, and the shapes that differ from the target's and were known only once functions had
+    computed them."""
+    leaves = run.plan.leaves
     take: Callable[[Any], Any] = run.take_shared if run.has_shared else run.values.pop
     run.take = take
-    results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in plan.leaves]
+    results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in leaves]
     is_whole = Memo(lambda sharding: sharding.is_fully_replicated)
     with placement.transfers_allowed(), memory.pause_gc():
-        for at, leaf in enumerate(plan.leaves):
+        for at, leaf in enumerate(leaves):
             if leaf.slices:
                 results[at] = placement.assembled(leaf, results[at])
             elif leaf.is_plain and leaf.sharding is not None:
-                place = placement.on_each_device if is_whole.of(leaf.sharding) else placement.on_devices
-                results[at] = place(results[at], leaf.sharding)
+                put = placement.on_each_device if is_whole.of(leaf.sharding) else placement.on_devices
+                results[at] = put(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 
 
-class _Run:
-    """State of one execution."""
+class ReadLeaves:
+    """The values that were read for a plan, until they are placed."""
 
     def __init__(self, plan: TreePlan):
-        self._plan = plan
+        self.plan = plan
         self._path = plan.reader.path
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
@@ -101,7 +109,7 @@ class _Run:
         reads.extend(mine)
         if leaf.cast is not None:
             # Checking one number is cheap, so warn only about values that are lost, not about those that might be.
-            is_checked = self._plan.options.casts or source.kind is not LeafKind.ARRAY
+            is_checked = self.plan.options.casts or source.kind is not LeafKind.ARRAY
             cast = self._casts[leaf] = casting.Cast(leaf.cast, is_checked)
             if source.kind is LeafKind.ARRAY and not source.possible_kinds:
                 self.casts_at_read.update((one, cast) for one in mine)
@@ -114,7 +122,7 @@ class _Run:
             if isinstance(one, Derived):
                 self._add_inputs(one, reads)
             elif isinstance(one, FunctionInput):
-                self._add_reads(self._plan.inputs[one], reads)
+                self._add_reads(self.plan.inputs[one], reads)
             else:
                 reads.append(one)
 
@@ -154,15 +162,15 @@ class _Run:
         if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
             value = np.array(value)
         if source.shape is None and leaf.target is not None:
-            policy = self._plan.options.settings.kind_mismatch
+            policy = self.plan.options.settings.kind_mismatch
             leaf_kinds.check_computed(describe_derived(leaf.path, source), value, leaf.target, self._path, policy)
         if not isinstance(value, np.ndarray) and (not is_jax_array(value) or prng_keys.is_prng_key(value)):
             return value
         if source.shape is None:
             self._check_unforeseen(leaf, source, value)
-        is_checked = self._plan.options.casts
+        is_checked = self.plan.options.casts
         if leaf.cast is not None and not is_checked and not cast_losses.is_safe(value.dtype, leaf.cast):
-            self._plan.narrowed.append(Row((show_path(leaf.path),), (f"{value.dtype} to {leaf.cast}",)))
+            self.plan.narrowed.append(Row((show_path(leaf.path),), (f"{value.dtype} to {leaf.cast}",)))
         cast = None if leaf.cast is None else casting.Cast(leaf.cast, is_checked)
         if isinstance(value, np.ndarray):
             value = placement.put(value, leaf.sharding, cast)
@@ -209,7 +217,7 @@ class _Run:
             return self._compute(one)
         if not isinstance(one, FunctionInput):
             return self.take(one)
-        leaf = self._plan.inputs[one]
+        leaf = self.plan.inputs[one]
         value = self.unplaced(leaf)
         if not leaf.slices:
             return value
@@ -221,10 +229,10 @@ class _Run:
         found: dict[str, Collection[str | Row]] = {
             "cast to the target's dtype, which does not hold all values": dict.fromkeys(self._lost),
             "64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the target's "
-            "sharding; set jax_enable_x64, or cast": dict.fromkeys(self._plan.unsharded),
+            "sharding; set jax_enable_x64, or cast": dict.fromkeys(self.plan.unsharded),
             "kept from the target, which is abstract there, so that the result has a jax.ShapeDtypeStruct and no "
             "values; put arrays into the target, or into the result": self._abstract,
-            "cast to the abstract target's dtype, which cannot hold every stored value": self._plan.narrowed,
+            "cast to the abstract target's dtype, which cannot hold every stored value": self.plan.narrowed,
         }
         for what, leaves in found.items():
             if leaves:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -26,8 +24,7 @@ from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._restore import checkpointer_reader, policies, process_agreement
-from flax_ckpt_compat._restore.execute import read_and_place
+from flax_ckpt_compat._restore import checkpointer_reader, execute, policies, process_agreement
 from flax_ckpt_compat._restore.item_choice import choose_item
 from flax_ckpt_compat._restore.items import described, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
@@ -36,124 +33,140 @@ from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePla
 from flax_ckpt_compat._save import async_saves, key_value_store
 from flax_ckpt_compat._trees import depth, state_dict
 
-_log = logging.getLogger("flax_ckpt_compat")
-
 
 def restore(
     checkpoint_dir: CheckpointDir, target: Any, step: Any, options: RestoreOptions, orbax_checkpointer: Any = None
 ) -> Any:
     """Restore a tree; see `flax_ckpt_compat.checkpoints.restore_checkpoint`."""
     monitoring.record_event("/jax/flax/checkpoint/restore")
-    start = time.time()
     if target is None:
         options.transforms.warn_without_target()
+    one = _Restore(target, options, orbax_checkpointer)
     async_saves.wait_for_pending_saves(checkpoint_dir, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
-
-    # A second attempt, after the checkpoint was replaced, is one of this process only.
-    attempts = iter([options.settings.read_once and orbax_checkpointer is None])
-
-    agreement = process_agreement.begin(checkpoint_dir, step)
-
-    def restore_at(location: Location) -> Any:
-        if agreement is not None:
-            agreement.report(location)
-        # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
-        with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause:
-            pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
-            together = next(attempts, False)
-            values = _restore_at(location, target, options, orbax_checkpointer, pause, together=together)
-        monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
-        return values
-
-    def unrestored() -> Any:
-        if agreement is not None:
-            agreement.report(None)
-        return target
-
+    one.agreement = process_agreement.begin(checkpoint_dir, step)
     if key_value_store.is_connected():  # processes on several machines have to find the same latest one
         locating.refresh(checkpoint_dir)
     with depth.limited("restored", target):
-        otherwise = None if options.settings.must_exist else unrestored
+        otherwise = None if options.settings.must_exist else one.unrestored
         try:
-            return locating.read_found(checkpoint_dir, step, restore_at, otherwise)
+            return locating.read_found(checkpoint_dir, step, one.at, otherwise)
         except CheckpointNotFoundError as missing:
-            if agreement is not None and not agreement.has_reported:
+            if one.agreement is not None and not one.agreement.has_reported:
                 try:
-                    agreement.report(None)
+                    one.agreement.report(None)
                 except MultiprocessRestoreError as others:  # this process stops in any case
                     add_sentence(missing, str(others))
             raise
         except KeyboardInterrupt:
-            attempts = iter(())
+            one.together = False
             raise
         finally:
-            if next(attempts, False):  # nothing was opened
+            if one.together:  # nothing was opened
                 path = checkpoint_dir.root.path
                 error = CheckpointNotFoundError(f"process {jax.process_index()} finds no such checkpoint in {path}")
-                _give_up(path, options, error)
+                one.give_up(path, error)
 
 
-def _give_up(path: str, options: RestoreOptions, error: Exception) -> None:
-    from flax_ckpt_compat._restore import read_once  # few restores need it
+class _Restore:
+    """One restore, and each attempt of it: again where the checkpoint is replaced while it is read."""
 
-    read_once.give_up(path, options.settings.coordination_timeout, error)
+    def __init__(self, target: Any, options: RestoreOptions, checkpointer: Any):
+        self._target, self._options, self._checkpointer = target, options, checkpointer
+        self._start = time.time()
+        # The next attempt reads together with the other processes; a second one is of this process only.
+        self.together = options.settings.read_once and checkpointer is None
+        self.agreement: process_agreement.Agreement | None = None
 
+    def at(self, location: Location) -> Any:
+        """Restore the checkpoint at a location."""
+        if self.agreement is not None:
+            self.agreement.report(location)
+        watch, options, values = Stopwatch(), self._options, {}
+        together, self.together = self.together, False
+        # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
+        with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause, ExitStack() as files:
+            pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
+            with self._telling_others(location.path, pause) if together else nullcontext():
+                opened = self._open(location, files)
+                watch.lap("open")
+                plans = self._plan(location, opened)
+                watch.lap("plan")
+            # Long reads do not pause the garbage collector, nor do waits for other processes.
+            if together or not all(plan.is_short for plan in plans.items.values()):
+                pause.close()
+            for name, plan in plans.items.items():
+                read = execute.read(plan, together=location.path if together else "")
+                watch.lap("read")
+                values[name] = rebuild(plan, *execute.place(read))
+                watch.lap("place and rebuild")
+        watch.log("Restored", location.path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
+        monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
+        return values if plans.is_mapping else next(iter(values.values()))
 
-def _restore_at(
-    location: Location, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack, *, together: bool
-) -> Any:
-    watch, path = Stopwatch(), location.path
-    with ExitStack() as files:
-        plans = None
+    def unrestored(self) -> Any:
+        """Return the target, as there is no checkpoint."""
+        if self.agreement is not None:
+            self.agreement.report(None)
+        return self._target
+
+    def give_up(self, path: str, error: Exception) -> None:
+        """Tell the other processes that this one does not read."""
+        from flax_ckpt_compat._restore import read_once  # few restores need it
+
+        self.together = False
+        read_once.give_up(path, self._options.settings.coordination_timeout, error)
+
+    @contextmanager
+    def _telling_others(self, path: str, pause: ExitStack) -> Iterator[None]:
         try:
-            plans = _plan(location, target, options, files, checkpointer)
-            # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
-            # a user's function computes, and structures that custom serialization refuses.
+            yield
+        except Exception as error:
+            pause.close()
+            self.give_up(path, error)
+            raise
+
+    def _open(self, location: Location, files: ExitStack) -> opening.Opened | None:
+        """Open a checkpoint, and its item if it has one; None if only the given checkpointer may read it.
+
+        ``files`` closes it."""
+        try:
+            opened = opening.Opened(location, verify=self._options.verifies, item=self._options.item)
+            files.callback(opened.discard)
+            if len(opened.items) == 1:
+                opened.reader(*opened.items)
+        except UnrecognizedFormatError:
+            if self._checkpointer is None or not location.isdir():
+                raise
+            return None
+        return opened
+
+    def _plan(self, location: Location, opened: opening.Opened | None) -> RestorePlan:
+        """Plan the restore of all leaves.
+
+        Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that a
+        user's function computes, and structures that custom serialization refuses."""
+        if opened is None or (self._checkpointer is not None and location.isdir()):
+            plans = self._plan_with_checkpointer(location, opened)
+        else:
+            plans = plan_all(opened, self._target, self._options)
+        try:
             for plan in plans.items.values():
                 policies.enforce(plan)
-        except Exception as error:
-            if plans is not None and plans.fits and isinstance(error, CheckpointError):
+        except CheckpointError as error:
+            if plans.fits:
                 add_sentence(error, plans.fits)
-            if together:
-                pause.close()
-                _give_up(path, options, error)
             raise
-        watch.lap("open and plan")
-        # Long reads do not pause the garbage collector, nor do waits for other processes.
-        if together or not all(plan.is_short for plan in plans.items.values()):
-            pause.close()
-        values, read = {}, functools.partial(read_and_place, together=path if together else "")
-        for name, plan in plans.items.items():
-            values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
-            watch.lap("rebuild")
-    watch.log("Restored", path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
-    return values if plans.is_mapping else next(iter(values.values()))
+        return plans
 
-
-def _plan(location: Location, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
-    """Open a checkpoint and plan its restore; ``files`` closes it."""
-    if checkpointer is None or not location.isdir():
-        return plan_all(_opened(location, options, files), target, options)
-    own, target_tree = None, None if target is None else described(target)
-    try:
-        opened = _opened(location, options, files)
-        if opened.trees:
-            name = choose_item(opened, Branch({}) if target_tree is None else target_tree.node, options)[0]
-            own = opened.reader(name or next(iter(opened.trees)))
-    except UnrecognizedFormatError:
-        pass
-    tree = (
-        state_dict.describe(checkpointer_reader.restore_with(checkpointer, location.path)) if own is None else own.tree
-    )
-    reader = checkpointer_reader.CheckpointerReader(checkpointer, location.unlisted(), tree, own)
-    return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, location.unlisted())}, False)
-
-
-def _opened(location: Location, options: RestoreOptions, files: ExitStack) -> opening.Opened:
-    opened = opening.Opened(location, verify=options.verifies, item=options.item)
-    files.callback(opened.discard)
-    return opened
+    def _plan_with_checkpointer(self, location: Location, opened: opening.Opened | None) -> RestorePlan:
+        own, target = None, None if self._target is None else described(self._target)
+        if opened is not None and opened.trees:
+            with suppress(UnrecognizedFormatError):
+                name = choose_item(opened, Branch({}) if target is None else target.node, self._options)[0]
+                own = opened.reader(name or next(iter(opened.trees)))
+        reader = checkpointer_reader.opened_by(self._checkpointer, location.unlisted(), own)
+        return RestorePlan({"": plan_with_rules(reader, reader.tree, target, self._options, reader.location)}, False)
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
@@ -163,12 +176,12 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
         for name, node in chosen.items():
             plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].location)
             policies.enforce(plan)
-            values[name] = rebuild(plan, *read_and_place(plan))
+            values[name] = rebuild(plan, *execute.place(execute.read(plan)))
     return values if opened.is_mapping else next(iter(values.values()))
 
 
 def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) -> Any:
-    """Rebuild the user's tree, or without a target the stored one, with the results of `read_and_place`."""
+    """Rebuild the user's tree, or without a target the stored one, with the results of `execute.place`."""
     policies.enforce_shapes(plan, shapes)
     lists = "lists" if plan.reader.keeps_lists else "flax"
     if plan.target is None:
@@ -185,4 +198,4 @@ def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) ->
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
     again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.location, leaf_by_leaf=True)
     policies.enforce(again)
-    return rebuild(again, *read_and_place(again))
+    return rebuild(again, *execute.place(execute.read(again)))

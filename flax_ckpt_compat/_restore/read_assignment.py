@@ -21,7 +21,6 @@ from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, MSGPACK_FILE, STEP_METADATA, TREE_METADATA
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._restore import casting, shardings
 from flax_ckpt_compat._restore.device_exchange import Group
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
@@ -209,12 +208,11 @@ def _is_of_one_process(sharding: Any) -> bool:
 
 def _identity(location: Location) -> bytes:
     """Return bytes that differ for two checkpoints with one path, such as on local disks of two machines."""
-    with translated(location.path, "read"):
-        if not location.isdir():
-            return location.version()
-        names = (MANIFEST, TREE_METADATA, STEP_METADATA, MSGPACK_FILE)
-        files = {name: location / name for name in names if (location / name).isfile()}
-        found = b"".join(hashlib.sha256(file.read()).digest() for file in files.values())
-        if MANIFEST not in files:  # nothing else differs in any two saves of one tree
-            found += b"".join(file.version() for file in files.values()) or os.urandom(16)
-        return found
+    if not location.isdir():
+        return location.version()
+    names = (MANIFEST, TREE_METADATA, STEP_METADATA, MSGPACK_FILE)
+    files = {name: location / name for name in names if (location / name).isfile()}
+    found = b"".join(hashlib.sha256(file.read()).digest() for file in files.values())
+    if MANIFEST not in files:  # nothing else differs in any two saves of one tree
+        found += b"".join(file.version() for file in files.values()) or os.urandom(16)
+    return found

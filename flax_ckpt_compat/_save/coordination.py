@@ -73,7 +73,7 @@ class Coordinator:
         """Wait at the first barrier, for all processes that save this path.
 
         As `barrier`, with what has to be the same in all processes: the signature, and the arrays of the summary that
-        are spread over processes. Whether the proposal is the same, too, and no sampled value differs, is `agrees`.
+        are spread over processes. Sets `agrees` if proposals and sampled values match.
         """
         signature += f" and {summary.spread}" if summary is not None else ""
         if self.process.index == 0:
@@ -282,10 +282,11 @@ class Coordinator:
     def _compare(self, signature: str, summary: TreeSummary | None, proposal: str, here: _Registrations) -> None:
         for index, (_, content) in sorted(here.items()):
             if content["signature"] != signature:
-                hint = "" if summary is None else summary.differences(content["tree"])
+                hint = "" if summary is None else summary.why_spread_differs(content["tree"])
                 raise self._mismatch(index, content["signature"], signature, hint)
         trees = {index: content["tree"] for index, (_, content) in here.items()}
-        is_same = summary is None or summary.check_values(self._path, trees)
+        differs = summary is not None and summary.warn_of_differences(self._path, trees)
+        is_same = summary is None or (summary.shares_alike(trees) and not differs)
         self.agrees = is_same and all(content["proposal"] == proposal for _, content in here.values())
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:

@@ -12,7 +12,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core import multiprocess_staging
-from flax_ckpt_compat._core.backend import Backend, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
@@ -32,7 +32,7 @@ def save(request: SaveRequest, target: Any) -> None:
     if request.orbax_checkpointer:
         _save_with_checkpointer(request, target, coordinator)
         return
-    own, failed, summary = _ProcessSave(request, coordinator, backend_for(request.format), request.options), None, None
+    own, failed, summary = _OwnSave(request, coordinator, backend_for(request.format), request.options), None, None
     replicas = Replicas()
     try:
         async_saves.wait_for_earlier_saves(request)
@@ -63,8 +63,8 @@ def _signature(request: SaveRequest, backend: Backend) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class _ProcessSave:
-    """This process's part of a save."""
+class _OwnSave:
+    """What this process does for a save of several."""
 
     request: SaveRequest
     coordinator: Coordinator
@@ -80,13 +80,14 @@ class _ProcessSave:
         staged = multiprocess_staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
         try:
             with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
-                self.backend.begin_multiprocess(
-                    staged.path, self.prepared, self.options, self.coordinator.process, staged.upload
-                )
+                self.backend.begin_multiprocess(self._part(staged))
         except BaseException:
             staged.cleanup(is_primary=True)
             raise
         return staged.to_json()
+
+    def _part(self, staged: multiprocess_staging.Staging) -> ProcessSave:
+        return ProcessSave(staged.path, self.prepared, self.options, self.coordinator.process, staged.upload)
 
     @contextmanager
     def _writing(self, staged: multiprocess_staging.Staging) -> Iterator[None]:
@@ -111,13 +112,12 @@ class _ProcessSave:
 
     def write_and_commit(self, staging_json: str, failed: BaseException | None = None) -> None:
         """Write this process's part, unless it has failed; then wait for all, and commit in process 0."""
-        request, process = self.request, self.coordinator.process
-        staged, is_primary = None, process.index == 0
+        request, staged, is_primary = self.request, None, self.coordinator.process.index == 0
         try:
             staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
             if failed is None:
                 with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
-                    self.backend.write_process_part(staged.path, self.prepared, self.options, process, staged.upload)
+                    self.backend.write_process_part(self._part(staged))
         except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
             failed = error
 
@@ -126,7 +126,7 @@ class _ProcessSave:
             if self.backend.write_event:
                 monitoring.record_event(self.backend.write_event)
             with self._writing(staged):
-                self.backend.finish_multiprocess(staged.path, self.prepared, self.options, process, staged.upload)
+                self.backend.finish_multiprocess(self._part(staged))
             validation.publish(request, lambda location, new: staged.publish(location, new=new))
             retain(request)
             return ""

@@ -54,6 +54,7 @@ class SaveRequest:
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
     shadow: bool = False  # write the other format too, and compare
     async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
+    reuse_host_memory: bool = True  # the next background save writes its copies to the same memory
     orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
     # Versions of the object of a store that has this path, in which it was found to be a checkpoint.
@@ -140,6 +141,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         options=write_options(settings, fields["checkpoint_dir"].directory),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
+        reuse_host_memory=settings.reuse_host_memory,
         **fields,
     )
     normal(request.path)  # raises for characters that stores do not take

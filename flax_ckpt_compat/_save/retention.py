@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import nullcontext
 
 from jax import monitoring
@@ -20,7 +20,7 @@ from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import interrupted_saves, saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
-from flax_ckpt_compat._save.retention_policy import expired
+from flax_ckpt_compat._save.retention_policy import deciding, expired
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
@@ -63,7 +63,7 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names = saved_steps.names_in(listed := checkpoint_dir.listed())  # a listing misses what is being replaced
-        counted = saved_steps.counted_steps(listed, names)
+        counted = _counted_steps(request, listed, names, others)
         ordered = [name for name in counted if name not in others]
         is_gone = request.name not in ordered
         is_there = is_gone and not request.location.is_remote and request.location.exists()
@@ -92,6 +92,27 @@ def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
             "save tries again; or delete them yourself"
         )
         raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
+
+
+def _counted_steps(
+    request: SaveRequest, listed: CheckpointDir, names: list[str], others: Container[str]
+) -> dict[str, bool]:
+    """Return what `saved_steps.counted_steps` does, and look only at steps that decide what is removed, and newer ones.
+
+    A look opens a file or lists a directory. The others, for which no look is needed, count, and stay."""
+    known, uncounted = dict[str, bool](), set[str]()
+    numbered = steps.in_order(names, listed.prefix)
+    while True:
+        ordered = [name for name in numbered if name not in uncounted and name not in others]
+        if request.name not in ordered:
+            return saved_steps.counted_steps(listed, names)
+        newer = ordered[ordered.index(request.name) :]  # none but where something is wrong, which is told
+        unknown = {*newer, *_deciding(request, ordered)} - known.keys()
+        if not unknown:
+            return {name: known.get(name, False) for name in ordered}
+        found = saved_steps.counted_steps(listed, list(unknown))
+        known |= found
+        uncounted |= unknown - found.keys()
 
 
 def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
@@ -141,17 +162,30 @@ def _removed_error(request: SaveRequest) -> StorageError:
 
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
+    overwritten, kept = _overwritten(request, ordered)
+    # Never remove the one just saved, even if enough newer ones stay.
+    policy = request.checkpoint_dir.prefix, request.keep, request.keep_every_n_steps
+    return overwritten + [name for name in expired(kept, *policy) if name != request.name]
+
+
+def _deciding(request: SaveRequest, ordered: list[str]) -> set[str]:
+    """Return the steps of which each decides what `_to_remove` returns."""
+    overwritten, kept = _overwritten(request, ordered)
+    policy = request.checkpoint_dir.prefix, request.keep, request.keep_every_n_steps
+    return {*overwritten, *deciding(kept, *policy)}
+
+
+def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], list[str]]:
+    """Return the replaced steps and, with ``overwrite``, newer ones; and the rest, oldest first."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
-    numbers = {name: number for name in ordered if (number := steps.step_of(name, prefix)) is not None}
+    numbers = {name: steps.step_of(name, prefix) or 0 for name in ordered}
     # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
     replaced = [name for name in ordered if request.overwrite and name != saved and numbers[name] == numbers[saved]]
     removes_newer = request.overwrite and not request.replace_only_checkpoints
     newer = [name for name in ordered if removes_newer and numbers[name] > numbers[saved]]
     # Sort the one just saved as the newest of its step.
     kept = sorted(set(ordered) - {*replaced, *newer}, key=lambda name: (numbers[name], name == saved, name))
-    # Never remove the one just saved, even if enough newer ones stay.
-    old = [name for name in expired(kept, prefix, request.keep, request.keep_every_n_steps) if name != saved]
-    return replaced + newer + old
+    return replaced + newer, kept
 
 
 def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:

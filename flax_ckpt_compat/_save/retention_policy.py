@@ -41,6 +41,21 @@ def _number(value: Any, name: str) -> float:
         raise ArgumentError(f"{name} must be a number, {arguments.found(value)}") from None
 
 
+def deciding(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> set[str]:
+    """Return the names of which each decides what `expired` returns: without any of the others it returns the same.
+
+    Those are what it returns, the newest ``keep``, and those to which ``keep_every_n_steps`` finds others too close.
+    Without another one, what follows it is as far from what is before both as it was, or farther."""
+    removed = set(expired(names, prefix, keep, keep_every_n_steps))
+    found, last_kept = {*removed, *names[-keep:]} if removed else set[str](), None
+    for name in names[:-keep] if removed else ():
+        if name not in removed:
+            last_kept = name
+        elif last_kept is not None:
+            found.add(last_kept)
+    return found
+
+
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
     """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
     if keep == 0:

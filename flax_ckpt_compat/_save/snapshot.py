@@ -46,7 +46,8 @@ class _Snapshot:
     def __init__(self, request: SaveRequest, replicas: Replicas | None = None):
         # levels: depth of the tree so far.
         self._request, self.levels, self._replicas = request, 0, replicas
-        self.copies = Copies() if request.async_manager else None  # collects the arrays to copy; None copies nothing
+        # Collects the arrays to copy; None copies nothing.
+        self.copies = Copies(reuse=request.reuse_host_memory) if request.async_manager else None
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()

@@ -1,8 +1,11 @@
 """Compare the trees of processes that save one checkpoint together, by small digests.
 
-Arrays spread over processes have to be the same in all. Other leaves should be: process 0's are saved. In large trees
-leaves are grouped by a checksum of their names, so that messages stay small and a leaf of one process alone changes
-one group only.
+Three rules: arrays spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
+process 0's are saved (`TreeSummary.warn_of_differences`); arrays whose writing is shared out must hold the same bytes,
+or process 0 writes them all (`TreeSummary.shares_alike`).
+
+In large trees leaves are grouped by a checksum of their names, so that messages stay small and a leaf of one process
+alone changes one group only.
 """
 
 from __future__ import annotations
@@ -84,18 +87,26 @@ class TreeSummary:
         if sums:
             self.details["shared"] = _by_processes(sums, shared)
 
-    def differences(self, theirs: Mapping[str, Any]) -> str:
-        """Name arrays that another process may spread differently, for an error message; '' for none."""
+    def why_spread_differs(self, theirs: Mapping[str, Any]) -> str:
+        """Name arrays that another process, with these `details`, spreads differently, for an error; '' for none."""
         mine, other = self.details["spread"], theirs.get("spread", {})
         groups = [group for group in mine.keys() | other.keys() if mine.get(group) != other.get(group)]
         names = sorted(name for group in groups for name in self._names.get(group, ()))
         return f"; look at {'' if self._is_exact else 'some of '}{one_line(names)}" if names else ""
 
-    def check_values(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Return whether processes hold the same values; warn once for leaves of which they do not.
+    def shares_alike(self, others: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Return whether all processes hold the same bytes of the arrays whose writing is shared out."""
+        mine = self.details.get("shared", {})
+        return all(
+            mine[of] == sums for found in others.values() for of, sums in found.get("shared", {}).items() if of in mine
+        )
+
+    def warn_of_differences(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Warn once of leaves that other processes hold with other values, or alone; return whether values differ.
 
         ``others`` has their `details` by process.
         """
+        self._warn_of_more_leaves(path, others)
         first = {(group, *digest.split()[:1]): digest for group, digest in self.details["values"].items()}
         groups: set[str] = set()
         processes = []
@@ -119,15 +130,10 @@ class TreeSummary:
                 f"{'' if self._is_exact else 'some of '}{names}" if names else "some leaves",
                 ", ".join(map(str, processes)),
             )
-        self._warn_of_more_leaves(path, others)
-        mine = self.details.get("shared", {})
-        is_same = all(
-            mine[of] == sums for found in others.values() for of, sums in found.get("shared", {}).items() if of in mine
-        )
-        return is_same and not groups
+        return bool(groups)
 
     def _warn_of_more_leaves(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn once of leaves that only others hold; in large trees, if these are more than here, or as many others."""
+        """Warn once of leaves that only others hold; in large trees, only if another has at least as many leaves."""
         mine, count = self.details["values"], self.details["leaves"][0]
         found = {}
         for index, details in sorted(others.items()):

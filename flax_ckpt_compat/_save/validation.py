@@ -12,7 +12,7 @@ import jax
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError, StorageError
 from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
@@ -90,9 +90,9 @@ def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
 
 
 def _check_directory(request: SaveRequest) -> None:
-    """Raise if the directory is itself a checkpoint, where no look-up finds another, or lies in one.
+    """Raise if the directory is, or is inside, a checkpoint.
 
-    A directory that is an ordinary file is an error later, when directories are made.
+    An ordinary file in its place raises later, when directories are made.
     """
     directory = request.directory
     is_step = steps.step_of(directory.name, request.checkpoint_dir.prefix) is not None
@@ -148,7 +148,7 @@ def _why_never_replaced(found: Contents) -> str | None:
 def _object_version(path: Location) -> bytes | None:
     """Return the version of an object of a store, of which opening it again takes five rounds; None for all else."""
     if path.is_remote and path.isfile():
-        with suppress(FileNotFoundError):
+        with suppress(MissingPathError):
             return path.version()
     return None
 

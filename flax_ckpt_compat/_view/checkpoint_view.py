@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, similar_names, steps
@@ -17,8 +17,7 @@ from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._discovery.contents import Layout
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
@@ -32,7 +31,7 @@ LeafPath = str | tuple[str | int, ...]
 @depth.limited("opened")
 def open_checkpoint(
     path: str | os.PathLike[str],
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
 ) -> Checkpoint:
@@ -78,7 +77,7 @@ class Checkpoint:
     Attributes:
         path: absolute path of the file or directory.
         step: the number in its name, or None.
-        format: ``msgpack``, ``orbax`` or ``safetensors``.
+        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
         tree: the stored tree: dicts, lists and tuples with a ``LeafHandle`` for each leaf. A handle has ``path``,
             ``kind``, ``shape``, ``dtype``, ``nbytes`` (in memory), ``sharding`` (Orbax's JSON text) and ``name`` (in
             the format's own terms). For several items, a dict of item name → tree.

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._discovery.contents import Layout
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._view import diff_text
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
@@ -81,7 +81,7 @@ def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
     rtol: float | None = None,

@@ -11,7 +11,6 @@ from typing import Any
 
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.opening import Opened
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -69,8 +68,7 @@ def _object(file: Location) -> dict[str, Any]:
     if not file.isfile():
         return {}
     try:
-        with translated(file.path):
-            value = json.loads(file.read())
+        value = json.loads(file.read())
     except (ValueError, RecursionError) as error:
         _log.warning("%s does not decode and is left out: %s", file, error)
         return {}

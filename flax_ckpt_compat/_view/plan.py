@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core import misplaced_keywords
 from flax_ckpt_compat._core.backend import LeafHandle
@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         path: absolute path of the checkpoint.
-        format: ``msgpack``, ``orbax`` or ``safetensors``.
+        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
         leaves: every leaf of the result, in the target's order.
         unused: key paths of the stored leaves that the result does not use.
         nbytes: size in memory of all stored data to be read, in bytes.
@@ -95,7 +95,7 @@ def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
     transforms: Any = None,

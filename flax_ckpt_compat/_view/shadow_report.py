@@ -10,7 +10,6 @@ from typing import Any
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import aligned, counted, format_size, printable
 from flax_ckpt_compat._discovery import not_found
 from flax_ckpt_compat._save.shadow import FOLDER
@@ -49,8 +48,7 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
     """Read the records of shadow mode in a checkpoint directory; raise if there are none, or one is damaged."""
     location = location_of(directory)
     folder = location / FOLDER
-    with translated(folder.path):
-        names = [name for name in folder.listdir() if name.endswith(".json")] if folder.isdir() else []
+    names = [name for name in folder.listdir() if name.endswith(".json")] if folder.isdir() else []
     if not location.isdir():
         raise not_found.no_directory(location).error(location)
     if not names:
@@ -66,8 +64,7 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
 
 def _record(file: Location) -> dict[str, Any]:
     try:
-        with translated(file.path):
-            record = json.loads(file.read())
+        record = json.loads(file.read())
         _check(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(

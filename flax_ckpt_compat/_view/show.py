@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Contents:
 def contents(
     path: str | os.PathLike[str],
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     item: str | None = None,
     pattern: str | None = None,

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
@@ -26,7 +26,6 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location, as_text, location_of
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
@@ -44,7 +43,7 @@ _NO_DAMAGE = (StorageError, OutOfMemoryError)
 def verify(
     path: str | os.PathLike[str],
     *,
-    step: int | float | str | None = None,
+    step: SupportsFloat | str | None = None,
     prefix: str = "checkpoint_",
     progress: Callable[[VerifiedCheckpoint], None] | None = None,
 ) -> Verification:
@@ -207,8 +206,7 @@ def _strange_names(opened: opening.Opened) -> list[str]:
     if "" in opened.items:
         return []  # its reader knows
     known = {*opened.items, *STEP_FILES}
-    with translated(opened.path, "listed"):
-        strange = sorted(name for name in opened.location.listdir() if name not in known)
+    strange = sorted(name for name in opened.location.listdir() if name not in known)
     return [
         f"{name} (an item of an unknown kind: not verified)" if (opened.location / name).isdir() else name
         for name in strange

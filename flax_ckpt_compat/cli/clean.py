@@ -11,7 +11,6 @@ from ._command_base import Command, FailedError, echo, is_terminal, json_option,
 
 @click.command(
     cls=Command,
-    short_help="Remove what interrupted saves left.",
     examples="""
 flax-ckpt clean runs/a --dry-run
 flax-ckpt clean runs                 asks before it removes anything

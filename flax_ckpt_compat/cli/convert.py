@@ -1,4 +1,4 @@
-"""Define ``flax-ckpt convert``; imports are deferred, because the help of all commands loads this module."""
+"""Define ``flax-ckpt convert``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
     return int(first), int(last)
 
 
-@click.command(cls=Command, short_help="Convert checkpoints to another layout.", examples=_EXAMPLES)
+@click.command(cls=Command, examples=_EXAMPLES)
 @path_argument("src")
 @path_argument("dst")
 @click.option(

@@ -48,7 +48,7 @@ class _DemoCommand(click.Command):
             raise click.NoSuchOption(error.option_name, message=message, ctx=ctx) from None
 
 
-@click.command(cls=_DemoCommand, short_help="Kill and resume a training; check every bit.")
+@click.command(cls=_DemoCommand)
 @click.option("--workdir", type=click.Path(file_okay=False), help="Keep the files here (must be empty or new).")
 def command(workdir: str | None) -> None:
     """Train, kill, flip the flag, resume, check every bit; under a minute.

@@ -20,7 +20,6 @@ _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 
 @click.command(
     cls=Command,
-    short_help="Compare two checkpoints, leaf by leaf.",
     examples="""
 flax-ckpt diff runs/a/checkpoint_100 runs/a/checkpoint_200
 flax-ckpt diff runs/a runs/b                        the latest of each

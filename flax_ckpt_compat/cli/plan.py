@@ -23,7 +23,6 @@ from ._command_base import (
 
 @click.command(
     cls=Command,
-    short_help="Preview a restore into your state.",
     examples="""
 flax-ckpt plan runs/a --target train:create_state
 flax-ckpt plan runs/a --target train:create_state --transforms train:RULES

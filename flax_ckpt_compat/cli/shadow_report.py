@@ -9,7 +9,6 @@ from ._command_base import Command, echo, json_option, path_argument, print_json
 
 @click.command(
     cls=Command,
-    short_help="Show what shadow mode found.",
     examples="""
 FLAX_CKPT_COMPAT_SHADOW=true flax-ckpt run train.py --workdir runs/a
 flax-ckpt shadow-report runs/a

@@ -26,7 +26,6 @@ from ._command_base import (
 
 @click.command(
     cls=Command,
-    short_help="Show the tree of a checkpoint.",
     examples="""
 flax-ckpt show runs/a                               the latest checkpoint
 flax-ckpt show runs/a/checkpoint_100 --depth 2

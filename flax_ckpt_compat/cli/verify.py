@@ -11,7 +11,6 @@ _COLORS = {"ok": "green", "unverified": "yellow", "damaged": "red", "unreadable"
 
 @click.command(
     cls=Command,
-    short_help="Find damaged checkpoints.",
     examples="""
 flax-ckpt verify runs/a                      every checkpoint of a run
 flax-ckpt verify runs                        of all runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from flax_ckpt_compat._save import coordination, key_value_store
@@ -73,18 +74,19 @@ def merge(folder: str, leaves: int) -> dict[str, Seconds]:
     sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     path, shares = os.path.join(folder, "checkpoint_2"), list[Seconds]()
 
-    def plan_of(index: int) -> Any:
-        return BACKEND.prepare(_tree(index, count, leaves, sharding), ProcessInfo(index, count))
+    def save_of(index: int) -> ProcessSave:
+        process = ProcessInfo(index, count)
+        return ProcessSave(path, BACKEND.prepare(_tree(index, count, leaves, sharding), process), options, process)
 
-    first = plan_of(0)
-    BACKEND.begin_multiprocess(path, first, options, ProcessInfo(0, count))
+    first = save_of(0)
+    BACKEND.begin_multiprocess(first)
     for index in range(count):  # one at a time: all plans of a thousand processes would take their memory
-        plan = plan_of(index) if index else first
-        shares.append(timed_twice(lambda: BACKEND.write_process_part(path, plan, options, ProcessInfo(index, count))))  # noqa: B023
+        own = save_of(index) if index else first
+        shares.append(timed_twice(functools.partial(BACKEND.write_process_part, own)))
     wall, cpu = (float(np.median(some)) for some in zip(*shares[1:], strict=True))
     return {
         "share": (wall, cpu),
-        "end": timed_twice(lambda: BACKEND.finish_multiprocess(path, first, options, ProcessInfo(0, count))),
+        "end": timed_twice(lambda: BACKEND.finish_multiprocess(first)),
         "open": timed_twice(lambda: BACKEND.open(location_of(path)).close()),
     }
 

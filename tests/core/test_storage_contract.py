@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, MissingPathError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location, location_of
@@ -23,14 +24,17 @@ CONTENTS = {"a": b"", "b": b"\x07", "c/d": b"12", "c/e/f": bytes(range(256)) * 3
 ABSENT = "none"
 
 
-@pytest.fixture(params=["disk", "s3", "gs"])
+FIXTURES = {"s3": "bucket", "gs": "gs_bucket", "az": "az_bucket", "shelf": "shelf"}
+
+
+@pytest.fixture(params=["disk", "s3", "gs", pytest.param("az", marks=pytest.mark.slow), "shelf"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A folder that does not exist yet, of each storage."""
     if request.param == "disk":
         return Place(str(tmp_path / "run"), folder=tmp_path / "run")
     if version("tensorstore") < (0, 1, 86):
         pytest.skip("this TensorStore does not read parts of objects")
-    bucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
+    bucket = request.getfixturevalue(FIXTURES[request.param])
     return Place(f"{bucket.url}/run", bucket=bucket)
 
 
@@ -132,8 +136,10 @@ class TestStorage:
         assert sorted((location / "c").files_below()) == ["d", "e/f"]
         assert (location / ABSENT).files_below() == []
         for name in (ABSENT, "b"):
-            with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            with pytest.raises(MissingPathError) as caught:
                 (location / name).listdir()
+            assert caught.value.path == (location / name).path
+            assert isinstance(caught.value, FileNotFoundError)
 
     def test_bytes_of_files(self, location: Location) -> None:
         """Sizes, and any part, are those of the content."""
@@ -149,8 +155,9 @@ class TestStorage:
         assert location.total_size() == sum(map(len, CONTENTS.values()))
         assert (location / ABSENT).total_size() == 0
         for ask in (Location.size, Location.head, Location.read, Location.open_file, Location.version):
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(MissingPathError) as caught:
                 ask(location / ABSENT)
+            assert caught.value.path == (location / ABSENT).path
 
     def test_many_are_asked_for_at_once(self, filled: Place) -> None:
         """What was asked for ahead takes no request later."""
@@ -166,6 +173,22 @@ class TestStorage:
         filled.put("b", b"others")
         location.forget_contents()
         assert (location / "b").read() == b"others"
+
+    def test_what_the_system_refuses(self, tmp_path: Path) -> None:
+        """Every look-up of a disk raises a StorageError that has the path and the number, as stores do."""
+        location = location_of(tmp_path / "loop")
+        (tmp_path / "loop").symlink_to("loop")
+        for ask in (
+            Location.listdir,
+            Location.size,
+            Location.head,
+            Location.read,
+            Location.open_file,
+            Location.version,
+        ):
+            with pytest.raises(StorageError) as caught:
+                ask(location)
+            assert (caught.value.path, caught.value.errno in (errno.ELOOP, errno.ENOENT)) == (location.path, True)
 
     def test_versions(self, filled: Place) -> None:
         """They change when a file is replaced."""
@@ -216,8 +239,13 @@ class TestStorage:
         location = location_of(place.root)
         location.prepare_directory()
         store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
-        store.write("x/y", b"123").result()
+        if location.storage.has_client:
+            store.write("x/y", b"123").result()
+        else:
+            place.put("x/y", b"123")
+            store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
         assert stored(place) == {"x/y": b"123"}
+        assert store.read("x/y").result().value == b"123"
 
     def test_waits_and_retries(self, place: Place) -> None:
         """They return the result of a request; a refusal is an error that names the path."""
@@ -393,6 +421,10 @@ class TestCommits:
         root = location_of(place.root)
         root.prepare_directory()
         target = root / "c_1"
+        if not root.storage.has_client:
+            with pytest.raises(StorageError, match="several processes cannot save"):
+                root.storage.begin_upload(target.path, in_gda_folder=False)
+            return
         begun = root.storage.begin_upload(target.path, in_gda_folder=False)
         assert (begun is not None) == root.is_remote
         if begun is None:

@@ -53,7 +53,7 @@ def test_ls(runs: Path) -> None:
     """It lists all others, and says which it could not."""
     result = run("ls", runs, "--recursive")
     assert (result.exit_code, result.stdout.count("complete  ")) == (2, 1), result.output
-    assert f"{runs}/lost+found: Permission denied; check the permissions" in result.stderr
+    assert f"{runs}/lost+found could not be listed: Permission denied; check the permissions" in result.stderr
     result = run("ls", runs / "a")
     assert result.exit_code == 0
     assert "incomplete: permission to list it is denied" in result.stdout.splitlines()[1]
@@ -113,5 +113,5 @@ def test_a_checkpoint_without_markers(runs: Path, folder: str, name: str) -> Non
     item = runs / folder / name
     item.mkdir(parents=True)
     item.chmod(0)
-    with pytest.raises(StorageError, match=f"{name}: Permission denied; check the permissions"):
+    with pytest.raises(StorageError, match=f"{name} could not be listed: Permission denied; check the permissions"):
         checkpoints.restore_checkpoint(runs / folder, {"w": np.zeros(3)})

@@ -77,8 +77,15 @@ def _values(folder: Path) -> dict[float, float]:
     }
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=errno.errorcode.get)
-@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
+@pytest.mark.parametrize(
+    ("number", "flag"),
+    [
+        (errno.EIO, True),
+        (errno.ENOTCONN, False),
+        pytest.param(errno.EIO, False, marks=pytest.mark.slow),
+        pytest.param(errno.ENOTCONN, True, marks=pytest.mark.slow),
+    ],
+)
 def test_each_look_of_a_save_fails_once(flag, number, tmp_path):
     """The save succeeds, or raises StorageError; then each step has its old value or the new one."""
 

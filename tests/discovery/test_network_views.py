@@ -143,14 +143,14 @@ def test_what_was_there_is_never_the_target(run: tuple[Path, Client], monkeypatc
     """A checkpoint that vanishes while it is read, the only one, is an error, though nothing is found afterwards."""
     folder, client = run
     client.forget()
-    read = pipeline._restore_at
+    read = pipeline._Restore.at
 
-    def too_late(path: str, *arguments: Any, **options: Any) -> Any:
+    def too_late(restore: Any, location: Any) -> Any:
         for name in names(folder):
             os.rename(folder / name, folder.with_name(name))
-        return read(path, *arguments, **options)
+        return read(restore, location)
 
-    monkeypatch.setattr(pipeline, "_restore_at", too_late)
+    monkeypatch.setattr(pipeline._Restore, "at", too_late)
     with pytest.raises(CheckpointNotFoundError, match="was removed while it was read, and there is no other"):
         checkpoints.restore_checkpoint(folder, tree(0))
 

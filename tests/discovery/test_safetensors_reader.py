@@ -17,6 +17,7 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
+from tests.support.layouts import assert_same
 
 TENSORS = {
     "model.layers.0.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -36,14 +37,6 @@ NESTED = {
     "ids": TENSORS["ids"],
     "empty": TENSORS["empty"],
 }
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Two trees have the same structure and the same bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        left, right = np.asarray(one), np.asarray(other)
-        assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
 
 
 @pytest.fixture

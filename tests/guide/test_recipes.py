@@ -25,7 +25,7 @@ write_verdict("verdict.json", path, target, restored)
 """
 # The NNX of older releases has other optimizers.
 QUICK = ("02-renamed-module",)
-NEEDS_FLAX = {"07-linen-to-nnx": (0, 11), "17-nnx-of-older-releases": (0, 12)}
+NEEDS_FLAX = {"07-linen-to-nnx": (0, 11), "17-nnx-of-older-releases": (0, 12), "21-t5x": (0, 11)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, verify
-from flax_ckpt_compat._core.backend import ProcessInfo
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
@@ -111,10 +111,10 @@ def test_spread_key_data(tmp_path: Path) -> None:
     prepared = [
         BACKEND.prepare(to_branches({"k": KeyData("threefry2x32", half(data, i))}), ProcessInfo(i, 2)) for i in (0, 1)
     ]
-    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2)))
     for index in (0, 1):
-        BACKEND.write_process_part(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2))
-    BACKEND.finish_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+        BACKEND.write_process_part(ProcessSave(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2)))
+    BACKEND.finish_multiprocess(ProcessSave(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2)))
     atomic.publish(temporary, str(tmp_path / "c_1"))
     key = load(tmp_path / "c_1")[("k",)]
     assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
@@ -125,10 +125,10 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
     """The save fails, naming the array; and nothing has the checkpoint's name."""
     temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     prepared = BACKEND.prepare(to_branches({"a": {"b": half(np.arange(4), 0)}}), ProcessInfo(0, 2))
-    BACKEND.begin_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
-    BACKEND.write_process_part(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
+    BACKEND.write_process_part(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     with pytest.raises(StorageError, match="1 of the chunks of a/b were not written"):
-        BACKEND.finish_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+        BACKEND.finish_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     atomic.remove_temporary(temporary)
     assert names(tmp_path) == []
 
@@ -176,19 +176,19 @@ def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:
     """An array of another shape or dtype in another process is an error there that tells both."""
     temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     prepared = [BACKEND.prepare(to_branches({"a": half(np.arange(4 + 2 * i), i)}), ProcessInfo(i, 2)) for i in (0, 1)]
-    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2)))
     with pytest.raises(StorageError, match=r"a is saved as int64\(4,\) by process 0 and int64\(6,\) by this one"):
-        BACKEND.write_process_part(temporary, prepared[1], OPTIONS, ProcessInfo(1, 2))
+        BACKEND.write_process_part(ProcessSave(temporary, prepared[1], OPTIONS, ProcessInfo(1, 2)))
 
 
 def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     """TensorStore's own errors do not come through, and the array is named."""
     temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     prepared = BACKEND.prepare(to_branches({"x": half(np.arange(4), 0), "y": half(np.arange(4), 0)}), ProcessInfo(0, 2))
-    BACKEND.begin_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     os.unlink(f"{temporary}_gda/y/.zarray")
     with pytest.raises(StorageError, match="y could not be written") as caught:
-        BACKEND.write_process_part(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+        BACKEND.write_process_part(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     assert caught.value.__cause__ is not None
 
 

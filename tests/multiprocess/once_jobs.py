@@ -180,7 +180,7 @@ def restore_unopened(folder: str, failing: int) -> list[str]:
 
     with pytest.MonkeyPatch().context() as patch:
         if jax.process_index() == failing:
-            patch.setattr(pipeline, "_plan", refuse)
+            patch.setattr(pipeline._Restore, "_open", refuse)
         return restore(folder, "host")
 
 

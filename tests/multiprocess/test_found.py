@@ -31,7 +31,7 @@ def folders_with(tmp_path: Path, orbax: bool, *steps: int | None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("blind", [0, 1])
 def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, late: int, strict: bool) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from unittest import mock
 
-from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_writer
+from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_encode
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
@@ -26,7 +26,8 @@ def save(folder: str, compression: str | None = None, lost: str | None = None) -
             os.remove((folder / lost).path)
 
     patches = [
-        mock.patch.object(ocdbt_writer, "_MERGED_NODE_BYTES", 3000),
+        mock.patch.object(ocdbt_encode, "_NODE_BYTES", 3000),
+        mock.patch.object(ocdbt_encode, "_COMPRESS_FROM_BYTES", 3000),
         mock.patch.object(ocdbt, "_ROWS_FROM", 1),
         mock.patch.object(multiprocess, "_check_done", lose),
         mock.patch.object(scale_play, "WriteOptions", lambda: WriteOptions(compression)),

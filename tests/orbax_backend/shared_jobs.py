@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -13,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
 from tests.support.orbax_trees import BACKEND, branches, handles
@@ -112,12 +113,12 @@ def save(path: str, node: Any, compression: str | None = None, *, end: bool = Tr
     share, options = ProcessInfo(jax.process_index(), jax.process_count()), WriteOptions(compression)
     prepared = BACKEND.prepare(node, share)
     if share.index == 0:
-        BACKEND.begin_multiprocess(path, prepared, options, share)
+        BACKEND.begin_multiprocess(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("begun")
-    BACKEND.write_process_part(path, prepared, options, share)
+    BACKEND.write_process_part(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("written")
     if share.index == 0 and end:
-        BACKEND.finish_multiprocess(path, prepared, options, share)
+        BACKEND.finish_multiprocess(ProcessSave(path, prepared, options, share))
     multihost_utils.sync_global_devices("ended")
 
 
@@ -139,12 +140,12 @@ def save_then_lose(path: str, shape: tuple[int, int], lost: str) -> str:
 
 def save_then_cut(path: str, shape: tuple[int, int]) -> str:
     """What the end of a save raised in process 0 after the largest file of process 1, one of several, had been cut."""
-    from flax_ckpt_compat.orbax_backend import ocdbt_writer
+    from flax_ckpt_compat.orbax_backend import data_files, ocdbt_writer
 
-    node, size = branches(our_tree(mesh_of(shape), False)), ocdbt_writer._DATA_FILE_BYTES
-    ocdbt_writer._DATA_FILE_BYTES = 1 << 18
-    save(path, node, end=False)
-    ocdbt_writer._DATA_FILE_BYTES = size
+    node = branches(our_tree(mesh_of(shape), False))
+    small = [mock.patch.object(data_files, "FILE_BYTES", 1), mock.patch.object(ocdbt_writer, "BATCH_BYTES", 1 << 18)]
+    with small[0], small[1]:
+        save(path, node, end=False)
     if jax.process_index():
         return ""
     largest = max(Path(path, "ocdbt.process_1", "d").iterdir(), key=lambda file: file.stat().st_size)
@@ -155,7 +156,7 @@ def save_then_cut(path: str, shape: tuple[int, int]) -> str:
 def _end(path: str, node: Any) -> str:
     share = ProcessInfo(0, jax.process_count())
     try:
-        BACKEND.finish_multiprocess(path, BACKEND.prepare(node, share), WriteOptions(), share)
+        BACKEND.finish_multiprocess(ProcessSave(path, BACKEND.prepare(node, share), WriteOptions(), share))
     except Exception as error:
         return f"{type(error).__name__}: {error} leaf={getattr(error, 'leaf', None)}"
     return "saved"
@@ -183,7 +184,7 @@ def write_elsewhere(path: str, shape: tuple[int, int]) -> str:
     share = ProcessInfo(jax.process_index(), jax.process_count())
     try:
         prepared = BACKEND.prepare(branches(arrays(mesh_of(shape))), share)
-        BACKEND.write_process_part(path, prepared, WriteOptions(), share)
+        BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "written"

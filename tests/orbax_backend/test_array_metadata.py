@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
-from flax_ckpt_compat.orbax_backend import zarr
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import writer, zarr
 
 
 def metadata(shape: list[int], chunks: list[int], dtype: str = "<f8") -> bytes:
@@ -52,3 +54,16 @@ def test_how_large_arrays_are_split() -> None:
     assert zarr.chunk_shape((6, gib), (6, gib), 1, splits=False) == [2, gib]
     assert zarr.chunk_shape((18, gib), (9, gib), 1, splits=False) == [1, gib]
     assert zarr.chunk_shape((202, 3 * gib // 101), (101, 3 * gib // 101), 1, splits=False)[0] == 101
+
+
+@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
+@pytest.mark.parametrize("dtype", sorted(name for name in zarr._V3_NAMES if hasattr(ts, name)))  # old ones lack some
+def test_it_is_what_tensorstore_writes(dtype: str, compression: str | None) -> None:
+    """Members and values are those of the file that TensorStore makes of them; any release of it reads that."""
+    encoding, metadata = writer._ENCODINGS[compression], {"shape": [6, 8], "dtype": zarr.dtype_from_name(dtype)}
+    ours = zarr.dump_metadata((6, 8), (3, 8), np.dtype(metadata["dtype"]), encoding)
+    context = ts.Context()
+    spec = {"driver": "zarr3" if encoding.checksums else "zarr", "kvstore": "memory://", "metadata": ours}
+    ts.open(spec, create=True, context=context).result()
+    theirs = json.loads(ts.KvStore.open("memory://", context=context).result()[encoding.metadata_file])
+    assert theirs == ours

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import read_arrays, zarr
+from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 from flax_ckpt_compat.orbax_backend.checksum_file import Checksums
 
 import flax_ckpt_compat as fcc
@@ -371,6 +371,7 @@ def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
 def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of arrays above 2 GiB, here 1 MiB: zarr stores them whole, with zeros behind the array's bytes."""
     monkeypatch.setattr(zarr, "_PLAIN_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer._metadata.__wrapped__)
     array = RNG.standard_normal(shape)
     path = saved(tmp_path / "c", {"a": array})
     assert equal(fcc.restore(path), {"a": array})
@@ -390,7 +391,8 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """TensorStore pads with them on every axis, as its own reader of the database finds; no values are there."""
     array = RNG.integers(1, 99, (5, 7, 11), np.uint8)
     monkeypatch.setattr(zarr, "chunk_shape", lambda *_: [3, 4, 11])
-    monkeypatch.setattr("flax_ckpt_compat.orbax_backend.ocdbt_writer._DRIVER_FROM_BYTES", 0)
+    monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
+    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer._metadata.__wrapped__)
     path = saved(tmp_path / "c", {"a": array})
     stored = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().read("a/1.1.0").result().value
     expected = np.pad(array[3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()

@@ -15,7 +15,7 @@ import pytest
 from flax_ckpt_compat.orbax_backend.encode_leaves import encode
 from flax_ckpt_compat.orbax_backend.shardings import spans_processes
 
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.tree import KeyData
 from tests.orbax_backend import shared_jobs as jobs
 from tests.support.orbax_trees import BACKEND, branches, load
@@ -100,9 +100,9 @@ def test_a_team_of_one(tmp_path: Path) -> None:
     """One process may take the same way."""
     path, share, tree = str(tmp_path / "c"), ProcessInfo(0, 1), {"a": np.arange(5.0), "s": "text"}
     prepared = BACKEND.prepare(branches(tree), share)
-    BACKEND.begin_multiprocess(path, prepared, WriteOptions(), share)
-    BACKEND.write_process_part(path, prepared, WriteOptions(), share)
-    BACKEND.finish_multiprocess(path, prepared, WriteOptions(), share)
+    BACKEND.begin_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
+    BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
+    BACKEND.finish_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
     assert str(load(path)) == str(tree)
 
 
@@ -116,9 +116,9 @@ def test_a_share_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     prepared = BACKEND.prepare(branches({"a": np.arange(500.0)}), share)
-    BACKEND.begin_multiprocess(path, prepared, WriteOptions(), share)
+    BACKEND.begin_multiprocess(ProcessSave(path, prepared, WriteOptions(), share))
     monkeypatch.setattr(os, "fsync", noting)
-    BACKEND.write_process_part(path, prepared, WriteOptions(), share)
+    BACKEND.write_process_part(ProcessSave(path, prepared, WriteOptions(), share))
     own = f"{path}/ocdbt.process_0"
     assert synced[-1] == own
     assert {f"{own}/ended", f"{own}/flax_ckpt_compat.checksums", f"{path}/_METADATA"} <= set(synced)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._restore.execute import read_and_place
+from flax_ckpt_compat._restore.execute import place, read
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived
 from tests.restore.test_matching import handles, plan
@@ -19,7 +19,7 @@ def test_shapes_are_told_by_key_path() -> None:
     computed = Derived((), lambda: np.zeros(3), None, None, "value_fn")
     stored: Any = Branch({"a": Branch({"b": computed})})
     for tree, target, path in ((computed, np.zeros(2), ()), (stored, {"a": {"b": np.zeros(2)}}, ("a", "b"))):
-        assert read_and_place(plan(tree, target))[1] == [(path, (3,), (2,))]
+        assert place(read(plan(tree, target)))[1] == [(path, (3,), (2,))]
 
 
 def test_arrays_without_shards_here_have_the_dtype_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,4 +29,4 @@ def test_arrays_without_shards_here_have_the_dtype_of_the_others(monkeypatch: py
         planned = plan(handles({"a": np.zeros(3)}), {"a": np.zeros(3)})
         (leaf,) = planned.leaves
         leaf.is_plain, leaf.slices, leaf.cast = False, [], cast
-        assert read_and_place(planned)[0] == [((3,), dtype)]
+        assert place(read(planned))[0] == [((3,), dtype)]

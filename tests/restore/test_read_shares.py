@@ -118,7 +118,7 @@ class Whole:
         self.reader = Opened(location_of(path), verify=True).reader("")
         tree = None if target is None else state_dict.TargetTree(target)
         self.plan = plan_tree(self.reader, self.reader.tree, tree, options, location_of(path))
-        run = execute._Run(self.plan)
+        run = execute.ReadLeaves(self.plan)
         self.mapped, self.casts = run.mapped, run.casts_at_read
         self.shares = read_assignment.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
         self.shares.divide(agrees=agrees)

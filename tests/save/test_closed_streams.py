@@ -43,7 +43,7 @@ print("all", len(checkpoints.available_steps("converted")))
 """
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("format", [pytest.param("msgpack", marks=pytest.mark.slow), "orbax"])
 def test_logs_get_into_no_checkpoint(format: str, tmp_path: Path) -> None:
     """The files of a save would get the descriptor of the closed stderr, and the save would succeed."""
     out, _ = run_python(LOGS, format, cwd=tmp_path, fresh=True)

@@ -165,28 +165,6 @@ def test_threads_that_share_a_manager_lose_no_failure(
         ours.save_checkpoint(tmp_path, tree(2), 2)
 
 
-LIMITED = """
-import signal, sys
-import tensorstore
-from orbax_backend import ocdbt_writer
-def expire(*_):
-    raise TimeoutError("the program's own limit")
-signal.signal(signal.SIGALRM, expire)
-signal.setitimer(signal.ITIMER_REAL, 0.3)
-promise, future = tensorstore.Promise.new()
-try:
-    ocdbt_writer.wait_with_writeback(future, sys.argv[1])
-except TimeoutError as error:
-    print(error)
-"""
-
-
-def test_a_program_limits_the_time_of_a_save(tmp_path: Path) -> None:
-    """By a signal handler that raises TimeoutError, as Python's own waits do: a save that hangs is left by it."""
-    out, _ = run_python(LIMITED.replace("orbax_backend", "flax_ckpt_compat.orbax_backend"), tmp_path, timeout=20)
-    assert out == "the program's own limit\n"
-
-
 ORPHAN = """
 import sys, threading, time
 from flax_ckpt_compat import checkpoints

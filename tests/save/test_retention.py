@@ -18,12 +18,14 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._save import retention
+from flax_ckpt_compat._save import retention, retention_policy
 from tests.support.saves import later, names, tree, use_flag
 
 DATA = Path(__file__).parents[1] / "data"
@@ -373,11 +375,11 @@ def test_two_writers_that_evict_each_others_leave_something(
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
     counted_steps = saved_steps.counted_steps
 
-    def then_evicted(*arguments: Any, **options: Any) -> list[str]:
+    def then_evicted(*arguments: Any, **options: Any) -> dict[str, bool]:
         found = counted_steps(*arguments, **options)
         saved = tmp_path / "checkpoint_3"
-        shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
-        return found if listed else [name for name in found if name != "checkpoint_3"]
+        shutil.rmtree(saved) if saved.is_dir() else saved.unlink(missing_ok=True)
+        return {name: counts for name, counts in found.items() if listed or name != "checkpoint_3"}
 
     monkeypatch.setattr(saved_steps, "counted_steps", then_evicted)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1, overwrite=True)
@@ -517,3 +519,39 @@ def test_a_listing_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(errors.StorageError, match="Permission denied"):
         ours.latest_checkpoint(tmp_path)
+
+
+@given(
+    numbers=st.lists(st.integers(-9, 60), max_size=25, unique=True).map(sorted),
+    keep=st.integers(0, 6),
+    every=st.sampled_from([None, 1, 3, 10]),
+    dropped=st.sets(st.integers(0, 24)),
+)
+def test_steps_that_decide_nothing_need_no_look(
+    numbers: list[int], keep: int, every: float | None, dropped: set[int]
+) -> None:
+    """Whichever of them does not count, the same checkpoints are removed."""
+    names = [f"c_{number}" for number in numbers]
+    expected = retention_policy.expired(names, "c_", keep, every)
+    decide = retention_policy.deciding(names, "c_", keep, every)
+    some = [name for at, name in enumerate(names) if name in decide or at not in dropped]
+    assert retention_policy.expired(some, "c_", keep, every) == expected
+
+
+@pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 2), (39, None, 42)])
+def test_few_looks_in_a_directory_of_many_steps(
+    flag: bool, keep: int, every: int | None, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no checkpoint that is neither removed nor decides what is: each is a file to open or a directory to list."""
+    for step in range(1, 41):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=0)
+    seen, real = list[str](), saved_steps.contents_of
+
+    def noted(path: Any, **options: Any) -> Any:
+        seen.append(path.name)
+        return real(path, **options)
+
+    monkeypatch.setattr(saved_steps, "contents_of", noted)
+    ours.save_checkpoint(tmp_path, tree(41), 41, keep=keep, keep_every_n_steps=every)
+    assert len(names(tmp_path)) == (39 if keep == 39 else 41)
+    assert len(seen) <= looks + 1  # and the newest one, before the save

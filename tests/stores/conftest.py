@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import uuid
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flax_ckpt_compat._core.object_store import gs as gs_scheme
-from tests.support import gs, s3
+from tests.support import az, gs, s3
+from tests.support.az import AzBucket, AzProxy
 from tests.support.gs import GsBucket, GsProxy
 from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
+from tests.support.shelf import Shelf, new_shelf
+from tests.support.store_places import AnyBucket
 
 # Older releases cannot read parts of objects, and the library says so.
 collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By default a test of any store runs in one, by turns; the slow tests are those in the other."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        of_fixture = spec is not None and "any_bucket" in spec.params and not _chooses_store(item)
+        if of_fixture and spec.params["any_bucket"] != ("s3", "gs")[zlib.crc32(item.originalname.encode()) % 2]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _chooses_store(item: pytest.Item) -> bool:
+    return any("any_bucket" in str(mark.args[0]) for mark in item.iter_markers("parametrize"))
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +78,35 @@ def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     gs_server.page, gs_server.token, gs_server.may_list = 1000, gs.TOKEN, True
 
 
+@pytest.fixture(scope="session")
+def az_server() -> Iterator[AzProxy]:
+    """Azurite, and the proxy before it."""
+    why = az.why_not()
+    if why is not None:
+        pytest.skip(why)
+    with az.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def az_bucket(az_server: AzProxy, monkeypatch: pytest.MonkeyPatch) -> AzBucket:
+    """An empty container of az://, to which the environment leads adlfs through a proxy."""
+    for name, value in az.environment(az_server).items():
+        monkeypatch.setenv(name, value)
+    az_server.proxy.log.clear()
+    az.forget_clients()
+    return az.new_bucket(az_server)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    """An empty place of a path class that is registered with epath."""
+    return new_shelf(f"shelf-{uuid.uuid4().hex[:12]}", tmp_path / "shelf")
+
+
 @pytest.fixture(params=["s3", "gs"])
-def any_bucket(request: pytest.FixtureRequest) -> Bucket | GsBucket:
-    """An empty bucket of each kind of store."""
-    found: Bucket | GsBucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
+def any_bucket(request: pytest.FixtureRequest) -> AnyBucket:
+    """An empty bucket of each kind of store; tests of their own ask for the other kinds."""
+    fixtures = {"s3": "bucket", "gs": "gs_bucket", "az": "az_bucket", "shelf": "shelf"}
+    found: AnyBucket = request.getfixturevalue(fixtures[request.param])
     return found

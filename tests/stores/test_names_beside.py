@@ -11,7 +11,7 @@ from flax_ckpt_compat.legacy import BACKEND
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from tests.support.gs import GsBucket
 from tests.support.saves import tree
@@ -26,7 +26,7 @@ def test_no_folder_of_arrays_where_there_are_none(gs_bucket: GsBucket) -> None:
     marker = f"_begun.1795326311.{'0' * 32}"
     upload = MultiprocessUpload(f"{gs_bucket.url}/c", f"{gs_bucket.url}/c_gda", marker, "")
     prepared = BACKEND.prepare(to_branches({"n": 3, "w": np.ones(5)}), ProcessInfo(0, 2))
-    BACKEND.finish_multiprocess("c", prepared, WriteOptions(), ProcessInfo(0, 2), upload)
+    BACKEND.finish_multiprocess(ProcessSave("c", prepared, WriteOptions(), ProcessInfo(0, 2), upload))
     assert gs_bucket.keys() == []
 
 

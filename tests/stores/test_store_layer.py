@@ -203,7 +203,7 @@ def test_a_bucket_that_is_not_there(bucket: Bucket, call: Any) -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("hdfs://host/run", r"'hdfs://' is unknown; s3:// and gs:// URLs"),
+        ("hdfs://host/run", r"'hdfs://' is unknown; s3://, gs://, az:// and hf:// URLs"),
         ("s3:///run", "names no bucket; write s3://bucket/"),
         ("s3:/bucket/run", "pathlib made this of a URL"),
         ("s3://Not a bucket/run", "bucket"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax_ckpt_compat.legacy import BACKEND
 
-from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import HostCopy, Shard, iter_leaves
@@ -52,10 +52,10 @@ def _of_process(tree: Any, process: int) -> Any:
 def write(temporary: str, tree: Any, options: WriteOptions = OPTIONS) -> None:
     """Writes what two processes save together, up to its publishing."""
     prepared = [BACKEND.prepare(to_branches(_of_process(tree, index)), ProcessInfo(index, 2)) for index in (0, 1)]
-    BACKEND.begin_multiprocess(temporary, prepared[0], options, ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(ProcessSave(temporary, prepared[0], options, ProcessInfo(0, 2)))
     for index in (1, 0):
-        BACKEND.write_process_part(temporary, prepared[index], options, ProcessInfo(index, 2))
-    BACKEND.finish_multiprocess(temporary, prepared[0], options, ProcessInfo(0, 2))
+        BACKEND.write_process_part(ProcessSave(temporary, prepared[index], options, ProcessInfo(index, 2)))
+    BACKEND.finish_multiprocess(ProcessSave(temporary, prepared[0], options, ProcessInfo(0, 2)))
 
 
 def save(path: Any, tree: Any, options: WriteOptions = OPTIONS) -> None:

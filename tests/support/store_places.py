@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.az import AzBucket
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
+from tests.support.shelf import Shelf
 
-AnyBucket = Bucket | GsBucket
+AnyBucket = Bucket | GsBucket | AzBucket | Shelf
 # Values of the fixture `any_bucket` and of a parameter ``format``; by default each store and each format once.
 BY_TURNS = [
     ("s3", "msgpack"),

@@ -51,10 +51,10 @@ def stale_names(directory: str, names: Iterable[str], *, force: bool = False) ->
     """Return the names of temporaries of dead writers; with ``force`` also of those that only time protects."""
     stale, certain = [], ("dead", "perhaps") if force else ("dead",)
     for name in names:
-        path = os.path.join(directory, name)
-        match = parse(name)
-        if match and presence.lexists(path) and writer_of(match, path) in certain:
-            stale.append(name)
+        if match := parse(name):
+            path = os.path.join(directory, name)
+            if presence.lexists(path) and writer_of(match, path) in certain:
+                stale.append(name)
     return stale
 
 
@@ -106,11 +106,10 @@ def has_live_writer(path: str) -> bool:
 def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
     """Put back checkpoints that a writer set aside before it died; return their names, unless they are in ``names``.
 
-    Without them, a look-up would find nothing, and a program go on from initial values. So it waits for a writer that
-    may be alive, and returns the names that are there since, too. One that takes longer than that fails when it finds
-    the name taken, and nothing is lost."""
-    restored = []
-    for name in names:
+    Otherwise a restore would silently start from scratch. Waits for a writer that may be alive, and also returns names
+    that appeared since. A writer that takes longer finds the name taken, fails, and loses nothing."""
+    restored, hidden = [], [name for name in names if name.startswith(".")]  # few of thousands, and all that count here
+    for name in hidden:
         match = parse(name)
         if not match or match["role"] != "old":
             continue
@@ -129,7 +128,7 @@ def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
                 what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
                 raise storage_error_of(message, path=original, errno=error.errno) from error
-    if any(name.startswith(STILL_OPEN) for name in names):
+    if any(name.startswith(STILL_OPEN) for name in hidden):
         # The client of a network file system takes two renames to replace what is open.
         time.sleep(_REPLACED_SECONDS)
         restored += os.listdir(directory)
@@ -177,7 +176,7 @@ def _sizes_in(path: str) -> dict[str, tuple[int, int]]:
 def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
     """Raise StorageError if parts of what was just published are not there: somebody removes the temporary.
 
-    If another writer has replaced or evicted all of it meanwhile, that is not our matter."""
+    Return if another writer has replaced or evicted all of it meanwhile."""
     try:
         found = _sizes_in(final)
         inodes = {found[""][0], os.lstat(final).st_ino}  # another writer may replace it while it is walked
@@ -196,7 +195,7 @@ def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
 
 
 def _remove_replaced(replaced: str, final: str) -> None:
-    """Delete the replaced checkpoint; only log a failure, because the new one is in place."""
+    """Delete the replaced checkpoint; log a failure, as the new one is in place."""
     try:
         delete(_never_put_back(replaced))
         sync_directory(os.path.dirname(final))
@@ -208,7 +207,7 @@ def _remove_replaced(replaced: str, final: str) -> None:
 
 
 def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[str]) -> None:
-    """Remove what was set aside under the names of checkpoints that are removed next, or it would be put back."""
+    """Remove set-aside versions of checkpoints that are removed next; otherwise they would be put back."""
     for name in names:
         match = parse(name)
         if match and match["role"] == "old" and match["name"] in doomed:
@@ -298,7 +297,7 @@ def rename_new(path: str, final: str) -> bool:
 
 
 def _refuse_contents(path: str, final: str) -> None:
-    """Raise what POSIX demands of the rename of a directory to one that is not empty, if it is one.
+    """Raise ENOTEMPTY for a rename onto a directory that is not empty, as POSIX demands.
 
     Mounts of rclone merge the two, and those of WebDAV replace one by the other (both measured)."""
     if presence.isdir(path) and _has_contents(final):
@@ -306,7 +305,7 @@ def _refuse_contents(path: str, final: str) -> None:
 
 
 def _has_contents(path: str) -> bool:
-    """Return whether a path is a directory that is not empty; False if it cannot be listed, where the rename tells."""
+    """Return whether a path is a directory that is not empty; False if it cannot be listed: the rename then raises."""
     try:
         with os.scandir(path) as contents:
             return any(True for _ in contents)
@@ -316,7 +315,7 @@ def _has_contents(path: str) -> bool:
 
 @contextmanager
 def _renaming(path: str, final: str) -> Iterator[None]:
-    """Name the remedy where the file system shows a bucket and cannot rename directories."""
+    """Translate the error of a mounted bucket that cannot rename directories; its message has the remedy."""
     try:
         yield
     except OSError as error:

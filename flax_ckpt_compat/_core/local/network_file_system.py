@@ -1,4 +1,4 @@
-"""Look past what this machine remembers of a network file system: it sees others' changes up to a minute late."""
+"""Bypass the client-side cache of network file systems, which shows others' changes up to a minute late."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_shared(directory: str) -> bool:
 
 
 def refresh(directory: str) -> bool:
-    """Make this machine list a shared directory anew; return False if it is not shared, or may not be written to.
+    """Refresh the listing of a shared directory; return False if it is not shared or not writable.
 
-    Clients of NFS and SFTP forget what they remember of a directory that they change themselves (sshfs: measured)."""
+    Clients of NFS and SFTP drop their cache of a directory when they change it themselves (sshfs: measured)."""
     if not is_shared(directory) or not os.access(directory, os.W_OK):
         return False
     storage_time(directory)

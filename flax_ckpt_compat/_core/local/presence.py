@@ -1,6 +1,6 @@
-"""Ask what is at a local path; where the system does not tell, raise StorageError. `os.path` answers "nothing" there.
+"""Look up local paths; raise StorageError if stat fails for any reason but absence, where `os.path` returns False.
 
-What is taken as absent is replaced, removed as a leftover, or left out of what is saved.
+A path that is wrongly reported as absent would be replaced, removed as a leftover, or left out of a save.
 """
 
 from __future__ import annotations

@@ -7,14 +7,12 @@ import errno
 import functools
 import logging
 import os
-import tempfile
 from typing import Any
 
 # Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
 _CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
 _warned: set[int] = set()  # devices
-_can_sync: dict[int, bool] = {}  # by device
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -58,23 +56,6 @@ def _warn(path: str, device: int, refusal: OSError) -> None:
             "power loss may undo the last saves; save to another file system to be safe from that, too",
             path, refusal.strerror,
         )  # fmt: skip
-
-
-def can_sync(path: str) -> bool:
-    """Return whether directories and files can be synced on the file system of a directory, which is tried once."""
-    device = os.stat(path).st_dev
-    if device not in _can_sync:
-        _can_sync[device] = _refusal(path) is None and _can_sync_files(path)
-    return _can_sync[device]
-
-
-def _can_sync_files(path: str) -> bool:
-    try:
-        with tempfile.TemporaryFile(dir=path) as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno not in _CANNOT_SYNC_FILES
-    return True
 
 
 def _refusal(path: str) -> OSError | None:

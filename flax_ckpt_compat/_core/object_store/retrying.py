@@ -43,7 +43,9 @@ def split(url: str) -> tuple[str, str, str]:
     match = _URL.fullmatch(url)
     scheme = match[1].lower() if match else ""
     if match is None or scheme not in ("s3", "gs"):
-        known = "s3:// and gs:// URLs and local paths"
+        known = (
+            "s3://, gs://, az:// and hf:// URLs, those of path classes that are registered with epath, and local paths"
+        )
         raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
     if not match[2]:
         raise StorageError(f"{url} names no bucket; write {scheme}://bucket/folder", path=url)

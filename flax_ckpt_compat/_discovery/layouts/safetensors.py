@@ -12,19 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    NameCollisionError,
-    UnsupportedLeafError,
-)
-from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
+from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
+from flax_ckpt_compat._discovery.layouts.shard_index import files_of
 
 # Those of safetensors 0.8, by numpy's names.
 DTYPE_NAMES = {
@@ -37,6 +31,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
+_WRITTEN_HERE = b'{"__metadata__": {"flax_ckpt_compat'  # 8 bytes into the file
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
 _DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
@@ -52,7 +47,7 @@ class SafetensorsReader(Reader):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
         self.location = location.unlisted()
         leaves: dict[Path, Any] = {}
-        for file in self._files() if location.name.endswith(INDEX_SUFFIX) else [self.location]:
+        for file in files_of(self.location, SUFFIX) if location.name.endswith(INDEX_SUFFIX) else [self.location]:
             for path, leaf in self._leaves(file):
                 if path in leaves:
                     raise _corrupt(file, f"{'.'.join(path)} is in another shard, too")
@@ -62,27 +57,8 @@ class SafetensorsReader(Reader):
         except NameCollisionError:  # "a" and "a.b": the names are no key paths
             self.tree = from_leaves({(".".join(path),): leaf for path, leaf in leaves.items()})
 
-    def _files(self) -> list[Location]:
-        """Return the files of the shards that an index names."""
-        try:
-            names = sorted(set(json.loads(_bytes(self.location, 0, None))["weight_map"].values()))
-            bad = [name for name in names if not name.endswith(SUFFIX) or not stays_inside(name)]
-        except _DECODE_ERRORS as error:
-            raise _corrupt(self.location, f"it is not an index of safetensors files ({error!r})") from error
-        if bad:
-            raise _corrupt(self.location, f"it names {bad[0]!r:.100}, which is not a safetensors file beside it")
-        files = [self.location.parent / name for name in names]
-        if lost := [file.name for file in files if not file.isfile()]:
-            raise IncompleteCheckpointError(
-                f"{self.location}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}; copy them beside "
-                "it, or download them again",
-                path=self.location.path,
-            )
-        return files
-
     def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
-        with translated(file.path):
-            size = file.size()
+        size = file.size()
         try:
             length = int.from_bytes(_bytes(file, 0, _LENGTH), "little")
             if length > min(_MAX_HEADER, size - _LENGTH):
@@ -113,6 +89,8 @@ class SafetensorsReader(Reader):
                 path=file.path,
                 leaf=name,
             )
+        from flax_ckpt_compat._core.dtypes import dtype_from_name
+
         dtype, shape = dtype_from_name(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
         start, stop = map(int, entry["data_offsets"])
         nbytes = math.prod(shape) * dtype.itemsize
@@ -126,32 +104,33 @@ class SafetensorsReader(Reader):
         return [self._read(one) for one in handles]
 
     def _read(self, one: LeafHandle | ArraySlice) -> Any:
+        from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
+
         handle = one if isinstance(one, LeafHandle) else one.handle
         if handle.dtype is None:
             return handle.locator
         file, offset = handle.locator
-        is_part = isinstance(one, ArraySlice) and bool(one.index)
-        rows = one.index[0] if is_part else slice(0, handle.shape[0] if handle.shape else 1)  # type: ignore[union-attr]
-        shape = (rows.stop - rows.start, *handle.shape[1:]) if handle.shape else ()
-        row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
-        found = memory.empty(shape, handle.dtype)
-        data = _bytes(file, offset + rows.start * row, offset + rows.start * row + found.nbytes)
-        if len(data) != found.nbytes:
-            raise _corrupt(file, f"{handle.name} ends after {len(data)} of {found.nbytes} bytes", handle.name)
-        memory.as_bytes(found)[:] = data
-        if isinstance(one, LeafHandle):
-            return found
-        part = found[(slice(None), *one.index[1:])] if one.index else found
-        result = memory.empty(part.shape, part.dtype)
-        result[...] = part
-        return result
+        return raw_arrays.read(file, offset, one)
 
 
-def _bytes(file: Location, start: int, stop: int | None) -> bytes:
-    with translated(file.path):
-        return file.read(start, stop) if stop is None or stop > start else b""
+def _is_readable(path: Location, look: str) -> bool:
+    """Return whether a file is read: under its own suffix, or if `convert` wrote it.
+
+    Under a checkpoint's name it is something else than a checkpoint."""
+    if path.name.endswith(INDEX_SUFFIX):
+        return path.head()[:1] == b"{"
+    if look != foreign.SAFETENSORS:
+        return False
+    return path.name.endswith(SUFFIX) or _WRITTEN_HERE in path.read(0, foreign.FIRST_BYTES)
+
+
+def _bytes(file: Location, start: int, stop: int) -> bytes:
+    return file.read(start, stop) if stop > start else b""
 
 
 def _corrupt(file: Location, what: str, leaf: str | None = None) -> CorruptCheckpointError:
     message = f"{file}: {what}; restore the file from a backup, or download it again"
     return CorruptCheckpointError(message, path=file.path, leaf=leaf)
+
+
+LAYOUT = ReadOnlyLayout("safetensors", SafetensorsReader, _is_readable)

@@ -1,0 +1,55 @@
+"""Copy folders of a store to the local disk, for TensorStore, which has no client for it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+
+from flax_ckpt_compat._core.epath_store.files import Files
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+_PIECE = 32 * 2**20
+_AT_ONCE = 16
+
+
+@functools.cache
+def _root() -> str:
+    """Return a folder for copies, which goes when the process ends."""
+    root = tempfile.mkdtemp(prefix="flax_ckpt_compat-copies-")
+    atexit.register(_remove, root, os.getpid())
+    return root
+
+
+def _remove(root: str, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a forked process
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def copy_of(files: Files, path: str) -> str:
+    """Return a local folder with the files of a folder as they are now; what was copied before is not copied again."""
+    there = files.below(path)
+    if bad := [name for name in there if not stays_inside(name)]:
+        raise CorruptCheckpointError(f"{path}: it has a file named {bad[0]!r:.100}; do not use it", path=path)
+    versions = "\n".join(f"{name}\0{info.version}" for name, info in sorted(there.items()))
+    folder = os.path.join(_root(), hashlib.sha256(f"{path}\n{versions}".encode()).hexdigest()[:32])
+
+    def copy(name: str) -> None:
+        target = os.path.join(folder, name)
+        if os.path.exists(target):
+            return
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=_root())
+        with os.fdopen(handle, "wb") as file:
+            for start in range(0, there[name].size, _PIECE):
+                file.write(files.read(f"{path}/{name}", start, min(start + _PIECE, there[name].size)))
+        os.replace(temporary, target)
+
+    os.makedirs(folder, exist_ok=True)
+    in_parallel(copy, list(there), _AT_ONCE)
+    return folder

@@ -1,0 +1,32 @@
+"""Define `ReadOnlyLayout`, what `Contents` and `open_item` know of a layout that another program writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Set
+
+from flax_ckpt_compat._core.backend import Reader
+from flax_ckpt_compat._core.location import Location
+
+JSON_ITEM = "metadata"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadOnlyLayout:
+    """A layout that is read, and never written.
+
+    No save evicts, counts or replaces it without need. Recognizing it decodes no more than a small JSON file, and
+    imports neither numpy nor a backend.
+    """
+
+    name: str  # as `CheckpointView.format` says it
+    open: Callable[[Location], Reader]  # opens what `is_file` accepts, or `in_folder` returns
+    # Whether a file is one, by its name and by what its first bytes look like (see `foreign.file_looks_like`).
+    is_file: Callable[[Location, str], bool] = lambda _, look: False  # noqa: ARG005
+    # Name of an item → the file or folder to open, in a folder with these names; empty if that is something else. The
+    # only item, or tree, is ''; the item `JSON_ITEM` is JSON.
+    in_folder: Callable[[Location, Set[str]], Mapping[str, Location]] = lambda _, names: {}  # noqa: ARG005
+    # Its folders are named like steps, and look-ups take it for one. All others are read by their own path alone, and
+    # are something else than a checkpoint for look-ups.
+    is_step: bool = False
+    reads_msgpack: bool = True  # leaves are restored by the rules of msgpack files: numpy arrays, on the host

@@ -1,0 +1,183 @@
+"""Read ``.npz`` files, as big_vision and ViT publish them: a zip archive with an ``.npy`` file for each array.
+
+Names with slashes become nested dicts. Arrays of two raw bytes are bfloat16, which numpy writes without its name. What
+holds Python objects is refused: to unpickle it would run code.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from flax_ckpt_compat._core.array_boxes import full_box
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import (
+    ChecksumError,
+    CorruptCheckpointError,
+    NameCollisionError,
+    UnsupportedLeafError,
+)
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage import OpenedFile
+from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.tree import Node, Path, from_leaves
+from flax_ckpt_compat._discovery import foreign
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
+
+SUFFIX, _ARRAY_SUFFIX = ".npz", ".npy"
+_BUFFER, _PIECE = 64 * 2**10, 16 * 2**20
+_LOCAL_HEADER = 30  # bytes before the name, whose length is at 26, and that of what follows it at 28
+_ENCRYPTED = 1
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, NotImplementedError)
+
+
+class NpzReader(Reader):
+    """Reader of one file; the locator of an array is its member, and the offset of its bytes if they are plain."""
+
+    format = Format.MSGPACK
+    places_on_device, keeps_lists = False, False
+
+    def __init__(self, location: Location):
+        """Read the archive's directory, and the header of each array."""
+        self.location = location.unlisted()
+        self._opened = self.location.open_file()
+        with self._naming_damage():
+            self._archive = zipfile.ZipFile(io.BufferedReader(_Stream(self._opened), _BUFFER))
+            members = {member.filename: member for member in self._archive.infolist()}
+            if len(members) < len(self._archive.infolist()):
+                raise ValueError("a name twice")
+            leaves = [self._leaf(member) for member in members.values()]
+        self.tree = _tree(leaves)
+
+    def _leaf(self, member: zipfile.ZipInfo) -> LeafHandle:
+        name = member.filename.removesuffix(_ARRAY_SUFFIX)
+        if name == member.filename or member.flag_bits & _ENCRYPTED:
+            raise self._unsupported(name, "is no array" if name == member.filename else "is encrypted")
+        header, length = self._header(member)
+        dtype = self._dtype(name, header.dtype)
+        path: Path = (name,)
+        nbytes = header.size * dtype.itemsize
+        if length + nbytes != member.file_size:
+            raise ValueError(f"{name} has {member.file_size - length} bytes, and needs {nbytes}")
+        is_plain = member.compress_type == zipfile.ZIP_STORED and (header.is_c_order or len(header.shape) < 2)
+        offset = self._data_offset(member) + length if is_plain else None
+        return LeafHandle(path, LeafKind.ARRAY, header.shape, dtype, nbytes, name, self, (member, offset))
+
+    def _header(self, member: zipfile.ZipInfo) -> Any:
+        from flax_ckpt_compat._discovery.layouts import npy_header  # numpy, which look-ups do without
+
+        with self._archive.open(member) as stream:
+            header = npy_header.read(stream)
+            return header, stream.tell()
+
+    def _dtype(self, name: str, dtype: Any) -> Any:
+        from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
+
+        if dtype.hasobject:
+            raise self._unsupported(name, "holds Python objects (a pickle), which are not opened: unpickling runs code")
+        if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
+            return dtype_from_name("bfloat16")
+        if not is_storable(dtype):
+            raise self._unsupported(name, f"is of the dtype {dtype}")
+        return dtype
+
+    def _data_offset(self, member: zipfile.ZipInfo) -> int:
+        start = member.header_offset
+        head = self._opened.read(start, start + _LOCAL_HEADER)
+        if len(head) < _LOCAL_HEADER:
+            raise EOFError("the end of the file")
+        lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        return start + _LOCAL_HEADER + lengths
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        """See `flax_ckpt_compat._core.backend.Reader.read`."""
+        return [self._read(one) for one in handles]
+
+    def _read(self, one: LeafHandle | ArraySlice) -> Any:
+        from flax_ckpt_compat._discovery.layouts import npy_header, raw_arrays
+
+        handle = one if isinstance(one, LeafHandle) else one.handle
+        member, offset = handle.locator
+        if offset is not None:
+            return raw_arrays.read(self.location, offset, one)
+        with self._naming_damage(handle.name), self._archive.open(member) as stream:
+            whole = npy_header.read_array(stream, handle)
+        return whole if isinstance(one, LeafHandle) else one.cut(whole)
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
+        """Yield the whole of what decodes only as a whole; see `Reader.boxes`."""
+        return super().boxes(handle, nbytes) if handle.locator[1] is not None else iter([full_box(handle.shape)])
+
+    def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
+        """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
+        if handle is not None:
+            with self._naming_damage(handle.name, ChecksumError), self._archive.open(handle.locator[0]) as stream:
+                while stream.read(_PIECE):
+                    pass
+        return True
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._archive.close()
+
+    @contextmanager
+    def _naming_damage(
+        self, leaf: str | None = None, error: type[CorruptCheckpointError] = CorruptCheckpointError
+    ) -> Iterator[None]:
+        try:
+            with translated(self.path):
+                yield
+        except _DAMAGE as cause:
+            if isinstance(cause, CorruptCheckpointError | UnsupportedLeafError):
+                raise
+            what = f"{leaf} does not decode" if leaf else "it does not decode"
+            message = f"{self.path}: {what} ({cause!r:.200}); restore the file from a backup, or download it again"
+            raise error(message, path=self.path, leaf=leaf) from cause
+
+    def _unsupported(self, name: str, what: str) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"{self.path}: {name} {what}; save the arrays alone with the program that wrote it",
+            path=self.path,
+            leaf=name,
+        )
+
+
+def _tree(leaves: Sequence[LeafHandle]) -> Node:
+    """Return the tree that names with slashes spell, or a flat one if they are no key paths."""
+    for separator in ("/", None):
+        for leaf in leaves:
+            leaf.path = tuple(leaf.name.split(separator)) if separator else (leaf.name,)
+        if all("" not in leaf.path for leaf in leaves):
+            with suppress(NameCollisionError):
+                return from_leaves({leaf.path: leaf for leaf in leaves})
+    return from_leaves({leaf.path: leaf for leaf in leaves})
+
+
+class _Stream(io.RawIOBase):
+    """One version of a file as a stream that can be searched."""
+
+    def __init__(self, opened: OpenedFile):
+        self._opened, self._at = opened, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._opened.size}[whence]
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        data = self._opened.read(self._at, min(self._at + len(target), self._opened.size))
+        target[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+LAYOUT = ReadOnlyLayout("npz", NpzReader, lambda path, look: look == foreign.ZIP and path.name.endswith(SUFFIX))

@@ -1,0 +1,256 @@
+"""Write the values of a new OCDBT database to its data files, on several threads.
+
+Each thread appends to a file of its own, so that the system writes and syncs several at once. Bytes are written from
+the memory that they are in, and their checksums are computed by the thread that writes them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core.array_boxes import Shape, full_box
+from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor, sync_directory
+from flax_ckpt_compat._core.local.temporaries import create_directory, create_file
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
+from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+
+from .files import ByteRange
+from .ocdbt_encode import INLINE_BYTES
+from .tensorstore_codecs import Encoder, crc32c
+from .zarr import CHECKSUM_NBYTES, Encoding
+
+_log = logging.getLogger("flax_ckpt_compat")
+_THREADS = min(8, os.cpu_count() or 1)
+# A file that has so many bytes gets no more values: it is synced, and uploaded, beside the next.
+FILE_BYTES = 64 << 20
+# Values are handed to a thread in batches of about this size.
+BATCH_BYTES = 16 << 20
+# For one system call.
+_MAX_PIECES = 512  # below every system's limit (IOV_MAX, 1024 on Linux)
+_BUFFERED_BYTES = 4 << 20
+_WRITEBACK_FROM_BYTES = 8 << 20
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """One chunk of an array, and where it is once it is written."""
+
+    key: str
+    data: Any  # bytes, or an array in C order; None once it is written
+    encoding: Encoding
+    shape: Shape = ()  # of an array as it is stored: at the edge of a larger one, with zeros behind it on some axes
+    may_change: bool = False  # whether other threads of the program may write to the array meanwhile
+    place: ByteRange | None = None  # relative to the database, or None if it became small enough for the index
+    inline: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the data."""
+        return len(self.data) if isinstance(self.data, bytes) else int(self.data.nbytes)
+
+    def stored(self) -> memoryview:
+        """Return the bytes that are stored, before they are encoded."""
+        if isinstance(self.data, bytes):
+            return memoryview(self.data)
+        return memory.as_bytes(np.ascontiguousarray(padded(self.data, self.shape)))
+
+
+def padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
+    """Return an array with zeros behind it on each axis, if it is smaller than a shape."""
+    if array.shape == shape:
+        return array
+    larger = np.zeros(shape, array.dtype)
+    larger[full_box(array.shape)] = array
+    return larger
+
+
+class DataFiles:
+    """The data files of one database."""
+
+    def __init__(self, path: str, sums: dict[str, bytes] | None) -> None:
+        """Write to a database in an existing directory.
+
+        ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
+        self.names: list[str] = []  # relative to the database
+        self._path, self._sums = path, sums
+        self._pool, self._tasks = Pool(_THREADS, "flax-ckpt-data"), collections.deque[tuple[Once, int]]()
+        self._free = collections.deque[_DataFile]()  # files that no thread is writing to
+        self._abandoned = False
+        self._changing: list[tuple[Value, Any]] = []  # those that may change, with their data
+        self._encoder: Encoder | None = None
+
+    def submit(self, values: list[Value], nbytes: int) -> None:
+        """Write values, of so many bytes and with the same codec if any, in the background."""
+        codec = next((value.encoding.codec for value in values if value.encoding.codec is not None), None)
+        if codec is not None and self._encoder is None:
+            self._encoder = Encoder([codec, "crc32c"])
+        self._tasks.append((self._pool.submit(self._write, values), nbytes))
+
+    def wait(self, nbytes: int = 0) -> None:
+        """Wait until at most so many bytes are left to be written; raise a failure."""
+        while self._tasks and (sum(size for _, size in self._tasks) > nbytes or self._tasks[0][0].done):
+            self._tasks[0][0].result()
+            self._tasks.popleft()
+
+    def append(self, data: bytes) -> ByteRange:
+        """Write a node of the index, once all values are written; return its place."""
+        file = self._take()
+        try:
+            return file.append([memoryview(data)])
+        finally:
+            self._free.append(file)
+
+    def finish(self) -> None:
+        """Sync and close all files once everything is written, and compare what may have changed."""
+        comparing = [functools.partial(self._has_changed, *one) for one in self._changing]
+        work: list[Callable[[], bool | None]] = [*comparing, *(file.close for file in self._free)]
+        found = in_parallel(lambda call: call(), work, _THREADS)
+        changed = [value.key for (value, _), has_changed in zip(self._changing, found, strict=False) if has_changed]
+        self._free.clear()
+        self._changing.clear()
+        if changed:
+            what = "changed while it was saved, so the checkpoint has a mixture of its values, without a checksum"
+            _log.warning("The array of the chunk %s %s; let no thread write to it meanwhile", one_line(changed), what)
+        if self.names:
+            sync_directory(os.path.join(self._path, DATA_DIRECTORY))
+
+    def abandon(self, *, wait: bool) -> None:
+        """Begin nothing more, and close the files; ``wait`` for what the threads are writing."""
+        self._abandoned = True
+        self._pool.cancel(wait=wait)
+        self._close_abandoned()
+
+    def _close_abandoned(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._free.popleft().discard()
+
+    def _write(self, values: list[Value]) -> None:
+        file = self._take()
+        try:
+            for value in values:
+                self._put(file, value)
+            file.flush()
+        finally:
+            self._free.append(file)
+            if self._abandoned:
+                self._close_abandoned()
+
+    def _take(self) -> _DataFile:
+        """Return a file for more values."""
+        with suppress(IndexError):
+            while True:
+                file = self._free.popleft()
+                if file.size < FILE_BYTES:
+                    return file
+                file.close()
+        if not self.names:
+            with suppress(FileExistsError):  # another thread makes it
+                create_directory(os.path.join(self._path, DATA_DIRECTORY))
+        file = _DataFile(self._path, f"{DATA_DIRECTORY}/{os.urandom(16).hex()}")
+        self.names.append(file.name)
+        return file
+
+    def _put(self, file: _DataFile, value: Value) -> None:
+        """Write a value, and drop its data."""
+        data, encoding = value.stored(), value.encoding
+        if encoding.codec is not None and self._encoder is not None:
+            encoded = self._encoder.encode(np.frombuffer(data, np.uint8))
+            if len(encoded) <= INLINE_BYTES:
+                value.inline = encoded
+            else:
+                value.place = file.append([memoryview(encoded)])
+        elif encoding.checksums:
+            data = memoryview(bytes(data)) if value.may_change else data
+            value.place = file.append([data, memoryview(crc32c(data).to_bytes(CHECKSUM_NBYTES, "little"))])
+        elif self._sums is None:
+            value.place = file.append([data])
+        elif value.may_change:
+            self._changing.append((value, value.data))
+            value.place = self._put_copied(file, value.key, data)
+        else:
+            self._sums[value.key] = checksums.of_blocks(data)
+            value.place = file.append([data])
+        value.data = None
+
+    def _put_copied(self, file: _DataFile, key: str, data: memoryview) -> ByteRange:
+        """Write a value block by block from a copy, so that what is summed is what is written; return its place."""
+        assert self._sums is not None
+        sums, start = list[bytes](), file.size
+        copy = memory.empty((min(len(data), checksums.BLOCK_BYTES),), np.dtype(np.uint8))
+        for at in range(0, len(data), len(copy)):
+            block = np.frombuffer(data[at : at + len(copy)], np.uint8)
+            copy[: len(block)] = block
+            sums.append(checksums.of_blocks(copy[: len(block)].data))
+            file.append([copy[: len(block)].data])
+            file.flush()
+        self._sums[key] = b"".join(sums)
+        return ByteRange(file.name, start, len(data))
+
+    def _has_changed(self, value: Value, data: Any) -> bool:
+        """Return whether a value changed while it was written, and then drop its checksums."""
+        assert self._sums is not None
+        found = checksums.of_blocks(dataclasses.replace(value, data=data).stored())
+        if found == self._sums[value.key]:
+            return False
+        del self._sums[value.key]
+        return True
+
+
+class _DataFile:
+    """A new data file, to which one thread at a time appends."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name, self.size = name, 0  # relative to the folder; bytes, with those that are not written yet
+        self._path = os.path.join(folder, name)
+        self._descriptor = create_file(self._path)
+        self._pieces: list[memoryview] = []
+        self._buffered = self._handed_over = 0
+
+    def append(self, pieces: Sequence[memoryview]) -> ByteRange:
+        """Add a value, which must not change before `flush`; return its place."""
+        place = ByteRange(self.name, self.size, sum(map(len, pieces)))
+        self._pieces += pieces
+        self._buffered += place.length
+        self.size += place.length
+        if self._buffered >= _BUFFERED_BYTES or len(self._pieces) >= _MAX_PIECES:
+            self.flush()
+        return place
+
+    def flush(self) -> None:
+        """Write what was added."""
+        while self._pieces:
+            written = os.writev(self._descriptor, self._pieces[:_MAX_PIECES])
+            if not written:
+                raise OSError("the file system accepted no bytes")
+            memory.drop_first(self._pieces, written)
+        self._buffered = 0
+        if self.size - self._handed_over >= _WRITEBACK_FROM_BYTES:
+            # The disk writes while the next values are prepared, so the final sync is short.
+            start_writeback(self._descriptor, self._handed_over, self.size - self._handed_over)
+            self._handed_over = self.size
+
+    def close(self) -> None:
+        """Write and sync everything, and close the file."""
+        try:
+            self.flush()
+            sync_descriptor(self._descriptor, self._path)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Close the file as it is."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,164 @@
+"""``.npz`` files, as numpy writes them and big_vision and ViT publish them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import traverse_util
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.backend import ArraySlice
+from tests.support.layouts import assert_every_function_reads, assert_same
+
+PARAMS = {
+    "params": {
+        "embedding": {"kernel": np.arange(24, dtype=np.float32).reshape(2, 3, 4), "bias": np.arange(4.0)},
+        "Transformer": {"encoderblock_0": {"MlpBlock_3": {"kernel": np.asfortranarray(np.arange(6).reshape(2, 3))}}},
+        "cls": np.zeros((0, 3), np.float16),
+    },
+    "step": np.array(7),
+}
+SAVES = {"stored": np.savez, "compressed": np.savez_compressed}
+
+
+@pytest.fixture(params=SAVES)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of arrays that are named by their key paths."""
+    SAVES[request.param](tmp_path / "ViT-B_16.npz", **traverse_util.flatten_dict(PARAMS, sep="/"))
+    return tmp_path / "ViT-B_16.npz"
+
+
+def test_every_function_reads_it(file: Path, tmp_path: Path) -> None:
+    """Names with slashes are nested; arrays in Fortran's order have the same values."""
+    assert_every_function_reads(file, PARAMS, "npz", tmp_path / "converted")
+
+
+def test_checksums_are_verified(file: Path) -> None:
+    """The archive has a CRC-32 of each array, and `verify` finds what differs from it."""
+    assert flax_ckpt_compat.verify(file).ok
+    with zipfile.ZipFile(file) as archive:
+        member = archive.getinfo("params/embedding/kernel.npy")
+    content = bytearray(file.read_bytes())
+    at = member.header_offset + 30 + len(member.filename) + member.compress_size
+    content[at] ^= 1
+    file.write_bytes(content)
+    assert flax_ckpt_compat.verify(file).damaged
+
+
+def test_slices(file: Path) -> None:
+    """A slice is what numpy cuts out, whatever the order and the compression."""
+    with flax_ckpt_compat.open_checkpoint(file) as view:
+        for name, box in (("params/embedding/kernel", np.s_[1:2, 0:3, 2:4]),
+                          ("params/Transformer/encoderblock_0/MlpBlock_3/kernel", np.s_[0:2, 1:2])):  # fmt: skip
+            handle = view.leaves()[name]
+            (found,) = handle.reader.read([ArraySlice(handle, box)])
+            expected = traverse_util.flatten_dict(PARAMS, sep="/")[name][box]
+            assert_same(found, np.ascontiguousarray(expected))
+
+
+def test_two_raw_bytes_are_bfloat16(tmp_path: Path) -> None:
+    """numpy writes bfloat16 as raw bytes, which big_vision takes for what they were."""
+    expected = np.arange(5, dtype=ml_dtypes.bfloat16)
+    np.savez(tmp_path / "a.npz", w=expected.view("V2"))
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz"), {"w": expected})
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a//b", "c"), ("/a",), ("a/",)])
+def test_names_that_are_no_key_paths(names: tuple[str, ...], tmp_path: Path) -> None:
+    """They stay flat, all of them."""
+    np.savez(tmp_path / "a.npz", **dict.fromkeys(names, np.ones(2)))
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz"), dict.fromkeys(names, np.ones(2)))
+
+
+def test_foreign_byte_orders_stay(tmp_path: Path) -> None:
+    """An array comes back with the dtype that numpy gives."""
+    np.savez(tmp_path / "a.npz", w=np.arange(3, dtype=">i4"))
+    assert_same(flax_ckpt_compat.restore(tmp_path / "a.npz"), {"w": np.arange(3, dtype=">i4")})
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """An array of objects is refused by name, and its pickle is not run."""
+    ran = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (ran,))
+
+    np.savez(tmp_path / "a.npz", good=np.ones(3), bad=np.array([Hostile()], dtype=object))
+    for call in (flax_ckpt_compat.restore, flax_ckpt_compat.plan_restore, flax_ckpt_compat.open_checkpoint):
+        with pytest.raises(errors.UnsupportedLeafError, match="bad holds Python objects"):
+            call(tmp_path / "a.npz")
+    assert not flax_ckpt_compat.verify(tmp_path / "a.npz").ok
+    assert not ran.exists()
+
+
+def test_it_is_no_checkpoint_of_a_directory(file: Path) -> None:
+    """Under a checkpoint's name it is refused, and neither counted nor removed."""
+    file.rename(file.with_name("checkpoint_1"))
+    with pytest.raises(errors.UnrecognizedFormatError, match=r"\.npz"):
+        flax_ckpt_compat.restore(file.with_name("checkpoint_1"))
+    for step in (2, 3):
+        checkpoints.save_checkpoint(file.parent, {"w": np.ones(2)}, step, keep=1)
+    assert file.with_name("checkpoint_1").exists()
+
+
+def archive(**members: bytes) -> bytes:
+    """A zip archive of these files."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as found:
+        for name, content in members.items():
+            found.writestr(name.replace("_npy", ".npy"), content)
+    return stream.getvalue()
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    """An ``.npy`` file with a header of this text."""
+    text = header.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+GOOD = npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", bytes(8))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        archive(a_npy=GOOD)[:-1],
+        archive(a_npy=GOOD)[:60],
+        archive(a_npy=GOOD[:-1]),
+        archive(a_npy=GOOD + b"\0"),
+        archive(a_npy=b""),
+        archive(a_npy=b"\x93NUMPY\x09\x00"),
+        archive(a_npy=npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}", bytes(8))),
+        archive(a_npy=npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2**70,)}", bytes(8))),
+        archive(a_npy=npy("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,)}")),
+        archive(a_npy=npy("__import__('os').system('false')")),
+        archive(a_npy=npy("{'descr': '<q9', 'fortran_order': False, 'shape': (2,)}", bytes(8))),
+        archive(a_npy=npy("(" * 110)),
+        archive(a_npy=GOOD).replace(b"a.npy", b"b.npy", 1),
+    ],
+)  # fmt: skip
+def test_damage_is_told(content: bytes, tmp_path: Path) -> None:
+    """What does not decode is an error that names the file, before any array is allocated."""
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(errors.CorruptCheckpointError, match=r"a\.npz"):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")
+
+
+FIELDS = npy("{'descr': [('x', '<f4')], 'fortran_order': False, 'shape': (2,)}", bytes(8))
+
+
+@pytest.mark.parametrize("content", [archive(notes=b"text"), archive(a_npy=FIELDS)], ids=["text", "fields"])
+def test_what_is_no_plain_array_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Other files in the archive, and structured arrays, are not left out silently."""
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a\.npz"):
+        flax_ckpt_compat.restore(tmp_path / "a.npz")

@@ -1,0 +1,221 @@
+"""The indexes that we write: TensorStore's own driver finds in them what was put there, and so does our decoder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import data_files, ocdbt, ocdbt_encode, ocdbt_merge, tensorstore_codecs
+from flax_ckpt_compat.orbax_backend.files import ByteRange
+from flax_ckpt_compat.orbax_backend.ocdbt_nodes import Rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import location_of
+from tests.support import ocdbt_files as made
+from tests.support.profiles import examples
+
+# Of up to 1,024 bytes inline, of more in a file.
+_values = st.one_of(st.binary(max_size=40), st.sampled_from([bytes(1024), bytes(1025), b"x" * 3000]))
+# Zeros within names, and beginnings that are shared; none ends in a zero, as no key of zarr does.
+_names = st.text(st.sampled_from("ab/\0é"), max_size=12).map(lambda name: f"{name}/0".encode())
+_contents = st.dictionaries(_names, _values, min_size=1, max_size=30)
+
+
+def write(path: Path, values: dict[bytes, bytes]) -> None:
+    """Write a database with these values, those of more than 1,024 bytes in a data file."""
+    path.mkdir()
+    (path / "d").mkdir()
+    outside = [value for value in values.values() if len(value) > 1024]
+    (path / "d" / "values").write_bytes(b"".join(outside))
+    ends = iter(np.cumsum([0, *map(len, outside)]).tolist())
+    places = [(len(value), 0, next(ends)) if len(value) > 1024 else (len(value), -1, 0) for value in values.values()]
+    lengths, numbers, offsets = np.array(places, np.int64).T
+    inline = [value for value in values.values() if len(value) <= 1024]
+    keys = ocdbt_encode.array_of(list(values))
+    rows = Rows(keys, lengths, numbers, offsets, inline, ["d/values"])
+    nodes = path / "d" / "nodes"
+
+    def append(node: bytes) -> ByteRange:
+        with open(nodes, "ab") as file:
+            file.write(node)
+            return ByteRange("d/nodes", file.tell() - len(node), len(node))
+
+    (path / "manifest.ocdbt").write_bytes(ocdbt_encode.write_index(rows, append))
+
+
+def dumped(path: Path) -> Any:
+    """The newest version in the manifest, as TensorStore shows it."""
+    return ts.ocdbt.dump(ts.KvStore.open(f"file://{path}/").result()).result()["versions"][-1]
+
+
+def by_tensorstore(path: Path) -> dict[bytes, bytes]:
+    """All values that TensorStore finds, by listing and by looking up."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+    return {bytes(key): bytes(store.read(key).result().value) for key in store.list().result()}
+
+
+def by_us(path: Path) -> dict[bytes, bytes]:
+    """All values that our decoder finds."""
+
+    def read(value: bytes | ByteRange) -> bytes:
+        if isinstance(value, bytes):
+            return value
+        return (path / value.file).read_bytes()[value.offset : value.offset + value.length]
+
+    return {key: read(value) for key, value in ocdbt.read_entries(location_of(path)).items()}
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(contents=_contents, node_bytes=st.sampled_from([60, 300, 8 << 20]), compress=st.booleans())
+def test_tensorstore_finds_what_was_put(
+    tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], node_bytes: int, compress: bool
+) -> None:
+    """In trees of any height, and in any order; its statistics are those of the format."""
+    path = tmp_path_factory.mktemp("index") / "c"
+    with (
+        mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
+        mock.patch.object(ocdbt_encode, "_COMPRESS_FROM_BYTES", 0 if compress else 1 << 30),
+    ):
+        write(path, contents)
+    assert by_tensorstore(path) == contents
+    assert by_us(path) == contents
+    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
+        assert by_us(path) == contents
+    assert dumped(path)["root"]["statistics"] == {
+        "num_keys": len(contents),
+        "num_tree_bytes": (path / "d" / "nodes").stat().st_size,
+        "num_indirect_value_bytes": sum(len(value) for value in contents.values() if len(value) > 1024),
+    }
+
+
+def test_a_tree_of_several_levels(tmp_path: Path) -> None:
+    """TensorStore descends it, also to the first and the last key of each node."""
+    contents = {f"layer_{number:03}/kernel/0.0".encode(): b"%d" % number for number in range(200)}
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 300):
+        write(tmp_path / "c", contents)
+    assert dumped(tmp_path / "c")["root_height"] >= 3
+    assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
+
+
+def test_a_node_of_one_entry(tmp_path: Path) -> None:
+    """What precedes its key is the whole key; in arrays, too, it is found."""
+    contents = {b"a/0": b"1", b"b/0": b"2"}
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 1), mock.patch.object(ocdbt, "_ROWS_FROM", 1):
+        write(tmp_path / "c", contents)
+        assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
+
+
+def test_names_of_very_different_lengths(tmp_path: Path) -> None:
+    """Up to the longest that the format has; they are not padded to that."""
+    contents = {b"%05d" % number + b"n" * 10 ** (number % 5) + b"/0": b"%d" % number for number in range(400)}
+    contents[b"z" * 65_533 + b"/0"] = b"last"
+    write(tmp_path / "c", contents)
+    assert ocdbt_encode.array_of(list(contents)).dtype == object
+    assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
+
+
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    """Two processes that wrote one chunk would lose one of them."""
+    keys, numbers = ocdbt_encode.array_of([b"b/0", b"a/0", b"b/0"]), np.full(3, -1)
+    rows = Rows(keys, np.ones(3, np.int64), numbers, np.zeros(3, np.int64), [b"1", b"2", b"3"], [])
+    for node_bytes in (8 << 20, 1):
+        with (
+            mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
+            pytest.raises(ValueError, match="'b/0' would be in the index twice"),
+        ):
+            ocdbt_encode.write_index(rows, lambda node: ByteRange("d/x", 0, len(node)))
+
+
+@pytest.mark.parametrize("bits", [1, 7, 8, 14, 21, 28, 35, 63, 64])
+def test_numbers_of_any_width(bits: int) -> None:
+    """As the format writes them: 7 bits a byte, the lowest first."""
+    numbers = [0, 1, 127, 128, 2**bits - 1, 2 ** (bits - 1)]
+    assert ocdbt_encode.varints(np.array(numbers, np.uint64)) == made.column(numbers)
+    assert ocdbt_encode.varints([]) == b""
+
+
+def _merged(path: Path, parts: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
+    path.mkdir()
+    names = [f"ocdbt.process_{number}" for number in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        write(path / name, part)
+    ocdbt_merge.merge(str(path), names, location_of(path))
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(contents=_contents, owners=st.lists(st.integers(0, 3), min_size=30, max_size=30))
+def test_what_many_wrote_is_merged(
+    tmp_path_factory: pytest.TempPathFactory, contents: dict[bytes, bytes], owners: list[int]
+) -> None:
+    """TensorStore and we find all values through the one index, in the files of each process."""
+    path, parts = tmp_path_factory.mktemp("merge") / "c", [dict[bytes, bytes]() for _ in range(4)]
+    for (key, value), owner in zip(contents.items(), owners, strict=False):
+        parts[owner][key] = value
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
+        expected = _merged(path, [part for part in parts if part])
+    assert by_tensorstore(path) == expected == by_us(path)
+
+
+def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
+    """Of a process that TensorStore wrote for, in nodes with and without a common beginning of their keys."""
+    expected = {}
+    for number, node_bytes in enumerate((300, 8 << 20)):
+        spec = {
+            "driver": "ocdbt",
+            "base": f"file://{tmp_path}/c/ocdbt.process_{number}/",
+            "config": {"max_decoded_node_bytes": node_bytes, "max_inline_value_bytes": 100},
+        }
+        store, transaction = ts.KvStore.open(spec).result(), ts.Transaction(atomic=True)
+        for item in range(50):
+            expected[key := b"params/dense_%d/%d/0" % (item, number)] = bytes([item]) * (item * 4)
+            store.with_transaction(transaction)[key] = expected[key]
+        transaction.commit_sync()
+    names = ["ocdbt.process_0", "ocdbt.process_1"]
+    ocdbt_merge.merge(str(tmp_path / "c"), names, location_of(tmp_path / "c"))
+    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
+
+
+def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
+    """The error names the process, and no index is left that lacks its values."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = ocdbt_merge.read_rows
+
+        def damaging(location: Any, base: str, locate: Any) -> Any:
+            if base == "ocdbt.process_1/":
+                file = tmp_path / "c" / base / "d" / "nodes"
+                file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+            return real(location, base, locate)
+
+        patch.setattr(ocdbt_merge, "read_rows", damaging)
+        with pytest.raises(
+            StorageError, match=r"ocdbt\.process_1 could not be merged with those of the other processes"
+        ):
+            _merged(tmp_path / "c", [{b"a/0": b"1"}, {b"b/0": b"2"}])
+    assert sorted(os.listdir(tmp_path / "c")) == ["ocdbt.process_0", "ocdbt.process_1"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 16])
+def test_crc32c_by_tensorstore(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no package computes it, its codec does (RFC 3720)."""
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    monkeypatch.setattr(checksums, "crc32c", None, raising=False)
+    assert tensorstore_codecs.crc32c(data) == made.crc32c(data)
+
+
+def test_encoded_buffers_are_decoded() -> None:
+    """By the decoder, on several threads, for more sizes than arrays are kept open for."""
+    encoder = tensorstore_codecs.Encoder([{"name": "zstd", "configuration": {"level": 1}}])
+    buffers = [np.arange(size, dtype=np.uint8) for size in (*range(1, 150), 1 << 20)]
+    encoded = data_files.in_parallel(encoder.encode, buffers, 8)
+    for one, buffer in zip(encoded, buffers, strict=True):
+        assert tensorstore_codecs.decode(one, "zstd", len(buffer)) == buffer.tobytes()

@@ -1,0 +1,167 @@
+"""Stores that `etils.epath` reaches and TensorStore does not: az://, and path classes that users register."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from flax import serialization
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core import orbax_layout as layout
+from tests.support.layouts import assert_same
+from tests.support.store_places import AnyBucket
+
+TREE = {
+    "params": {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "h": np.ones(5, ml_dtypes.bfloat16)},
+    "step": 7,
+    "name": "run",
+    "large": np.arange(300_000, dtype=np.int32),
+}
+
+
+@pytest.fixture(params=[pytest.param("az_bucket", marks=pytest.mark.slow), "shelf"])
+def place(request: pytest.FixtureRequest) -> AnyBucket:
+    """An empty place of each."""
+    found: AnyBucket = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=["msgpack", "orbax"])
+def format(request: pytest.FixtureRequest) -> str:
+    """Each format of saves."""
+    return str(request.param)
+
+
+def test_saves_and_restores(place: AnyBucket, format: str) -> None:
+    """All functions take the URL, as text and as an epath; look-ups, retention and overwriting are as elsewhere."""
+    run = f"{place.url}/run"
+    for step in (1, 2, 3):
+        path = f"{run}/checkpoint_{step}"
+        flax_ckpt_compat.save(epath.Path(path), {**TREE, "step": step}, format=format)
+    assert checkpoints.latest_checkpoint(run) == f"{run}/checkpoint_3"
+    assert checkpoints.available_steps(run) == [1, 2, 3]
+    assert_same(flax_ckpt_compat.restore(run), {**TREE, "step": 3})
+    assert_same(checkpoints.restore_checkpoint(epath.Path(run), {**TREE, "step": 0}, step=2), {**TREE, "step": 2})
+    assert flax_ckpt_compat.plan_restore(run, TREE).format == format
+    assert not flax_ckpt_compat.verify(run).damaged
+    with flax_ckpt_compat.open_checkpoint(f"{run}/checkpoint_1") as view:
+        assert view.read("params/w")["params"]["w"].tolist() == TREE["params"]["w"].tolist()
+    with pytest.raises(errors.CheckpointError):
+        flax_ckpt_compat.save(f"{run}/checkpoint_3", TREE, format=format)
+    flax_ckpt_compat.save(f"{run}/checkpoint_3", {**TREE, "step": 33}, format=format, overwrite=True)
+    assert_same(flax_ckpt_compat.restore(run), {**TREE, "step": 33})
+    assert not [key for key in place.keys("run/") if layout.BEGUN in key]
+
+
+def test_keep_and_overwrite(place: AnyBucket, flag: bool) -> None:
+    """The drop-in functions leave what they leave on a disk."""
+    run = f"{place.url}/run"
+    for step in range(1, 5):
+        checkpoints.save_checkpoint(run, TREE, step, keep=2)
+    assert checkpoints.available_steps(run) == [3, 4]
+    with pytest.raises(errors.InvalidCheckpointError):
+        checkpoints.save_checkpoint(run, TREE, 2)
+    checkpoints.save_checkpoint(run, {**TREE, "step": 2}, 2, overwrite=True)
+    assert {key.split("/")[1] for key in place.keys("run/")} == {"checkpoint_2"}
+    assert_same(checkpoints.restore_checkpoint(run, None), {**TREE, "step": 2})
+
+
+def test_real_orbax_reads_what_is_uploaded(place: AnyBucket, tmp_path: Path) -> None:
+    """A folder is what a save on a disk is, and ends with the file that Orbax writes last in stores."""
+    flax_ckpt_compat.save(f"{place.url}/run/checkpoint_1", TREE, format="orbax")
+    assert f"run/checkpoint_1/{layout.COMMIT_FILE}" in place.keys("run/")
+    place.download("run/checkpoint_1", tmp_path / "here")
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "here")
+    np.testing.assert_array_equal(found["params"]["w"], TREE["params"]["w"])
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=str)
+def test_what_real_orbax_wrote(options: dict[str, Any], place: AnyBucket, tmp_path: Path) -> None:
+    """Arrays with codecs, which TensorStore reads, and arrays in files of their own restore as from a disk."""
+    tree = {"w": jax.numpy.arange(1000.0), "b": np.ones((3, 2), np.int8)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "it", args=ocp.args.PyTreeSave(tree))
+    place.upload(tmp_path / "it", "run/it")
+    assert_same(flax_ckpt_compat.restore(f"{place.url}/run/it"), tree)
+
+
+def test_an_upload_that_never_ended_counts_as_nothing(place: AnyBucket) -> None:
+    """Look-ups skip it; an older complete step is the latest."""
+    run = f"{place.url}/run"
+    for step in (1, 2):
+        flax_ckpt_compat.save(f"{run}/checkpoint_{step}", {**TREE, "step": step}, format="orbax")
+    place.delete(f"run/checkpoint_2/{layout.COMMIT_FILE}")
+    place.put(f"run/checkpoint_2/{layout.BEGUN}.{2**31}.{'0' * 32}", b"")
+    assert checkpoints.available_steps(run) == [1]
+    assert_same(flax_ckpt_compat.restore(run), {**TREE, "step": 1})
+    with pytest.raises(errors.IncompleteCheckpointError):
+        flax_ckpt_compat.restore(f"{run}/checkpoint_2")
+
+
+def test_other_layouts(place: AnyBucket, tmp_path: Path) -> None:
+    """Files of other programs are read from there, too."""
+    np.savez(tmp_path / "a.npz", **{"a/b": np.ones(3)})
+    place.put("models/a.npz", (tmp_path / "a.npz").read_bytes())
+    place.put("models/flax_model.msgpack", serialization.to_bytes({"a": np.ones(2)}))
+    assert_same(flax_ckpt_compat.restore(f"{place.url}/models/a.npz"), {"a": {"b": np.ones(3)}})
+    (done,) = flax_ckpt_compat.convert(f"{place.url}/models/flax_model.msgpack", f"{place.url}/out/it", "orbax")
+    assert done.error is None
+    assert_same(flax_ckpt_compat.restore(f"{place.url}/out/it"), {"a": np.ones(2)})
+
+
+def test_what_is_missing(place: AnyBucket) -> None:
+    """A folder that is not there is one without checkpoints; nothing is taken for one that was lost."""
+    assert checkpoints.restore_checkpoint(f"{place.url}/none", {"w": 1}) == {"w": 1}
+    with pytest.raises(errors.CheckpointNotFoundError):
+        flax_ckpt_compat.restore(f"{place.url}/none")
+
+
+def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
+    """No cache of a client outlives it."""
+    run = f"{place.url}/run"
+    flax_ckpt_compat.save(f"{run}/checkpoint_1", TREE, format="msgpack")
+    assert checkpoints.available_steps(run) == [1]
+    place.put("run/checkpoint_2", place.get("run/checkpoint_1"))
+    assert checkpoints.available_steps(run) == [1, 2]
+    place.delete("run/checkpoint_2")
+    assert checkpoints.available_steps(run) == [1]
+
+
+def test_one_warning(place: AnyBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save says what such a store cannot promise; the next ones do not repeat it."""
+    from flax_ckpt_compat._core.epath_store import storage
+
+    monkeypatch.setattr(storage, "_warned", set())
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        for step in (1, 2):
+            checkpoints.save_checkpoint(f"{place.url}/run", {"w": np.ones(2)}, step, keep=5)
+    assert sum("no conditional writes" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_a_container_that_is_not_there(az_bucket: AnyBucket) -> None:
+    """It is an error, as a missing bucket is: a run must not begin anew for a typo."""
+    assert az_bucket.keys() == []
+    with pytest.raises(errors.StorageError, match="there is no container 'no-such-one'"):
+        checkpoints.restore_checkpoint("az://no-such-one/run", {"w": 1})
+
+
+def test_unknown_schemes_are_refused() -> None:
+    """What epath does not know is an error that names what is known."""
+    with pytest.raises(errors.StorageError, match="the scheme 'ftp://' is unknown"):
+        flax_ckpt_compat.restore("ftp://host/run")
+
+
+def test_epath_keeps_what_pathlib_would_mangle() -> None:
+    """A URL that went through pathlib is refused with the remedy."""
+    with pytest.raises(errors.StorageError, match="epath"):
+        flax_ckpt_compat.restore(Path("az://box/run"))

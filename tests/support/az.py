@@ -1,0 +1,134 @@
+"""An az:// store on loopback: Azurite of Microsoft, behind a proxy that notes requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tests.support.gs import forward
+from tests.support.s3 import Folders, Proxy
+
+# Azurite's own account, documented.
+_ACCOUNT = "devstoreaccount1"
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_PATIENCE = 60.0  # s
+
+
+def why_not() -> str | None:
+    """Why the store cannot run here; None where it can."""
+    if importlib.util.find_spec("adlfs") is None:
+        return "adlfs is not installed (extra 'az')"
+    return None if shutil.which("azurite-blob") else "Azurite is not installed (npm install -g azurite)"
+
+
+@dataclasses.dataclass(frozen=True)
+class AzProxy:
+    """A server, and the proxy before it.
+
+    Attributes:
+        port: of the server.
+        proxy: of the library's requests.
+    """
+
+    port: int
+    proxy: Proxy
+
+
+@dataclasses.dataclass(frozen=True)
+class AzBucket(Folders):
+    """An empty container for one test; the same methods as `tests.support.s3.Bucket`, by Microsoft's own client.
+
+    Attributes:
+        name: of the container.
+        proxy: that all requests of the library pass.
+        client: of the container, past the proxy.
+    """
+
+    name: str
+    proxy: Proxy
+    client: Any = dataclasses.field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """Of the container."""
+        return f"az://{self.name}"
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Of all blobs."""
+        return sorted(self.client.list_blob_names(name_starts_with=prefix))
+
+    def get(self, key: str) -> bytes:
+        """A blob's content."""
+        return bytes(self.client.download_blob(key).readall())
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes a blob."""
+        self.client.upload_blob(key, content, overwrite=True)
+
+    def delete(self, key: str) -> None:
+        """Deletes a blob."""
+        self.client.delete_blob(key)
+
+
+def connection(url: str) -> str:
+    """The connection string for a server at a URL."""
+    return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={url}/{_ACCOUNT};"
+
+
+@contextmanager
+def serving() -> Iterator[AzProxy]:
+    """A new store behind a proxy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
+    command += ["--skipApiVersionCheck", "--disableTelemetry"]
+    with (
+        tempfile.TemporaryFile() as told,
+        subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL) as process,
+    ):
+        try:
+            end = time.monotonic() + _PATIENCE
+            while True:
+                assert process.poll() is None, f"the server ended: {command}"
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                assert time.monotonic() < end, "the server did not answer"
+                time.sleep(0.05)
+            proxy = Proxy(functools.partial(forward, port))
+            yield AzProxy(port, proxy)
+            proxy.close()
+        finally:
+            process.kill()
+
+
+def new_bucket(server: AzProxy) -> AzBucket:
+    """A container with a name of its own."""
+    from azure.storage.blob import ContainerClient
+
+    name = f"b-{uuid.uuid4().hex[:12]}"
+    client = ContainerClient.from_connection_string(connection(f"http://127.0.0.1:{server.port}"), name)
+    client.create_container()
+    return AzBucket(name, server.proxy, client)
+
+
+def forget_clients() -> None:
+    """Let fsspec open a new client: it keeps one, which read the variables of another server."""
+    import fsspec
+
+    fsspec.get_filesystem_class("az").clear_instance_cache()
+
+
+def environment(server: AzProxy) -> dict[str, str]:
+    """The variables that lead the library, and its subprocesses, to the proxy."""
+    return {"AZURE_STORAGE_CONNECTION_STRING": connection(server.proxy.url)}

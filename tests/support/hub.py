@@ -1,0 +1,148 @@
+"""A hub of Hugging Face on loopback: what its Python client asks of a model repository, over files in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_REPO = "org/model"
+_SHA = "1" * 40
+
+
+def why_not() -> str | None:
+    """Why the client cannot be used here; None where it can."""
+    return None if importlib.util.find_spec("huggingface_hub") else "huggingface_hub is not installed (extra 'hf')"
+
+
+@dataclasses.dataclass
+class Hub:
+    """A server with one repository, ``org/model``.
+
+    Attributes:
+        files: path in the repository → content.
+        log: method and path of each request.
+        address: of the server.
+    """
+
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    log: list[str] = dataclasses.field(default_factory=list)
+    address: str = ""
+
+    @property
+    def url(self) -> str:
+        """Of the repository."""
+        return f"hf://{_REPO}"
+
+    def entry(self, path: str) -> dict[str, Any]:
+        """What lists and look-ups say of a file."""
+        content = self.files[path]
+        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
+
+    def tree(self, folder: str, *, recursive: bool) -> list[dict[str, Any]] | None:
+        """A list of a folder; None if there is none."""
+        prefix = f"{folder}/" if folder else ""
+        inside = [path for path in sorted(self.files) if path.startswith(prefix)]
+        if not inside and folder:
+            return None
+        folders = {
+            prefix + "/".join(parts[:depth])
+            for parts in (path[len(prefix) :].split("/") for path in inside)
+            for depth in range(1, len(parts))
+            if recursive or depth == 1
+        }
+        files = [path for path in inside if recursive or "/" not in path[len(prefix) :]]
+        oid = "0" * 40
+        return [{"type": "directory", "oid": oid, "size": 0, "path": path} for path in sorted(folders)] + [
+            self.entry(path) for path in files
+        ]
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            hub.log.append(f"{self.command} {self.path}")
+            parts = urllib.parse.urlsplit(self.path)
+            path = urllib.parse.unquote(parts.path)
+            query = dict(urllib.parse.parse_qsl(parts.query))
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if match := re.fullmatch(rf"/api/models/{_REPO}/tree/[^/]+/?(.*)", path):
+                is_recursive = query.get("recursive", "").lower() in ("true", "1")
+                found = hub.tree(match[1], recursive=is_recursive)
+                self._json(found) if found is not None else self._missing()
+            elif re.fullmatch(rf"/api/models/{_REPO}/paths-info/[^/]+", path):
+                self._json([hub.entry(one) for one in _paths(body) if one in hub.files])
+            elif re.fullmatch(rf"/api/models/{_REPO}(/revision/[^/]+)?", path):
+                self._json({"id": _REPO, "modelId": _REPO, "sha": _SHA, "private": False, "tags": [], "siblings": []})
+            elif (match := re.fullmatch(rf"/{_REPO}/resolve/[^/]+/(.+)", path)) and match[1] in hub.files:
+                self._file(hub.files[match[1]])
+            else:
+                is_of_repository = path.startswith((f"/{_REPO}/", f"/api/models/{_REPO}"))
+                self._missing("EntryNotFound" if is_of_repository else "RepoNotFound")
+
+        do_HEAD = do_POST = do_GET
+
+        def _file(self, content: bytes) -> None:
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            if asked is None:
+                self._send(200, content, [])
+                return
+            start, stop = int(asked[1]), int(asked[2]) + 1 if asked[2] else len(content)
+            if start >= len(content):
+                self._send(416, b"", [("Content-Range", f"bytes */{len(content)}")])
+                return
+            part = content[start:stop]
+            self._send(206, part, [("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(content)}")])
+
+        def _json(self, content: Any) -> None:
+            self._send(200, json.dumps(content).encode(), [("Content-Type", "application/json")])
+
+        def _missing(self, code: str = "EntryNotFound") -> None:
+            self._send(404, b"{}", [("X-Error-Code", code), ("Content-Type", "application/json")])
+
+        def _send(self, status: int, content: bytes, headers: list[tuple[str, str]]) -> None:
+            self.send_response(status)
+            common = [("Content-Length", str(len(content))), ("ETag", f'"{hashlib.sha1(content).hexdigest()}"')]
+            for name, value in [*headers, *common, ("X-Repo-Commit", _SHA)]:
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+def _paths(body: bytes) -> list[str]:
+    text = body.decode()
+    found = json.loads(text)["paths"] if text.startswith("{") else urllib.parse.parse_qs(text).get("paths", [])
+    return [found] if isinstance(found, str) else list(found)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A hub without files."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server.daemon_threads = True
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
