@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,15 @@ def test_a_thread_that_ends_before_it_has_begun(monkeypatch: pytest.MonkeyPatch)
     assert thread_pools.run_apart(threading.get_ident, "never") == threading.get_ident()
     assert in_parallel(abs, [-1, -2, -3]) == [1, 2, 3]
     assert time.monotonic() - began < 10
+
+
+def test_a_task_that_was_withdrawn_has_no_result() -> None:
+    """Who wants it learns that it never ran, and does not take None for what it returned."""
+    ran = list[int]()
+    task = Once(ran.append, 1)
+    task.withdraw()
+    task.run()
+    assert task.done and task.wait(0)
+    with pytest.raises(CancelledError):
+        task.result()
+    assert not ran
