@@ -56,10 +56,19 @@ class _Client:
             retries={"total_max_attempts": 1},  # `retrying.retry` does that
             s3={"addressing_style": "path" if self.endpoint else "auto"},  # as TensorStore does
         )
-        verify = os.environ.get("TENSORSTORE_CA_BUNDLE")
-        return get_session().create_client(
+        verify, session = os.environ.get("TENSORSTORE_CA_BUNDLE"), get_session()
+        session.register_component("data_loader", _service_models())
+        return session.create_client(
             "s3", region_name=self.region, endpoint_url=self.endpoint, verify=verify, config=config
         )
+
+
+@functools.cache
+def _service_models() -> Any:
+    """Return what reads botocore's descriptions of services, each once: they take most of the time of a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 @functools.cache
