@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 _log = logging.getLogger("flax_ckpt_compat")
 _ETAG = b"\0"  # before the ETag in TensorStore's version of an object of s3:// (measured)
 _AT_ONCE = 32  # connections, as many as TensorStore's
+# A connection that is closed before the answer is common; TensorStore tries again by itself, too.
+_RECONNECTIONS, _RECONNECTION_SECONDS = 4, 0.05
 _SERVER_FAILED = 500
 _NOT_IMPLEMENTED = 501
 _TRANSIENT = (408, 409, 429)  # 409: another request for the object is being executed
@@ -133,7 +136,14 @@ def _send(client: _Client, url: str, etag: str) -> bool | None:
     try:
         with _lock:
             s3 = client.s3
-        s3.delete_object(Bucket=bucket, Key=key, IfMatch=etag)
+        for number in range(_RECONNECTIONS + 1):
+            try:
+                s3.delete_object(Bucket=bucket, Key=key, IfMatch=etag)
+                break
+            except exceptions.ConnectionClosedError:
+                if number == _RECONNECTIONS:
+                    raise
+                time.sleep(_RECONNECTION_SECONDS * (number + 1))
     except exceptions.ClientError as error:
         client.has_answered = True
         return _outcome(client, url, error)
