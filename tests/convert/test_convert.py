@@ -653,6 +653,7 @@ def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
 
 
+@needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 @pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
 def test_each_folder_is_synced_with_all_that_is_in_it(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a power loss takes names of a converted checkpoint that has its own already."""
