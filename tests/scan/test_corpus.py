@@ -22,7 +22,8 @@ KNOWN_GAPS = {"mmap_header"}
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """What each program that is asked for printed, and the lines that an error came through, by flag."""
-    items = [item for item in request.session.items if "runs" in getattr(item, "fixturenames", ())]
+    own = [item for item in request.session.items if item.path == request.path]
+    items = [item for item in own if "runs" in getattr(item, "fixturenames", ())]
     wanted = {item.callspec.params["program"] for item in items}  # type: ignore[attr-defined]
     runnable = [program for program in RUNNABLE if program in wanted]
     out, _ = run_python("import sys; from tests.scan.running import run_all; run_all(sys.argv[1:])", *runnable)
