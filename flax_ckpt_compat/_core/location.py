@@ -14,15 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from flax_ckpt_compat._core.errors import ArgumentError, CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
-from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
-from flax_ckpt_compat._core.storage import OpenedFile, Storage
-from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.storage import OpenedFile, RemoteStorage, Storage
+from flax_ckpt_compat._core.storage_errors import translated
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
@@ -38,14 +36,8 @@ def _looks(doing: str = "") -> Callable[[_Method[_Rest, _Result]], _Method[_Rest
     def decorate(method: _Method[_Rest, _Result]) -> _Method[_Rest, _Result]:
         @functools.wraps(method)
         def look(self: Location, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
-            try:
+            with translated(self.path, doing):
                 return method(self, *args, **kwargs)
-            except CheckpointError:
-                raise
-            except OSError as error:
-                if is_of_handler(error):
-                    raise
-                raise storage_error(self.path, error, doing) from error
 
         return look
 
@@ -293,7 +285,7 @@ def of_text(path: str) -> Location:
     _refuse_mangled(path)
     if is_url(path):
         storage = _storage_of(path.partition("://")[0].lower())
-        return Location(_normal_url(path, storage), storage)
+        return Location(storage.normal(path), storage)
     try:
         return Location(os.path.abspath(local(path)), LOCAL)
     except FileNotFoundError as error:  # of the working directory
@@ -302,7 +294,7 @@ def of_text(path: str) -> Location:
 
 
 @functools.lru_cache(maxsize=64)
-def _storage_of(scheme: str) -> Storage:
+def _storage_of(scheme: str) -> RemoteStorage:
     """Return the storage of a scheme; that of object stores also refuses those that none has."""
     if scheme in ("s3", "gs"):
         return _STORES
@@ -313,14 +305,6 @@ def _storage_of(scheme: str) -> Storage:
     from flax_ckpt_compat._core.epath_store.storage import EpathStorage
 
     return EpathStorage(scheme, found)
-
-
-def _normal_url(path: str, storage: Storage) -> str:
-    if storage is _STORES:
-        return retrying.normal(path)
-    from flax_ckpt_compat._core.epath_store.storage import normal
-
-    return normal(path)
 
 
 def resolved(path: str) -> Location:

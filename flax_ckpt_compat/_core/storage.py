@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.upload import Upload
 
 # What is read with the request that opens a file.
 HEAD_BYTES = 64 * 2**10
+_SLASHES_OF_BUCKET = 2
 
 
 class OpenedFile(abc.ABC):
@@ -238,3 +239,47 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
         """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""
+
+
+class RemoteStorage(Storage):
+    """A store: paths are URLs, and a folder exists while a file is below it."""
+
+    is_remote = True
+    names_processes = sets_aside = False
+    max_key, max_inside = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
+
+    @abc.abstractmethod
+    def normal(self, path: str) -> str:
+        """Return a URL with a lower-case scheme, without ``.``, ``..`` and redundant slashes."""
+
+    @abc.abstractmethod
+    def discard_one(self, path: str, listing: Listing | None) -> None:
+        """Remove one checkpoint; raise StorageError on failure."""
+
+    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
+        failures = {}
+        for path in doomed:
+            try:
+                self.discard_one(path, listing)
+            except StorageError as error:
+                failures[path] = error
+        return failures
+
+    def resolve(self, path: str) -> str:
+        return path
+
+    def can_hold(self, path: str) -> bool:
+        return path.count("/") > _SLASHES_OF_BUCKET
+
+    def identity(self, path: str) -> None:
+        """Return None: folders have no identity, and files are compared by their version."""
+
+    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:  # noqa: ARG002
+        """Return nothing: nothing is set aside."""
+        return []
+
+    def is_shared(self, directory: str) -> bool:  # noqa: ARG002
+        """Return False: each look asks the store, so there is nothing to ``refresh`` either."""
+        return False
+
+    refresh = is_shared

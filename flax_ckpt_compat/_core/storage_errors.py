@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError, storage_error_of
@@ -58,19 +59,23 @@ _CREDENTIALS = {
 }
 
 
-@contextmanager
-def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+class translated:  # noqa: N801  (a function that returns a context; each look-up enters one, so it is no generator)
     """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; see `storage_error`.
 
     Errors of this library tell already what happened, such as that the source of a conversion is damaged."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except kinds as error:
-        if is_of_handler(error):
-            raise
-        raise storage_error(path, error, doing) from error
+
+    __slots__ = ("_doing", "_kinds", "_path")
+
+    def __init__(self, path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,)):
+        self._path, self._doing, self._kinds = path, doing, kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if not isinstance(error, self._kinds) or isinstance(error, CheckpointError) or is_of_handler(error):
+            return
+        raise storage_error(self._path, error, self._doing) from error
 
 
 def is_denied(error: StorageError) -> bool:

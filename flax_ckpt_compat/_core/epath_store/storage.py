@@ -26,28 +26,31 @@ from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.writer_markers import is_expired
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, Storage
+from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 from flax_ckpt_compat._core.upload import Upload
 
 _log = logging.getLogger("flax_ckpt_compat")
 _HEAD, _AT_ONCE = 32, 16
-_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
-_SLASHES_OF_BUCKET = 2
 _warned: set[str] = set()  # schemes
 
 
-class EpathStorage(Storage):
-    """The store of one scheme; paths are URLs."""
+class EpathStorage(RemoteStorage):
+    """The store of one scheme."""
 
-    is_remote = True
     has_client = False
-    names_processes = sets_aside = False
 
     def __init__(self, scheme: str, files: Files):
         """Keep what reaches the files."""
         self._scheme, self._files = scheme, files
+
+    def normal(self, path: str) -> str:
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
+        if not bucket:
+            raise StorageError(f"{path} names no bucket; write {scheme}://bucket/folder", path=path)
+        return f"{scheme.lower()}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
     # Names and listings.
 
@@ -88,17 +91,11 @@ class EpathStorage(Storage):
     def files_below(self, path: str, listing: Listing | None = None) -> list[str]:
         return self._keys(path, listing)
 
-    def resolve(self, path: str) -> str:
-        return path
-
     def why_too_long(self, path: str) -> str | None:
         size = len(path.partition("://")[2].encode())
-        if size <= _MAX_KEY - _MAX_INSIDE:
+        if size <= self.max_key - self.max_inside:
             return None
-        return f"{size} bytes, and up to {_MAX_INSIDE} for its files, are more than stores allow"
-
-    def can_hold(self, path: str) -> bool:
-        return path.count("/") > _SLASHES_OF_BUCKET
+        return f"{size} bytes, and up to {self.max_inside} for its files, are more than stores allow"
 
     # Files.
 
@@ -133,9 +130,6 @@ class EpathStorage(Storage):
 
     def version(self, path: str) -> bytes:
         return self._files.info(path).version.encode()
-
-    def identity(self, path: str) -> None:
-        """Return None: folders have no identity, and files are compared by their version."""
 
     def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:
         before = self._of_checkpoint(path)
@@ -241,7 +235,7 @@ class EpathStorage(Storage):
         else:
             self._publish_file(temporary, path, new=new and not is_file)
             self._remove_folder(path, inside if both else [])
-        self._remove_folder(path + ARRAYS_POSTFIX, commit.arrays_among(self._keys(path + ARRAYS_POSTFIX, None)))
+        self._remove_arrays_beside(path)
 
     def _delete_file(self, path: str, is_there: bool) -> None:
         if is_there:
@@ -299,22 +293,15 @@ class EpathStorage(Storage):
         for key in set(keys).difference(rest):
             self._files.delete(f"{path}/{key}")
 
-    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:  # noqa: ARG002
-        failures = {}
-        for path in doomed:
-            try:
-                with translated(path, "removed"):
-                    self._files.delete(path)
-                    self._remove_folder(path, self._files.below(path))
-                    arrays = path + ARRAYS_POSTFIX
-                    self._remove_folder(arrays, commit.arrays_among(self._keys(arrays, None)))
-            except StorageError as error:
-                failures[path] = error
-        return failures
+    def discard_one(self, path: str, listing: Listing | None) -> None:  # noqa: ARG002
+        with translated(path, "removed"):
+            self._files.delete(path)
+            self._remove_folder(path, self._files.below(path))
+            self._remove_arrays_beside(path)
 
-    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:  # noqa: ARG002
-        """Return nothing: nothing is set aside."""
-        return []
+    def _remove_arrays_beside(self, path: str) -> None:
+        arrays = path + ARRAYS_POSTFIX
+        self._remove_folder(arrays, commit.arrays_among(self._keys(arrays, None)))
 
     # Saves by several processes.
 
@@ -327,14 +314,6 @@ class EpathStorage(Storage):
 
     def join_upload(self, fields: dict[str, str]) -> Upload:
         raise AssertionError(fields)
-
-    # Other machines.
-
-    def is_shared(self, directory: str) -> bool:  # noqa: ARG002
-        """Return False: each look asks the store, so there is nothing to ``refresh`` either."""
-        return False
-
-    refresh = is_shared
 
     # TensorStore.
 
@@ -388,12 +367,3 @@ def _taken(path: str) -> ConcurrentWriteError:
     return ConcurrentWriteError(
         f"{path}: another process wrote this checkpoint, and it stays; pass overwrite=True to replace it", path=path
     )
-
-
-def normal(path: str) -> str:
-    """Normalize a URL: resolve ``.`` and ``..``, and remove redundant slashes."""
-    scheme, _, rest = path.partition("://")
-    bucket, _, key = rest.partition("/")
-    if not bucket:
-        raise StorageError(f"{path} names no bucket; write {scheme}://bucket/folder", path=path)
-    return f"{scheme.lower()}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")

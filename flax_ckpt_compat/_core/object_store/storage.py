@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.object_store import (
     client,
@@ -19,22 +18,20 @@ from flax_ckpt_compat._core.object_store import (
     uploads,
 )
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
-from flax_ckpt_compat._core.storage import Storage
+from flax_ckpt_compat._core.storage import RemoteStorage
 from flax_ckpt_compat._core.storage_errors import not_found, store_errors
 from flax_ckpt_compat._core.upload import Upload
 
-_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
-_SLASHES_OF_BUCKET = 2
 # Of what TensorStore itself tries again, for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
 
 
-class ObjectStorage(Storage):
-    """An object store; paths are URLs."""
+class ObjectStorage(RemoteStorage):
+    """An object store that TensorStore has a client for."""
 
-    is_remote = True
-    names_processes = sets_aside = False
+    def normal(self, path: str) -> str:
+        return retrying.normal(path)
 
     def listing(self, path: str) -> Listing:
         return client.listing(path)
@@ -57,17 +54,12 @@ class ObjectStorage(Storage):
     def files_below(self, path: str, listing: Listing | None = None) -> list[str]:
         return client.keys(path, listing)
 
-    def resolve(self, path: str) -> str:
-        return path
-
     def why_too_long(self, path: str) -> str | None:
         size = len(retrying.key_of(path).encode())
-        if size <= _MAX_KEY - _MAX_INSIDE:
+        if size <= self.max_key - self.max_inside:
             return None
-        return f"{size} bytes without the bucket, and up to {_MAX_INSIDE} for its files, are more than the store allows"
-
-    def can_hold(self, path: str) -> bool:
-        return path.count("/") > _SLASHES_OF_BUCKET
+        inside = f"up to {self.max_inside} for its files"
+        return f"{size} bytes without the bucket, and {inside}, are more than the store allows"
 
     def size(self, path: str, listing: Listing | None = None) -> int:
         return client.size(path, listing)
@@ -97,9 +89,6 @@ class ObjectStorage(Storage):
         if found == client.NO_OBJECT:
             raise not_found(path)
         return found
-
-    def identity(self, path: str) -> None:
-        """Return None: folders have no identity, and objects are compared by their version."""
 
     def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:
         return client.watch(path, listing)
@@ -154,24 +143,8 @@ class ObjectStorage(Storage):
         uploads.check_sizes(temporary, path)  # before anything in the store changes
         commit.publish(temporary, path, new=new, known=listing, after=after)
 
-    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
-        failures = {}
-        for path in doomed:
-            try:
-                removal.discard(path, listing)
-            except StorageError as error:
-                failures[path] = error
-        return failures
-
-    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:  # noqa: ARG002
-        """Return nothing: stores need not set anything aside."""
-        return []
-
-    def is_shared(self, directory: str) -> bool:  # noqa: ARG002
-        """Return False: stores show at once what others change, so there is nothing to ``refresh`` either."""
-        return False
-
-    refresh = is_shared
+    def discard_one(self, path: str, listing: Listing | None) -> None:
+        removal.discard(path, listing)
 
     def kvstore(self, path: str) -> dict[str, Any]:
         return client.spec(path)
