@@ -6,7 +6,8 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -83,37 +84,35 @@ class ChecksummedFile:
         self._read_units(parts, values, summed)
 
     def _read_units(self, parts: dict[int, list[Part]], values: list[Any], summed: set[int]) -> None:
-        def read(row: list[int]) -> None:
-            for unit in row:
-                self._read_unit(unit, parts[unit], values, summed=unit in summed)
-
         units, threads = sorted(parts), self._source.threads
-        length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
-        if len(units) * UNIT >= _THREADS_FROM_BYTES:
-            rows = [units[at : at + length] for at in range(0, len(units), length)]
-            in_parallel(read, rows, threads, in_runs=True)
+        if len(units) * UNIT < _THREADS_FROM_BYTES:
+            self._read_row(parts, values, summed, units)
         else:
-            for unit in units:
-                self._read_unit(unit, parts[unit], values, summed=unit in summed)
+            length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
+            rows = [units[at : at + length] for at in range(0, len(units), length)]
+            in_parallel(functools.partial(self._read_row, parts, values, summed), rows, threads, in_runs=True)
         self._verify(summed, parts)
 
-    def _read_unit(self, unit: int, parts: list[Part], values: list[Any], *, summed: bool) -> None:
-        first, last = unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
-        if not summed:
-            first, last = parts[0][0], max(stop for _, stop, _ in parts)
-        pieces, copied, overlapping = _lay_out(parts, first, last)
-        self._check_end(self._source.read_pieces(pieces, first), first, last, parts)
-        if summed:
-            checksum = 0
-            for piece in pieces:
-                checksum = checksums.crc32(piece, checksum)
-            self._units[unit] = checksum
-        for part in overlapping:
-            data = np.empty(part[1] - part[0], np.uint8).data
-            self._check_end(self._source.read_pieces([data], part[0]), part[0], part[1], [part])
-            copied.append((part, data))
-        if copied:
-            copy_parts(copied, values)
+    def _read_row(
+        self, all_parts: dict[int, list[Part]], values: list[Any], summed: Container[int], row: Iterable[int]
+    ) -> None:
+        for unit in row:
+            parts, first, last = all_parts[unit], unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
+            if unit not in summed:
+                first, last = parts[0][0], max(stop for _, stop, _ in parts)
+            pieces, copied, overlapping = _lay_out(parts, first, last)
+            self._check_end(self._source.read_pieces(pieces, first), first, last, parts)
+            if unit in summed:
+                checksum = 0
+                for piece in pieces:
+                    checksum = checksums.crc32(piece, checksum)
+                self._units[unit] = checksum
+            for part in overlapping:
+                data = np.empty(part[1] - part[0], np.uint8).data
+                self._check_end(self._source.read_pieces([data], part[0]), part[0], part[1], [part])
+                copied.append((part, data))
+            if copied:
+                copy_parts(copied, values)
 
     def _check_end(self, count: int, start: int, stop: int, parts: Iterable[Part]) -> None:
         """Raise if fewer bytes than those of a range were read."""

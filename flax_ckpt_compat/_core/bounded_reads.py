@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
@@ -39,13 +39,24 @@ def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
         yield handle
 
 
-def read_all(wanted: Sequence[LeafHandle | ArraySlice]) -> list[Any]:
-    """Read leaves and slices in the given order, each with its own reader."""
+def reader_of(one: LeafHandle | ArraySlice) -> Reader:
+    """Return the reader of a leaf, or of what a slice is of."""
+    return (one if isinstance(one, LeafHandle) else one.handle).reader
+
+
+def read_all(
+    wanted: Sequence[LeafHandle | ArraySlice],
+    choose: Callable[[LeafHandle | ArraySlice], Reader] = reader_of,
+    *,
+    mapped: bool = False,
+) -> list[Any]:
+    """Read leaves and slices in the given order, each with its own reader, or the one that ``choose`` returns."""
     values: list[Any] = [None] * len(wanted)
     groups: dict[Reader, list[int]] = {}
     for number, one in enumerate(wanted):
-        groups.setdefault((one if isinstance(one, LeafHandle) else one.handle).reader, []).append(number)
+        groups.setdefault(choose(one), []).append(number)
     for reader, numbers in groups.items():
-        for number, value in zip(numbers, reader.read([wanted[number] for number in numbers]), strict=True):
+        found = reader.read([wanted[number] for number in numbers], mapped=mapped)
+        for number, value in zip(numbers, found, strict=True):
             values[number] = value
     return values

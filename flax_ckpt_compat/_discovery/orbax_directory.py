@@ -86,7 +86,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """What a directory holds by the rules for those of Orbax."""
+    """Description of a directory by the rules for those of Orbax."""
 
     layout: Layout | None
     missing: str = ""  # what a checkpoint lacks; empty for a complete one

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import bounded_reads, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -191,13 +191,8 @@ class _ReaderOfSeveral(Reader):
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """See `Reader.read`."""
-        owners = [(one.handle if isinstance(one, ArraySlice) else one).reader for one in handles]
-        if self._others is not None:
-            owners = [owner if owner in self._others else self._reader for owner in owners]
-        values: list[Any] = [None] * len(handles)
-        for owner in dict.fromkeys(owners):
-            mine = [number for number, one in enumerate(owners) if one is owner]
-            found = owner.read([handles[number] for number in mine], mapped=mapped)
-            for number, value in zip(mine, found, strict=True):
-                values[number] = value
-        return values
+        return bounded_reads.read_all(handles, self._reader_of, mapped=mapped)
+
+    def _reader_of(self, one: LeafHandle | ArraySlice) -> Reader:
+        own = bounded_reads.reader_of(one)
+        return own if self._others is None or own in self._others else self._reader

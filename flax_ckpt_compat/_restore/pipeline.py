@@ -88,9 +88,10 @@ class _Restore:
         with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause, ExitStack() as files:
             pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
             with self._telling_others(location.path, pause) if together else nullcontext():
-                opened = self._open(location, files)
+                is_for_checkpointer = self._checkpointer is not None and location.isdir()
+                opened = self._open(location, files, is_optional=is_for_checkpointer)
                 watch.lap("open")
-                plans = self._plan(location, opened)
+                plans = self._plan(opened, location if is_for_checkpointer else None)
                 watch.lap("plan")
             # Long reads do not pause the garbage collector, nor do waits for other processes.
             if together or not all(plan.is_short for plan in plans.items.values()):
@@ -126,8 +127,8 @@ class _Restore:
             self.give_up(path, error)
             raise
 
-    def _open(self, location: Location, files: ExitStack) -> opening.Opened | None:
-        """Open a checkpoint, and its item if it has one; None if only the given checkpointer may read it.
+    def _open(self, location: Location, files: ExitStack, *, is_optional: bool) -> opening.Opened | None:
+        """Open a checkpoint, and its item if it has one; if it ``is_optional``, None for one of an unknown format.
 
         ``files`` closes it."""
         try:
@@ -136,19 +137,20 @@ class _Restore:
             if len(opened.items) == 1:
                 opened.reader(*opened.items)
         except UnrecognizedFormatError:
-            if self._checkpointer is None or not location.isdir():
+            if not is_optional:
                 raise
             return None
         return opened
 
-    def _plan(self, location: Location, opened: opening.Opened | None) -> RestorePlan:
-        """Plan the restore of all leaves.
+    def _plan(self, opened: opening.Opened | None, for_checkpointer: Location | None) -> RestorePlan:
+        """Plan the restore of all leaves, of what the given checkpointer reads at a location if there is one.
 
         Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that a
         user's function computes, and structures that custom serialization refuses."""
-        if opened is None or (self._checkpointer is not None and location.isdir()):
-            plans = self._plan_with_checkpointer(location, opened)
+        if for_checkpointer is not None:
+            plans = self._plan_with_checkpointer(for_checkpointer, opened)
         else:
+            assert opened is not None
             plans = plan_all(opened, self._target, self._options)
         try:
             for plan in plans.items.values():

@@ -64,7 +64,7 @@ def _signature(request: SaveRequest, backend: Backend) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _OwnSave:
-    """What this process does for a save of several."""
+    """This process's part in a save of several."""
 
     request: SaveRequest
     coordinator: Coordinator

@@ -175,7 +175,7 @@ def restore_mixed(folder: str, orbax: bool, kind: str) -> None:
 def restore_unopened(folder: str, failing: int) -> list[str]:
     """Restores where one process cannot open the checkpoint."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no opening in this test")
 
     with pytest.MonkeyPatch().context() as patch:
