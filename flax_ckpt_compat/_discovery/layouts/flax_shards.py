@@ -11,11 +11,10 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.bounded_reads import read_all
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
 from flax_ckpt_compat._discovery.layouts.shard_index import files_of
 
 SUFFIX, INDEX_SUFFIX = ".msgpack", ".msgpack.index.json"
@@ -52,12 +51,7 @@ def _join(tree: Node, part: Node, file: Location) -> None:
     while pending:
         path, into, node = pending.pop()
         if not isinstance(into, Branch) or not isinstance(node, Branch):
-            raise CorruptCheckpointError(
-                f"{file}: {show_path(path)} is in another shard, too; restore the file from a backup, or download it "
-                "again",
-                path=file.path,
-                leaf=show_path(path),
-            )
+            raise damaged(file, f"{show_path(path)} is in another shard, too", show_path(path))
         for name, child in node.children.items():
             if name in into.children:
                 pending.append(((*path, name), into.children[name], child))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Set
 
 from flax_ckpt_compat._core.backend import Reader
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
 
 JSON_ITEM = "metadata"
@@ -30,3 +31,16 @@ class ReadOnlyLayout:
     # are something else than a checkpoint for look-ups.
     is_step: bool = False
     reads_msgpack: bool = True  # leaves are restored by the rules of msgpack files: numpy arrays, on the host
+
+
+def damaged(
+    file: Location, what: str, leaf: str | None = None, kind: type[CorruptCheckpointError] = CorruptCheckpointError
+) -> CorruptCheckpointError:
+    """Return the error for a file of another program that is damaged; ``what`` says how."""
+    message = f"{file}: {what}; restore the file from a backup, or download it again"
+    return kind(message, path=file.path, leaf=leaf)
+
+
+def bytes_of(file: Location, start: int, stop: int) -> bytes:
+    """Read bytes of a file; fewer at its end."""
+    return file.read(start, stop) if stop > start else b""

@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.storage import OpenedFile
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
 
 SUFFIX, _ARRAY_SUFFIX = ".npz", ".npy"
 _BUFFER, _PIECE = 64 * 2**10, 16 * 2**20
@@ -134,9 +134,7 @@ class NpzReader(Reader):
         except _DAMAGE as cause:
             if isinstance(cause, CorruptCheckpointError | UnsupportedLeafError):
                 raise
-            what = f"{leaf} does not decode" if leaf else "it does not decode"
-            message = f"{self.path}: {what} ({cause!r:.200}); restore the file from a backup, or download it again"
-            raise error(message, path=self.path, leaf=leaf) from cause
+            raise damaged(self.location, f"{leaf or 'it'} does not decode ({cause!r:.200})", leaf, error) from cause
 
     def _unsupported(self, name: str, what: str) -> UnsupportedLeafError:
         return UnsupportedLeafError(

@@ -9,8 +9,8 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery.layouts.layout import bytes_of, damaged
 
 
 def read(file: Location, offset: int, one: LeafHandle | ArraySlice) -> np.ndarray[Any, Any]:
@@ -32,16 +32,6 @@ def _rows(file: Location, offset: int, handle: LeafHandle, rows: slice) -> np.nd
     found = memory.empty(shape, handle.dtype)
     data = bytes_of(file, offset + rows.start * row, offset + rows.start * row + found.nbytes)
     if len(data) != found.nbytes:
-        raise CorruptCheckpointError(
-            f"{file}: {handle.name} ends after {len(data)} of {found.nbytes} bytes; restore the file from a backup, or "
-            "download it again",
-            path=file.path,
-            leaf=handle.name,
-        )
+        raise damaged(file, f"{handle.name} ends after {len(data)} of {found.nbytes} bytes", handle.name)
     memory.as_bytes(found)[:] = data
     return found
-
-
-def bytes_of(file: Location, start: int, stop: int) -> bytes:
-    """Read bytes of a file; fewer at its end."""
-    return file.read(start, stop) if stop > start else b""

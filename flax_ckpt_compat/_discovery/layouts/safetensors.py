@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, bytes_of, damaged
 from flax_ckpt_compat._discovery.layouts.shard_index import files_of
 
 # Those of safetensors 0.8, by numpy's names.
@@ -50,7 +50,7 @@ class SafetensorsReader(Reader):
         for file in files_of(self.location, SUFFIX) if location.name.endswith(INDEX_SUFFIX) else [self.location]:
             for path, leaf in self._leaves(file):
                 if path in leaves:
-                    raise _corrupt(file, f"{'.'.join(path)} is in another shard, too")
+                    raise damaged(file, f"{'.'.join(path)} is in another shard, too")
                 leaves[path] = leaf
         try:
             self.tree: Node = from_leaves(leaves)
@@ -60,10 +60,10 @@ class SafetensorsReader(Reader):
     def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
         size = file.size()
         try:
-            length = int.from_bytes(_bytes(file, 0, _LENGTH), "little")
+            length = int.from_bytes(bytes_of(file, 0, _LENGTH), "little")
             if length > min(_MAX_HEADER, size - _LENGTH):
                 raise ValueError(f"a header of {length} bytes, in a file of {size}")
-            header = json.loads(_bytes(file, _LENGTH, _LENGTH + length))
+            header = json.loads(bytes_of(file, _LENGTH, _LENGTH + length))
             kept = header.pop(METADATA, None) or {}
             paths = {name: tuple(path) for name, path in json.loads(kept.get(PATHS, "{}")).items()}
             for names, value in json.loads(kept.get(OURS, "[]")):
@@ -74,7 +74,7 @@ class SafetensorsReader(Reader):
         except _DECODE_ERRORS as error:
             if isinstance(error, UnsupportedLeafError | CorruptCheckpointError):
                 raise
-            raise _corrupt(file, f"its header does not decode ({error!r:.200})") from error
+            raise damaged(file, f"its header does not decode ({error!r:.200})") from error
 
     def _value(self, path: Path, value: Any) -> Any:
         if isinstance(value, dict):
@@ -96,7 +96,7 @@ class SafetensorsReader(Reader):
         nbytes = math.prod(shape) * dtype.itemsize
         is_list = isinstance(entry["shape"], list) and min(shape, default=0) >= 0
         if not is_list or not 0 <= start <= stop <= size - data or stop - start != nbytes:
-            raise _corrupt(file, f"{name} has the bytes {start} to {stop} of {size - data}, and needs {nbytes}", name)
+            raise damaged(file, f"{name} has the bytes {start} to {stop} of {size - data}, and needs {nbytes}", name)
         return LeafHandle(path, LeafKind.ARRAY, shape, dtype, nbytes, name, self, (file, data + start))
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
@@ -122,15 +122,6 @@ def _is_readable(path: Location, look: str) -> bool:
     if look != foreign.SAFETENSORS:
         return False
     return path.name.endswith(SUFFIX) or _WRITTEN_HERE in path.read(0, foreign.FIRST_BYTES)
-
-
-def _bytes(file: Location, start: int, stop: int) -> bytes:
-    return file.read(start, stop) if stop > start else b""
-
-
-def _corrupt(file: Location, what: str, leaf: str | None = None) -> CorruptCheckpointError:
-    message = f"{file}: {what}; restore the file from a backup, or download it again"
-    return CorruptCheckpointError(message, path=file.path, leaf=leaf)
 
 
 LAYOUT = ReadOnlyLayout("safetensors", SafetensorsReader, _is_readable)

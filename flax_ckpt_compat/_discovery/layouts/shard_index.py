@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, IncompleteCheckpointError
+from flax_ckpt_compat._core.errors import IncompleteCheckpointError
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery.layouts.layout import damaged
 
 _MAX_BYTES = 100_000_000  # as of a header of safetensors
 _DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -19,9 +20,9 @@ def files_of(index: Location, suffix: str) -> list[Location]:
         names = sorted(set(json.loads(text)["weight_map"].values()))
         bad = [name for name in names if not name.endswith(suffix) or not stays_inside(name)]
     except _DECODE_ERRORS as error:
-        raise _corrupt(index, f"it is not an index of {suffix} files ({error!r:.200})") from error
+        raise damaged(index, f"it is not an index of {suffix} files ({error!r:.200})") from error
     if bad:
-        raise _corrupt(index, f"it names {bad[0]!r:.100}, which is not a {suffix} file beside it")
+        raise damaged(index, f"it names {bad[0]!r:.100}, which is not a {suffix} file beside it")
     files = [index.parent / name for name in names]
     if lost := [file.name for file in files if not file.isfile()]:
         raise IncompleteCheckpointError(
@@ -30,8 +31,3 @@ def files_of(index: Location, suffix: str) -> list[Location]:
             path=index.path,
         )
     return files
-
-
-def _corrupt(index: Location, what: str) -> CorruptCheckpointError:
-    message = f"{index}: {what}; restore the file from a backup, or download it again"
-    return CorruptCheckpointError(message, path=index.path)
