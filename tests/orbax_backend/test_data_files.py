@@ -18,6 +18,7 @@ from flax_ckpt_compat.orbax_backend.zarr import Encoding
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat._core import checksums
 from tests.support import ocdbt_files as made
+from tests.support.changing_arrays import counting
 from tests.support.interpreters import run_python
 
 MIB = 1 << 20
@@ -195,22 +196,12 @@ def test_a_program_limits_the_time_of_a_save(tmp_path: Path) -> None:
 
 def test_checksums_of_arrays_that_may_change_are_of_what_is_written(tmp_path: Path) -> None:
     """Though another thread writes to the array; where it did, the checksum is left out."""
-    array, sums, ended = np.zeros(2 * MIB, np.int64), dict[str, bytes](), threading.Event()
-
-    def count() -> None:
-        while not ended.is_set():
-            np.add(array, 1, out=array)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
+    array, sums = np.zeros(2 * MIB, np.int64), dict[str, bytes]()
+    with counting(array):
         for number in range(5):
             (tmp_path / str(number)).mkdir()
             (data,) = written(tmp_path / str(number), [value("a", array, may_change=True)], sums)
             assert sums.pop("a", checksums.of_blocks(data)) == checksums.of_blocks(data)
-    finally:
-        ended.set()
-        thread.join()
 
 
 PEAK = """

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +10,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import config, restore, save
-
-
-@contextmanager
-def counting(array: np.ndarray[Any, Any]) -> Iterator[None]:
-    """Let a thread write growing numbers to all of an array."""
-    ended = threading.Event()
-
-    def count() -> None:
-        while not ended.is_set():
-            np.add(array, 1, out=array)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+from tests.support.changing_arrays import counting
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,19 @@ import dataclasses
 import functools
 import importlib.util
 import shutil
-import socket
 import subprocess
-import tempfile
-import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+from tests.support import servers
 from tests.support.gs import forward
 from tests.support.s3 import Folders, Proxy
 
 # Azurite's own account, documented.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-_PATIENCE = 60.0  # s
 
 
 def why_not() -> str | None:
@@ -88,28 +85,13 @@ def connection(url: str) -> str:
 @contextmanager
 def serving() -> Iterator[AzProxy]:
     """A new store behind a proxy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = servers.free_port()
     command = ["azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     command += ["--skipApiVersionCheck", "--disableTelemetry"]
-    with (
-        tempfile.TemporaryFile() as told,
-        subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL) as process,
-    ):
-        try:
-            end = time.monotonic() + _PATIENCE
-            while True:
-                assert process.poll() is None, f"the server ended: {command}"
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                assert time.monotonic() < end, "the server did not answer"
-                time.sleep(0.05)
-            proxy = Proxy(functools.partial(forward, port))
-            yield AzProxy(port, proxy)
-            proxy.close()
-        finally:
-            process.kill()
+    with servers.serving(command, port, stdin=subprocess.DEVNULL):
+        proxy = Proxy(functools.partial(forward, port))
+        yield AzProxy(port, proxy)
+        proxy.close()
 
 
 def new_bucket(server: AzProxy) -> AzBucket:

@@ -9,28 +9,25 @@ import dataclasses
 import functools
 import http.client
 import json
-import socket
 import subprocess
-import tempfile
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+from tests.support import servers
 from tests.support.s3 import ONLY_ONE_HOP, Answer, Fault, Folders, Proxy
 
 TOKEN = "test-token"
-_PATIENCE = 60.0  # s
 
 
 def forward(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
     """What the server at a port says to a request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=servers.PATIENCE)
     try:
         sent = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
         connection.request(method, path, body or None, sent)
@@ -51,7 +48,7 @@ def why_not() -> str | None:
     except RuntimeError as error:
         return f"fake-gcs-server has no binary for this machine: {error}"
     try:
-        subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
+        subprocess.run(command, capture_output=True, timeout=servers.PATIENCE, check=False)
     except OSError as error:
         return f"the binary of fake-gcs-server does not run here: {error}"
     return None
@@ -198,27 +195,11 @@ class GsBucket(Folders):
 @contextmanager
 def server_alone(environment: dict[str, str] | None = None) -> Iterator[int]:
     """The port of a new server without a proxy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = servers.free_port()
     at = ["-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
     command = [_binary(), "-scheme", "http", "-host", "127.0.0.1", "-backend", "memory", *at]
-    # Into a file: a pipe that nobody empties would stop the server.
-    with (
-        tempfile.TemporaryFile() as told,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told, stderr=told, env=environment) as process,
-    ):
-        try:
-            end = time.monotonic() + _PATIENCE
-            while True:
-                assert process.poll() is None, f"the server ended: {command}"
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                assert time.monotonic() < end, "the server did not answer"
-                time.sleep(0.02)
-            yield port
-        finally:
-            process.kill()
+    with servers.serving(command, port, stdin=subprocess.PIPE, environment=environment):
+        yield port
 
 
 @contextmanager
