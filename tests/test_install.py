@@ -190,6 +190,7 @@ def test_eight_threads(real: types.ModuleType, user: types.ModuleType) -> None:
     assert real.save_checkpoint is user.sc is original
 
 
+@pytest.mark.slow
 def test_first_imports_from_eight_threads() -> None:
     """Threads that install and threads that import Flax's module for the first time neither hang nor see originals."""
     out = run_python("""

@@ -80,8 +80,8 @@ def _values(folder: Path) -> dict[float, float]:
 @pytest.mark.parametrize(
     ("number", "flag"),
     [
-        (errno.EIO, True),
         (errno.ENOTCONN, False),
+        pytest.param(errno.EIO, True, marks=pytest.mark.slow),
         pytest.param(errno.EIO, False, marks=pytest.mark.slow),
         pytest.param(errno.ENOTCONN, True, marks=pytest.mark.slow),
     ],

@@ -181,7 +181,14 @@ def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("there", [(), ("_METADATA",), ("manifest.ocdbt",), ("_METADATA", "d")], ids="+".join)
+@pytest.mark.parametrize(
+    "there",
+    [
+        ("manifest.ocdbt",),
+        *(pytest.param(names, marks=pytest.mark.slow) for names in ((), ("_METADATA",), ("_METADATA", "d"))),
+    ],
+    ids="+".join,
+)
 def test_a_step_that_is_being_replaced_is_waited_for(replaced: Path, there: tuple[str, ...]) -> None:
     """Neither the step before it nor the target is what a restore wants, and what is there in part is not damaged."""
     whole, shown = replaced.with_name("whole"), replaced / "checkpoint_2"
@@ -198,6 +205,7 @@ def test_a_step_that_is_being_replaced_is_waited_for(replaced: Path, there: tupl
     later.join()
 
 
+@pytest.mark.slow
 def test_steps_that_stay_incomplete_are_skipped(
     replaced: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import zipfile
 from pathlib import Path
@@ -145,6 +146,7 @@ GOOD = npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", bytes(8))
         archive(a_npy=npy("(" * 110)),
         archive(a_npy=GOOD).replace(b"a.npy", b"b.npy", 1),
     ],
+    ids=itertools.count(),  # an archive holds the time at which it was made, and each worker has made its own
 )  # fmt: skip
 def test_damage_is_told(content: bytes, tmp_path: Path) -> None:
     """What does not decode is an error that names the file, before any array is allocated."""

@@ -32,7 +32,8 @@ def program() -> str:
     return PROGRAM.format(function=function)
 
 
-@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["msgpack", "orbax"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
 def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
     """The program ends by itself, with code 0, having saved the step that it reached; the next one goes on there."""
     run, reached = tmp_path / "run", []

@@ -200,9 +200,9 @@ def test_values_stay_as_they_were_on_opening(save: Any) -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        {"t": {f"k{n}": n for n in range(100_000)}},
+        {"t": {f"k{n}": n for n in range(30_000)}},
         {"t": {f"{n}": n / 7 for n in range(20_000)}},
-        {"t": list(range(-50_000, 50_000))},
+        {"t": list(range(-10_000, 10_000))},
         {"t": {f"l{n}": dict.fromkeys("abcdefgh", True) for n in range(5000)}},
         {"t": {f"{n}": "word" for n in range(20_000)}, "none": None},
     ],

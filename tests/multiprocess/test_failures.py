@@ -20,7 +20,7 @@ in_one_format = pytest.mark.parametrize(
 
 
 @in_one_format
-@pytest.mark.parametrize(("count", "absent"), [(2, [1]), (2, [0]), (4, [1, 3])])
+@pytest.mark.parametrize(("count", "absent"), [pytest.param(2, [1], marks=pytest.mark.slow), (2, [0]), (4, [1, 3])])
 def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
     """The others fail within the bound, naming missing processes and barrier; saving the step again works."""
     team = team_of(count)
@@ -37,6 +37,7 @@ def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, abs
     assert team.call(jobs.restore_small, str(tmp_path)) == [2] * count
 
 
+@pytest.mark.slow
 @in_one_format
 def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> None:
     """A process that comes when the others have given up fails soon, with the same reason."""
@@ -81,7 +82,7 @@ def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> No
 
 
 @in_one_format
-@pytest.mark.parametrize("stage", ["begin", "commit"])
+@pytest.mark.parametrize("stage", [pytest.param("begin", marks=pytest.mark.slow), "commit"])
 def test_one_fails_while_another_hangs(orbax: bool, tmp_path: Path, stage: str) -> None:
     """Nobody waits as long for a process that hangs once another has failed: the save fails anyway."""
     outcomes = team_of(4).run(rule_jobs.save_while_another_hangs, str(tmp_path), orbax, stage, 12.0, timeout=60)

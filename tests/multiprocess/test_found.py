@@ -32,8 +32,9 @@ def folders_with(tmp_path: Path, orbax: bool, *steps: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("blind", [0, 1])
+@pytest.mark.parametrize(
+    ("blind", "late"), [(0, 1), (1, 0), *(pytest.param(one, one, marks=pytest.mark.slow) for one in (0, 1))]
+)
 def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, late: int, strict: bool) -> None:
     """The later one raises, whichever that is, and says who found what."""
     folders = folders_with(tmp_path, orbax, *(None if index == blind else 2 for index in range(2)))
@@ -46,7 +47,7 @@ def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, 
     assert f"process {1 - late} of this job found {there}, and process {late} finds {here}" in outcome.error
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_process_sees_an_older_step(orbax: bool, tmp_path: Path, late: int) -> None:
     """A machine with an old view of the directory."""
     outcome = team_of(2).run(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 3), late, False)[late]
@@ -60,7 +61,7 @@ def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
     assert team_of(2).call(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 2), 1, False) == [2, 2]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loop_that_restores_and_saves(orbax: bool, tmp_path: Path, late: int) -> None:
     """What is saved, or removed, after a process has looked is no disagreement."""
     run = str(tmp_path / "run")

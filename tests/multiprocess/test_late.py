@@ -10,7 +10,11 @@ from tests.multiprocess import jobs, late_jobs
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
 
+# Processes wait for each other in the same way in both formats.
+IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
+
+@IN_ONE_FORMAT
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:
     """It writes its part, finds that nobody waits for it, and removes what it made anew."""
     team = team_of(2)
@@ -32,6 +36,7 @@ def test_no_descriptors_in_process_0(orbax: bool, tmp_path: Path) -> None:
     assert jobs.names(str(tmp_path)) == (["checkpoint_2"] if orbax else jobs.both(2))
 
 
+@IN_ONE_FORMAT
 def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path) -> None:
     """The next save of the same step, and of another one, finds all processes and accuses none."""
     team = team_of(2)

@@ -85,7 +85,7 @@ def test_casts(orbax: bool, tmp_path: Path) -> None:
 
 
 @in_one_format
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_does_not_restore(orbax: bool, tmp_path: Path, absent: int) -> None:
     """The other one reads all by itself, after the bounded wait, and says so; later restores are shared again."""
     team = team_of(2)
@@ -169,8 +169,9 @@ def test_threads_that_restore_at_once(orbax: bool, tmp_path: Path) -> None:
     assert team.call(once_jobs.restore_in_threads, str(tmp_path), 3) == [[], [], []]
 
 
+@pytest.mark.slow
 @in_one_format
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_process_that_reads_for_too_long(orbax: bool, tmp_path: Path, late: int) -> None:
     """The others read by themselves, and so does it when it comes: nobody waits for an exchange."""
     team = team_of(2)
@@ -201,8 +202,8 @@ def test_a_damaged_checkpoint(orbax: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "how"),
     [
-        ("read", "killed"),
         ("exchange", "killed"),
+        pytest.param("read", "killed", marks=pytest.mark.slow),
         pytest.param("read", "hangs", marks=pytest.mark.slow),
         pytest.param("exchange", "hangs", marks=pytest.mark.slow),
     ],

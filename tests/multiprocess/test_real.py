@@ -76,7 +76,7 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path, background: bool) -> None:
     """When the save, or the wait for it, returns in any process, the new version of a step has its name."""
     team_of(2).call(real_jobs.overwrite_through, str(tmp_path), 4, background)

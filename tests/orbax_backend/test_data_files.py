@@ -49,7 +49,7 @@ def stored(folder: Path, one: data_files.Value) -> bytes:
     return (folder / one.place.file).read_bytes()[one.place.offset : one.place.offset + one.place.length]
 
 
-@pytest.mark.parametrize("may_change", [False, True])
+@pytest.mark.parametrize("may_change", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_are_where_they_say(tmp_path: Path, may_change: bool) -> None:
     """With the CRC-32 of every MiB, as zlib computes it; a file that is full gets no more."""
     arrays = [np.random.default_rng(n).random(size, np.float32) for n, size in enumerate((5, 300, 700_000, 30 << 20))]
@@ -224,7 +224,8 @@ print(mebibytes("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize("compression", ["zstd", pytest.param("crc32c", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["zstd", "crc32c"])
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux resets the peak there")
 def test_a_compressed_save_needs_little_memory(tmp_path: Path, compression: str) -> None:
     """Of 96 MiB, each thread holds a chunk of 8 MiB twice, and a little besides; it was as much as the tree."""

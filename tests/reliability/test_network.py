@@ -54,6 +54,7 @@ for format in ("msgpack", "orbax"):
 """
 
 
+@pytest.mark.slow
 def test_saves_on_nfs_beside_a_reader(tmp_path: Path) -> None:
     """Neither a missing call nor a file that somebody has open makes a save fail, and what stays is removed later.
 

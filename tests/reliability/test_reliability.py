@@ -37,6 +37,7 @@ SHIM = ("calls", "kills", "errors", "power")
 DAMAGE = ("bytes", "flips", "fuzz")
 
 
+@pytest.mark.slow
 @needs_shim
 @needs_attributes
 def test_a_little_of_each() -> None:

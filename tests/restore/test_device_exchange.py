@@ -39,7 +39,9 @@ def test_every_byte_is_exchanged(nbytes: int, monkeypatch: pytest.MonkeyPatch) -
     assert max(one.size for one in given) <= 8
 
 
-@pytest.mark.parametrize(("pause", "error"), [(0.2, ""), (2.0, "took longer than 1 s")])
+@pytest.mark.parametrize(
+    ("pause", "error"), [pytest.param(0.2, "", marks=pytest.mark.slow), (2.0, "took longer than 1 s")]
+)
 def test_each_step_has_its_time(pause: float, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, a step that ends in time is no reason to give up; one that does not is."""
     monkeypatch.setattr(device_exchange, "_STEP_BYTES", 16)

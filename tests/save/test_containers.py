@@ -100,8 +100,9 @@ def test_a_crash_loop_leaves_one_temporary(format: str, tmp_path: Path, begin: C
     assert names(tmp_path) == ["checkpoint_9"]
 
 
+@pytest.mark.slow
 @needs_unshare
-@pytest.mark.parametrize("format", ["msgpack", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_live_writer_keeps_its_temporary(format: str, tmp_path: Path, begin: Callable[..., Container]) -> None:
     """However old it looks, whoever looks, and whatever is forced."""
     (temporary,) = begin(tmp_path, format, 1, "pod").seen

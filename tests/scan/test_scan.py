@@ -223,7 +223,7 @@ def test_fixed_program_is_scanned(tmp_path: Path) -> None:
     assert [(one.line, one.kind) for one in scan([file]).findings] == [(3, "lookup"), (4, "open")]
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_long_lines_keep_their_indent(is_terminal: bool) -> None:
     """At 80 columns what continues a line stands further right; piped, each line is one."""
     file = io.StringIO()

@@ -185,7 +185,13 @@ def test_credentials_that_have_expired(
     assert all(deletions)
 
 
-@pytest.mark.parametrize(("fault", "said"), [("500", "could not be deleted"), ("stall", "did not answer in time")])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("500", "could not be deleted"),
+        pytest.param("stall", "did not answer in time", marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_fails(
     fault: str, said: str, bucket: Bucket, deletions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

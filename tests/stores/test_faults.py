@@ -59,6 +59,7 @@ def test_one_request_of_ten_fails_in_a_restore(how: dict[str, Any], seed: int, b
         assert fingerprint(load(url)) == fingerprint(state(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_request_of_ten_fails_in_a_run(seed: int, bucket: Bucket) -> None:
     """A run that saves in the background, evicts and restores ends as without faults."""
@@ -122,7 +123,8 @@ def test_an_error_is_not_its_own_cause(bucket: Bucket) -> None:
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("compression", ["zstd", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["zstd", None])
 def test_a_store_that_does_not_answer(
     compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

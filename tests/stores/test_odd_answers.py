@@ -57,7 +57,7 @@ def test_an_answer_that_is_not_a_store_s(bucket: Bucket, monkeypatch: pytest.Mon
     assert bucket.keys() == []
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("format", [pytest.param("msgpack", marks=pytest.mark.slow), "orbax"])
 def test_expired_credentials_make_no_checkpoint_foreign(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:

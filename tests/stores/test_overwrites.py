@@ -181,7 +181,9 @@ def test_a_copy_without_the_sign(bucket: Bucket, tmp_path: Path) -> None:
         check(root, 3, 9)
 
 
-@pytest.mark.parametrize("sign", ["_next.5.{tag}/commit_success.txt", "commit_success.txt"])
+@pytest.mark.parametrize(
+    "sign", ["_next.5.{tag}/commit_success.txt", pytest.param("commit_success.txt", marks=pytest.mark.slow)]
+)
 def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None:
     """It never counts again once its removal has begun, at whichever request that ends."""
     tag = "0" * 32

@@ -306,6 +306,7 @@ def test_an_overwrite_that_another_writer_interrupts(moment: str, bucket: Bucket
     check(url, 1)
 
 
+@pytest.mark.slow
 def test_a_save_that_lost_leaves_no_data(bucket: Bucket) -> None:
     """A newer writer, which began while the last files were sent, has nothing of it to remove."""
     marker = f"run/checkpoint_1/_begun.{int(time.time()) + 60}.{'f' * 32}"

@@ -96,7 +96,7 @@ def test_a_writer_that_dies_while_it_changes_the_format(bucket: Bucket) -> None:
     assert bucket.keys("run/") == ["run/checkpoint_3"]
 
 
-@pytest.mark.parametrize("ending", ["commit_success.txt", "manifest.ocdbt"])
+@pytest.mark.parametrize("ending", ["commit_success.txt", pytest.param("manifest.ocdbt", marks=pytest.mark.slow)])
 def test_a_removal_that_ends_in_the_middle(bucket: Bucket, ending: str) -> None:
     """A checkpoint that is half removed never counts, and is removed wholly once its remover is surely dead."""
     root = f"{bucket.url}/run"
@@ -127,9 +127,8 @@ for n in itertools.count(first):
 """
 
 
-@pytest.mark.parametrize(
-    "format", [pytest.param("msgpack", marks=pytest.mark.slow), pytest.param("orbax", marks=pytest.mark.slow), "mixed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["msgpack", "orbax", "mixed"])
 def test_writers_killed_at_random(bucket: Bucket, format: str) -> None:
     """What was acknowledged is there, whole; nothing half done is ever the latest; the next writer goes on."""
     root, chance, sure = f"{bucket.url}/run", np.random.default_rng(7), 0

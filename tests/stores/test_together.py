@@ -21,6 +21,8 @@ from tests.support.saves import use_flag
 from tests.support.team import Team, team_of
 
 WAIT = 1.0
+# Processes agree and send their shares in the same way in both formats.
+IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
@@ -65,6 +67,7 @@ def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     assert team.call(store_jobs.left_over) == [[], []]
 
 
+@IN_ONE_FORMAT
 def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
     """One of ten requests fails, of a save and of one that replaces it; both are there bit for bit."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -125,6 +128,7 @@ def test_each_process_verifies_a_msgpack_object(bucket: Bucket, proxies: list[Pr
     assert all(sum(asked.sent for asked in proxy.log if asked.is_get) >= stored for proxy in proxies)
 
 
+@IN_ONE_FORMAT
 def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
     """Saves in the background commit in order, hold what was there when they were called, and retention follows."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -154,7 +158,9 @@ def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies:
     team.call(jobs.restore_large, root)
 
 
-@pytest.mark.parametrize(("orbax", "victim"), [(True, 0), pytest.param(True, 1, marks=pytest.mark.slow), (False, 0)])
+@pytest.mark.parametrize(
+    ("orbax", "victim"), [(False, 0), *(pytest.param(True, victim, marks=pytest.mark.slow) for victim in (0, 1))]
+)
 def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: list[Proxy]) -> None:
     """The step that was to be replaced stays whole until the commit, the others hear of it, and the next save works."""
     team, root = Team(2, outside=True), f"{bucket.url}/run"
@@ -221,6 +227,7 @@ def test_a_process_0_that_fails_from_one_change_on(bucket: Bucket, proxies: list
     assert seen == sorted(seen)
 
 
+@IN_ONE_FORMAT
 def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """Process 0 misses it before it commits, says whose it is and of which leaf, and what was there stays."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
@@ -244,6 +251,7 @@ def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy])
     team.call(jobs.restore_large, root)
 
 
+@IN_ONE_FORMAT
 def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """What a process sends after process 0 has given up, it removes again, and says that nothing was saved."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"

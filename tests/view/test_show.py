@@ -319,6 +319,7 @@ def test_page_replaces_nothing_else(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_page_of_many_leaves(tmp_path: Path) -> None:
     """50,000 leaves take less than 2 MB: equal numbered layers are one box, and the list is data, with each path."""
     tree = {

@@ -85,6 +85,7 @@ def test_what_real_flax_and_orbax_write_is_unverified(save: Any, tmp_path: Path)
     assert "ok" not in str(report).split()[0]
 
 
+@pytest.mark.slow
 def test_every_old_release(tmp_path: Path) -> None:
     """No checkpoint of the oldest and the newest release of the corpus has anything unexpected or damaged."""
     releases = sorted({case.release for case in corpus.cases()}, key=lambda name: corpus.Case(name, "").orbax)
