@@ -13,7 +13,8 @@ from tests.support.team import team_of
 LEAVES = 30
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_counts_of_real_processes(processes: int, tmp_path: Path) -> None:
     """Messages, files and bytes of a save in Orbax's format, and messages of a restore: as the formulas say."""
     team = team_of(processes)

@@ -28,8 +28,8 @@ def stored_bytes(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("count", "kind"),
     [
-        (4, "split"),
         (3, "replicated"),
+        pytest.param(4, "split", marks=pytest.mark.slow),
         pytest.param(2, "host", marks=pytest.mark.slow),
         pytest.param(2, "replicated", marks=pytest.mark.slow),
         pytest.param(4, "replicated", marks=pytest.mark.slow),

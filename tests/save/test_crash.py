@@ -103,10 +103,10 @@ for _ in range(kills):
 @pytest.mark.parametrize(
     "mode",
     [
-        "orbax", "async msgpack", "same mixed", "same orbax in two steps",
+        "orbax", "async msgpack", "same mixed",
         *(
             pytest.param(mode, marks=pytest.mark.slow)
-            for mode in ("msgpack", "async orbax", "same msgpack", "mixed", "same orbax")
+            for mode in ("msgpack", "async orbax", "same msgpack", "mixed", "same orbax", "same orbax in two steps")
         ),
     ],
 )  # fmt: skip

@@ -260,7 +260,9 @@ def test_missing_or_wrong_credentials(refusing: str, call: Any) -> None:
     ("refusing", "remedy"),
     [
         ((400, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
-        ((403, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
+        pytest.param(
+            (403, "ExpiredToken"), "credentials have expired or are not valid: renew them", marks=pytest.mark.slow
+        ),
         ((400, "InvalidBucketName"), "'bucket' cannot be the name of a bucket"),
         (
             (400, "AuthorizationHeaderMalformed"),
