@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes, memory
+from flax_ckpt_compat._core import array_boxes, dtypes, memory
+from flax_ckpt_compat._core.bounded_reads import BATCH_BYTES
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local import file_checksums
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
@@ -30,11 +30,13 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
+from . import gda_checksums
+
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 # zstd expands 4 bytes to at most 128 KiB.
 _MAX_RATIO = 2**16
-_SUMMED_AT_ONCE = 4
+_LOOKS_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class FolderArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # dtype of the array, in native byte order
     chunks: tuple[int, ...]  # shape of a chunk
+    is_summed: bool  # its metadata has a checksum
+    is_altered: bool  # and is not what was saved
     index: tuple[slice, ...] | None = None  # slice of it to read, or None for all
 
     @property
@@ -85,7 +89,8 @@ def _parse_metadata(checkpoint: Location, folder: Location, fields: Any) -> Fold
     if fields.get("dimension_separator", ".") != ".":
         raise ValueError("chunks in subfolders, which no release of Flax writes")
     dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")
-    return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks))
+    holds = gda_checksums.holds(fields)
+    return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks), holds is not None, holds is False)
 
 
 def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
@@ -104,33 +109,46 @@ def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
     return [os.path.relpath(note, checkpoint.parent.path) for note in notes]
 
 
-def verify(array: FolderArray, path: Path, verified: set[str]) -> bool:
-    """Compare the files of an array, or of its slice, with their recorded checksums, but for those in ``verified``.
+def verify(array: FolderArray, path: Path) -> bool:
+    """Verify the metadata of an array, and the chunks of it or its slice; return whether all have checksums.
 
-    Return whether all have some, and raise ChecksumError if one holds something else."""
-    if array.folder.is_remote:
-        return False
-
-    def check(name: str) -> bool:
-        file = (array.folder / name).path
-        if file in verified:
-            return True
-        found = file_checksums.holds(file)
-        if found is False:
-            leaf = show_path(path)
-            raise ChecksumError(
-                f"{array.checkpoint}: {leaf}: {file} is not what was saved: its checksum is another than the recorded "
-                "one; restore the files from a backup, or restore an older step. To read it as it is, set "
-                "checksums='off'",
-                path=array.checkpoint.path,
-                leaf=leaf,
-            )
-        if found:
-            verified.add(file)
-        return bool(found)
-
+    Chunks are decoded, in bounded memory, which verifies their content."""
+    check_metadata(array, path)
     with _translated(array, path):
-        return all(in_parallel(check, [ZARR2_METADATA, *_chunk_names(array)], _SUMMED_AT_ONCE))
+        if not array.folder.is_remote:
+            _check_files(array)
+        heads = in_parallel(lambda name: _head(array, path, name), _chunk_names(array), _LOOKS_AT_ONCE)
+    if not array.is_summed or not all(map(gda_checksums.is_summed, heads)):
+        return False
+    limit = max(1, BATCH_BYTES // array.dtype.itemsize)
+    boxes = array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
+    for box in boxes if array.index is None else [array.index]:
+        reads = BatchedReads(verify=True)
+        reads.begin(dataclasses.replace(array, index=box), path)
+        reads.finish()
+    return True
+
+
+def _head(array: FolderArray, path: Path, name: str) -> bytes:
+    try:
+        return (array.folder / name).head()
+    except MissingPathError as error:
+        raise _corrupt(array.checkpoint, path, f"no chunk {array.folder / name}") from error
+
+
+def check_metadata(array: FolderArray, path: Path) -> None:
+    """Raise ChecksumError if the metadata of an array is not what was saved."""
+    if array.is_altered:
+        raise _is_altered(array, path, f"{array.folder}/{ZARR2_METADATA}", "; to read it as it is, set checksums='off'")
+
+
+def _is_altered(array: FolderArray, path: Path, what: str, rest: str = "") -> ChecksumError:
+    leaf = show_path(path)
+    message = (
+        f"{array.checkpoint}: {leaf}: {what} is not what was saved: its checksum is another than the recorded one; "
+        f"restore the files from a backup, or restore an older step{rest}"
+    )
+    return ChecksumError(message, path=array.checkpoint.path, leaf=leaf)
 
 
 def _chunk_names(array: FolderArray) -> list[str]:
@@ -143,10 +161,10 @@ def _chunk_names(array: FolderArray) -> list[str]:
 class BatchedReads:
     """Concurrent reads of arrays and slices; each array is opened once.
 
-    With ``verified``, the files of local ones are compared with their recorded checksums, and added to it."""
+    Content checksums are always verified, with ``verify`` also those of metadata."""
 
-    def __init__(self, verified: set[str] | None = None) -> None:
-        self._verified = verified
+    def __init__(self, *, verify: bool) -> None:
+        self._verify = verify
         self._stores: dict[Location, Any] = {}
         self._pending: list[tuple[FolderArray, Path, Any]] = []
         self._bytes = 0
@@ -154,12 +172,8 @@ class BatchedReads:
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
         """Start a read and return its result array, which is filled when `finish` returns."""
         tensorstore = load_tensorstore()
-        if self._verified is not None and not array.folder.is_remote:
-            if array.folder not in self._stores:
-                with _translated(array, path):
-                    _check_files(array)
-            verify(array, path, self._verified)
-
+        if self._verify:
+            check_metadata(array, path)
         with _translated(array, path):
             store = self._stores.get(array.folder)
             if store is None:
@@ -208,6 +222,8 @@ def _check_files(array: FolderArray) -> None:
 @contextmanager
 def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     def damaged(error: Exception) -> CorruptCheckpointError:
+        if gda_checksums.is_of_content(error):
+            return _is_altered(array, path, f"a chunk in {array.folder}")
         return _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})")
 
     with read_errors(array.folder.path, damaged, TENSORSTORE_ERRORS), store_errors(array.folder.path):

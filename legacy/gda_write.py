@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+
+import numpy as np
 
 from flax_ckpt_compat._core.backend import ProcessSave
+from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local import atomic, file_checksums, gda_folder, presence
+from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
+from flax_ckpt_compat._core.local import atomic, gda_folder, presence
+from flax_ckpt_compat._core.local.syncing import sync_descriptor
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 from flax_ckpt_compat._core.tree import Shard
 
+from . import gda_checksums
 from .encode import write_tree
 from .gda_split import DistributedArray
 
@@ -33,7 +38,7 @@ def begin(save: ProcessSave) -> None:
         return
     if upload is None:
         gda_folder.begin(save.path)
-    metadata = {_subpath(array, ZARR2_METADATA): array.metadata for array in prepared.arrays}
+    metadata = {_subpath(array, ZARR2_METADATA): _metadata(array, save) for array in prepared.arrays}
     if upload is not None:
         in_parallel(lambda name: upload.write(f"{upload.tag}/{name}", metadata[name]), metadata)
         return
@@ -41,19 +46,18 @@ def begin(save: ProcessSave) -> None:
     for name, text in metadata.items():
         file = (base / name).path
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(file, "xb") as opened:
-            opened.write(text)
+        _write_file(file, text)
 
 
 def write_process_part(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
-    upload, sums = save.upload, save.options.checksums
-    written = _write_shards(_base(save), save.prepared.arrays, sums=sums)
+    upload = save.upload
+    written = _write_shards(save)
     if upload is not None:
         upload.check_active([f"{upload.tag}/{name}" for name in written])
     if save.process.index == 0:
         prefix = gda_folder.generation_prefix(save.path) if upload is None else f"{upload.tag}/"
-        write_tree(save.path, save.prepared.document(prefix), sums=sums)
+        write_tree(save.path, save.prepared.document(prefix), sums=save.options.checksums)
 
 
 def finish(save: ProcessSave) -> None:
@@ -72,7 +76,7 @@ def finish(save: ProcessSave) -> None:
             upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(save.path))}
-    in_parallel(lambda array: _check_and_sync(base, array, sums=save.options.checksums), prepared.arrays, _THREADS)
+    in_parallel(lambda array: _check_chunks(base, array), prepared.arrays, _THREADS)
     in_parallel(atomic.sync_directory, folders, _THREADS)
 
 
@@ -87,25 +91,27 @@ def _subpath(array: DistributedArray, name: str) -> str:
     return f"{array.subpath}/{name}" if array.subpath else name
 
 
-def _write_shards(base: Location, arrays: Iterable[DistributedArray], *, sums: bool) -> list[str]:
-    """Write and sync this process's shards with bounded memory; return their paths relative to ``base``.
+def _metadata(array: DistributedArray, save: ProcessSave) -> bytes:
+    return gda_checksums.with_sum(array.metadata) if save.options.checksums else array.metadata
 
-    With ``sums``, checksums of each file are recorded in an attribute of it, as `write_tree` does.
-    `finish` syncs their names, once a folder.
-    """
-    opened: dict[str, Once] = {}
+
+def _write_shards(save: ProcessSave) -> list[str]:
+    """Write and sync this process's shards with bounded memory; return their paths relative to the folder.
+
+    `finish` syncs their names, once a folder."""
+    arrays: Sequence[DistributedArray] = save.prepared.arrays
+    if not arrays:
+        return []
     pending: collections.deque[tuple[Once, int]] = collections.deque()
     written, total = [], 0
     # Its end waits for running writes: none may continue into a folder that is about to be removed.
     with Pool(_THREADS, "flax-ckpt-write") as pool:
+        writer = _ShardWriter(save, pool)
         for array in arrays:
             for shard in array.shards():
-                if array.subpath not in opened:
-                    opened[array.subpath] = pool.submit(_open, base / array.subpath, array)
-                pending.append(
-                    (pool.submit(_write, opened[array.subpath], base, array, shard, sums), shard.data.nbytes)
-                )
-                written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
+                name = _subpath(array, array.chunk_name(shard.index))
+                pending.append((pool.submit(writer.write, array, shard, name), shard.data.nbytes))
+                written.append(name)
                 total += shard.data.nbytes
                 while pending and (total > _IN_FLIGHT or pending[0][0].done):
                     task, nbytes = pending.popleft()
@@ -116,43 +122,53 @@ def _write_shards(base: Location, arrays: Iterable[DistributedArray], *, sums: b
     return written
 
 
-def _write(opened: Once, base: Location, array: DistributedArray, shard: Shard, sums: bool) -> None:
-    folder = base / array.subpath
-    store = opened.result()[shard.index]
-    if folder.is_remote:
-        folder.storage.retry(folder.path, "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
-        return
-    with translated(folder.path, "written", TENSORSTORE_ERRORS):
-        store.write(shard.data, can_reference_source_data_indefinitely=True).result()
-        file_checksums.seal((folder / array.chunk_name(shard.index)).path, sums=sums)
+class _ShardWriter:
+    """Encodes shards and writes them as chunks, on several threads."""
 
+    def __init__(self, save: ProcessSave, pool: Pool):
+        use_tensorstore(save.path)
+        from flax_ckpt_compat._core.tensorstore_codecs import Encoder  # which loads TensorStore
 
-def _open(folder: Location, array: DistributedArray) -> Any:
-    """Open the array that process 0 created, and check its shape and dtype."""
-    use_tensorstore(folder.path)
-    tensorstore = load_tensorstore()
-    # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
-    context = tensorstore.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False}, parent=folder.context()
-    )
-    spec = {"driver": "zarr", "kvstore": folder.kvstore()}
-    operation = "opened" if folder.is_remote else "written"
-    store = folder.storage.retry(folder.path, operation, lambda: tensorstore.open(spec, open=True, context=context))
-    shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
-    if (shape, dtype) != (array.shape, array.dtype):
-        found = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
-        message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
+        self._save, self._base = save, _base(save)
+        self._encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])
+        self._checked = {array.subpath: pool.submit(self._check, array) for array in save.prepared.arrays}
+
+    def write(self, array: DistributedArray, shard: Shard, name: str) -> None:
+        """Write a shard, once the metadata of its array is known to be the same in process 0."""
+        self._checked[array.subpath].result()
+        encoded = self._encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
+        if (upload := self._save.upload) is not None:
+            upload.write(f"{upload.tag}/{name}", encoded)
+            return
+        path = (self._base / name).path
+        with translated(path, "written"):
+            _write_file(path, encoded)
+
+    def _check(self, array: DistributedArray) -> None:
+        expected, folder = _metadata(array, self._save), self._base / array.subpath
+        found = (folder / ZARR2_METADATA).read()
+        if found == expected:
+            return
+        theirs = json.loads(found)
+        shape, dtype = tuple(theirs["shape"]), dtype_from_name(theirs["dtype"])
+        what = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
+        message = f"{folder}: {array.subpath or 'the array'} is saved as {what}; all processes have to save one tree"
         raise StorageError(message, path=folder.path)
-    return store
 
 
-def _check_and_sync(base: Location, array: DistributedArray, *, sums: bool) -> None:
+def _write_file(path: str, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        sync_descriptor(file.fileno(), path)
+
+
+def _check_chunks(base: Location, array: DistributedArray) -> None:
     folder = (base / array.subpath).path
     listed = set(os.listdir(folder))
     # On network file systems a listing may be stale, so check unlisted names directly too.
     missing = [name for name in array.chunk_names() if name not in listed]
     _require(base, array, [name for name in missing if not presence.exists(os.path.join(folder, name))])
-    file_checksums.seal(os.path.join(folder, ZARR2_METADATA), sums=sums)
 
 
 def _require(base: Location, array: DistributedArray, missing: list[str]) -> None:

@@ -52,7 +52,6 @@ class MsgpackReader(Reader):
     def __init__(self, location: Location, *, of_orbax: bool = False, is_stream: bool = False, verify: bool = False):
         self.location = location.unlisted()
         self._source = open_source(location)
-        self._verified_files: set[str] = set()  # of the folder of arrays
         self._has_told = of_orbax  # that nothing is verified
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
@@ -105,7 +104,7 @@ class MsgpackReader(Reader):
         in_memory: list[int] = []
         spans: list[Span] = []
         unfinished: list[int] = []
-        folders = gda_read.BatchedReads(self._verified_files if self._verify else None)
+        folders = gda_read.BatchedReads(verify=self._verify)
         for index, handle in enumerate(wanted):
             kind = type(handle.locator)
             if index in is_read:
@@ -161,14 +160,14 @@ class MsgpackReader(Reader):
     def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
         """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
         handle = one if isinstance(one, LeafHandle) else _rows(one)
-        if handle is not None and self._verify and self._sums is not None:
+        if handle is not None and not handle.in_gda_folder and self._verify and self._sums is not None:
             self.verify_checksums(handle)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:
             data = handle.locator[1] if handle.kind is LeafKind.PRNG_KEY else handle
-            return gda_read.verify(data.locator, handle.path, self._verified_files)
+            return gda_read.verify(data.locator, handle.path)
         with translated(self.path, "read"):
             self._sums = self._sums or open_checksums(self._source)
             if isinstance(self._source, StoredObject):

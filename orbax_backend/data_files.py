@@ -23,11 +23,11 @@ from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor, sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory, create_file
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
+from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
 from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 
 from .files import ByteRange
 from .ocdbt_encode import INLINE_BYTES
-from .tensorstore_codecs import Encoder, crc32c
 from .zarr import CHECKSUM_NBYTES, Encoding
 
 _log = logging.getLogger("flax_ckpt_compat")

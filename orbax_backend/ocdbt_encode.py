@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
+
 from .files import ByteRange
 from .ocdbt_nodes import INDIRECT, INLINE, MANIFEST_MAGIC, NODE_MAGIC, PLAIN, SINGLE, VERSION, ZSTD, Rows
-from .tensorstore_codecs import Encoder, crc32c
 
 # Values up to this size lie inline in the B-tree, whose nodes have checksums. Orbax 0.12.8 has this limit, and those of
 # `_CONFIG`, in its manifests (measured).

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import checksums
-
-from .tensorstore_codecs import decode
+from flax_ckpt_compat._core.tensorstore_codecs import decode
 
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 MAX_DECODED_BYTES = 1 << 28

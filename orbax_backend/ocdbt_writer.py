@@ -17,6 +17,7 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.location import LOCAL
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
+from flax_ckpt_compat._core.tensorstore_codecs import crc32c
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .data_files import BATCH_BYTES, DataFiles, Value, padded
@@ -24,7 +25,6 @@ from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
 from .ocdbt_encode import INLINE_BYTES, array_of, write_index
 from .ocdbt_nodes import Rows
-from .tensorstore_codecs import crc32c
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.

@@ -11,13 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import data_files, ocdbt, ocdbt_encode, ocdbt_merge, tensorstore_codecs
+from flax_ckpt_compat.orbax_backend import data_files, ocdbt, ocdbt_encode, ocdbt_merge
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt_nodes import Rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core import checksums, tensorstore_codecs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made

@@ -13,6 +13,7 @@ import pytest
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import verify
 from flax_ckpt_compat._core.object_store import removal
+from flax_ckpt_compat.errors import CorruptCheckpointError
 from tests.multiprocess import jobs, once_jobs, real_jobs, store_jobs
 from tests.stores.test_overwrites import from_change
 from tests.support import s3
@@ -65,6 +66,21 @@ def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     led(team_of(1), bucket.proxy).call(jobs.restore_mixed, root, orbax, "plain")
     assert not re.search("_begun|/ended", " ".join(bucket.keys()))
     assert team.call(store_jobs.left_over) == [[], []]
+
+
+def test_a_flipped_bit_of_a_shared_array_is_found(bucket: Bucket) -> None:
+    """A store has no attributes: checksums are in the objects of the ``_gda`` folder themselves."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    team.call(jobs.save_large, root, False)
+    states = {leaf.path: leaf.state for leaf in verify(root).checkpoints[0].leaves}
+    assert states["large"] == "ok"
+    chunk = next(key for key in bucket.keys("run/checkpoint_1_gda/") if re.search(r"large/\d", key))
+    content = bytearray(bucket.get(chunk))
+    content[len(content) // 2] ^= 1
+    bucket.put(chunk, bytes(content))
+    with pytest.raises(CorruptCheckpointError, match=r"large: .*/large"):
+        ours.restore_checkpoint(root, None)
+    assert {leaf.path: leaf.state for leaf in verify(root).checkpoints[0].leaves}["large"] == "damaged"
 
 
 @IN_ONE_FORMAT

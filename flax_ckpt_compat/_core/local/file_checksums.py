@@ -12,7 +12,6 @@ import struct
 from contextlib import suppress
 
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.local.syncing import sync_descriptor
 
 _ATTRIBUTE = "user.flax_ckpt_compat.checksums"
 _VERSION = 1
@@ -57,40 +56,6 @@ def record(descriptor: int, units: bytes) -> None:
         header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
         content = header + struct.pack(f"<{len(blocks)}I", *blocks)
         os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(checksums.crc32(content)))
-
-
-def seal(path: str, *, sums: bool) -> None:
-    """Sync a written file; with ``sums``, record the checksums of what it holds first."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if sums:
-            record(descriptor, _units_of(descriptor))
-        sync_descriptor(descriptor, path)
-    finally:
-        os.close(descriptor)
-
-
-def _units_of(descriptor: int) -> bytes:
-    """Return the checksums of all units of an open file."""
-    sums, offset = checksums.BlockSums(), 0
-    while data := os.pread(descriptor, checksums.BLOCK_BYTES, offset):
-        sums.update(data)
-        offset += len(data)
-    return sums.encoded()
-
-
-def holds(path: str) -> bool | None:
-    """Return whether a file holds what was recorded of it; None if nothing is recorded, or it was changed since."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        expected = recorded(descriptor)
-        if expected is None:
-            return None
-        units = _units_of(descriptor)
-        step = expected.units_per_block * checksums.SUM_BYTES
-        return tuple(checksums.total(units[at : at + step]) for at in range(0, len(units), step)) == expected.blocks
-    finally:
-        os.close(descriptor)
 
 
 def recorded(descriptor: int) -> FileChecksums | None:

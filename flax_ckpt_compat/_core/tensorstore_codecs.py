@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 
+ts = load_tensorstore()
 Codec = str | Mapping[str, Any]
 _CRC32C = "crc32c"
 _CRC32C_NBYTES = 4
