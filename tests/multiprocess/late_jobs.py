@@ -48,10 +48,10 @@ def _routed(orbax: bool) -> Any:
 
 @contextmanager
 def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
-    """Calls this when all is open that the values of the arrays are going to be written to."""
+    """Calls this when all is there that the values of the arrays are going to be written to."""
     name = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if orbax else "flax_ckpt_compat.legacy.gda_write"
     module: Any = importlib.import_module(name)
-    holder, attribute = (module.Database, "submit") if orbax else (module, "_open")
+    holder, attribute = (module.Database, "submit") if orbax else (module._ShardWriter, "_check")
     own = getattr(holder, attribute)
 
     def opened(*args: Any) -> Any:
