@@ -5,18 +5,28 @@ Restores read from a warm page cache, but for the rows that say cold, for every 
 
 import argparse
 import dataclasses
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
-from tests.benchmarks import charts, checksum_cost, disk, extras, growth, peak, report, results, rounds, team
+from tests.benchmarks import (
+    charts,
+    checksum_cost,
+    disk,
+    extras,
+    growth,
+    peak,
+    report,
+    results,
+    rounds,
+    sections,
+    systems,
+)
+from tests.benchmarks.sections import RESULTS
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 DATA = Path(__file__).with_name("results.json")
 CHARTS = Path(__file__).parents[2] / "migration_guide" / "charts"
 _GROWTH_ROUNDS = 3
@@ -49,7 +59,7 @@ class _Run:
 def main(arguments: list[str] | None = None) -> None:
     """Runs what was asked for, prints tables, and with ``--write`` writes RESULTS.md, results.json and the charts."""
     options = _options(arguments)
-    _be_quiet()
+    systems.be_quiet()
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         run = _measure(options, workdir)
     goals = report.goals_table(run.measured, run.tables)
@@ -58,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         data = results.collect(run.facts, run.measured, run.peaks, run.growth)
         DATA.write_text(results.as_text(data), encoding="utf-8")
         charts.write(data, CHARTS)
-        others = team.kept(RESULTS.read_text(encoding="utf-8"))
+        others = sections.kept(RESULTS.read_text(encoding="utf-8"))
         page = results.page(run.facts, options.rounds, [goals, *run.tables])
         RESULTS.write_text(page + others, encoding="utf-8")
 
@@ -100,12 +110,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.write and (options.quick or options.only):
         parser.error("RESULTS.md holds a whole run: --write goes with neither --quick nor --only")
     return options
-
-
-def _be_quiet() -> None:
-    warnings.simplefilter("ignore")
-    # What Orbax and our own library say at each save would drown the tables.
-    logging.disable(logging.WARNING)
 
 
 def _say(progress: str) -> None:

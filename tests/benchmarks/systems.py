@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+import logging
 import os
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -192,3 +194,9 @@ def timed_twice(call: Callable[[], Any]) -> tuple[float, float]:
     clock, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def be_quiet() -> None:
+    """Silences what Orbax and our own library say at each save, which would drown the tables."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)

@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks import disk, team_jobs
+from tests.benchmarks import disk, sections, team_jobs
 from tests.benchmarks.report import Table
+from tests.benchmarks.sections import RESULTS
 from tests.benchmarks.team_jobs import OTHER, SAME, SYSTEMS, Sizes
 from tests.support.team import Team
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 SECTION = "## Many processes"
 _OPERATIONS = {"save": "save", SAME: "restore, same mesh", OTHER: "restore, another mesh"}
 # One save of the small leaves takes the peers this long.
@@ -45,15 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
             team.close()
     if options.write:
         said = "; ".join(f"{name} {fact}" for name, fact in facts.items())
-        text = [SECTION, "", *_head(options), "", said + ".", *(f"\n{table.markdown()}" for table in tables)]
+        text = [*_head(options), "", said + ".", *(f"\n{table.markdown()}" for table in tables)]
         page = RESULTS.read_text(encoding="utf-8")
-        RESULTS.write_text(page.removesuffix(kept(page)) + "\n" + "\n".join(text) + "\n", encoding="utf-8")
-
-
-def kept(page: str) -> str:
-    """The section of a page of results that this program wrote, which ends the page; empty if there is none."""
-    start = page.find(f"\n{SECTION}\n")
-    return page[start:] if start >= 0 else ""
+        RESULTS.write_text(sections.with_section(page, SECTION, "\n".join(text)), encoding="utf-8")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
