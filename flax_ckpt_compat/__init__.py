@@ -19,7 +19,8 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._patching import install, installed, uninstall
     from flax_ckpt_compat._suggest import Suggestion
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
-    from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
+    from flax_ckpt_compat._view.diff import diff
+    from flax_ckpt_compat._view.diff_report import Diff, LeafDifference
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
     from flax_ckpt_compat._view.plan import Plan, plan_restore
     from flax_ckpt_compat._view.planned_leaves import PlannedLeaf
@@ -51,7 +52,8 @@ _NAMES = {
     "_patching": ("install", "installed", "load_ipython_extension", "uninstall", "unload_ipython_extension"),
     "_suggest": ("Suggestion",),
     "_view.checkpoint_view": ("Checkpoint", "open_checkpoint"),
-    "_view.diff": ("Diff", "LeafDifference", "diff"),
+    "_view.diff": ("diff",),
+    "_view.diff_report": ("Diff", "LeafDifference"),
     "_view.inventory": ("CheckpointRecord", "iter_checkpoints"),
     "_view.plan": ("Plan", "plan_restore"),
     "_view.planned_leaves": ("PlannedLeaf",),

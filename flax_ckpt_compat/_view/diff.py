@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -20,61 +19,13 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import Layout
-from flax_ckpt_compat._view import diff_text
 from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat._view.diff_report import Diff, Kind, LeafDifference
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 
-Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _Pair = tuple[Path, LeafHandle, LeafHandle]
 _AT_ONCE = 2
 _MAX_TEXT = 40
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeafDifference:
-    """A leaf that differs.
-
-    Attributes:
-        path: its key path, joined with ``/``.
-        kind: ``only in a``, ``only in b``, ``shape``, ``type`` (another dtype or kind), or ``values``.
-        a: what the first checkpoint has: ``float32[3,4]``, ``int 7``, ``str 'adam'``; empty if it has no such leaf.
-        b: likewise.
-        values: how the values differ; None if the shapes differ or the leaves are not numbers.
-    """
-
-    path: str
-    kind: Kind
-    a: str
-    b: str
-    values: Values | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Diff:
-    """Result of `diff`; prints as text.
-
-    Attributes:
-        a, b: the two checkpoints, as absolute paths or URLs.
-        formats: their formats, ``msgpack`` or ``orbax``.
-        identical: number of leaves with equal types, shapes and bits.
-        tolerated: number of leaves with equal types and shapes, and values within the tolerances.
-        differences: all others.
-    """
-
-    a: str
-    b: str
-    formats: tuple[str, str]
-    identical: int
-    tolerated: int
-    differences: tuple[LeafDifference, ...]
-
-    @property
-    def same(self) -> bool:
-        """Return whether nothing differs."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        return "\n".join([*diff_text.title(self), *diff_text.lines(self), diff_text.summary(self)])
 
 
 def diff(

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -25,6 +25,8 @@ from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from flax_ckpt_compat._view.report import Line, Report
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 
@@ -88,11 +90,28 @@ class Command(click.Command):
             raise FailedError(_paragraph(error)) from None
 
 
+def print_report(report: Report, *, as_json: bool) -> bool:
+    """Print a report, as JSON if that is asked for, and its problems; return whether what was looked for is there."""
+    if as_json:
+        print_json(report.value())
+    else:
+        print_lines(report.lines)
+    print_lines(report.problems, err=True)
+    return report.found
+
+
+def print_lines(lines: Iterable[Line], *, err: bool = False) -> None:
+    """Print lines of a report."""
+    for line in lines:
+        echo(line.text, " " * line.hang, fg=line.color, err=err)
+
+
 def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
     """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
     stream = file or (sys.stderr if err else sys.stdout)
     color = False if os.environ.get("NO_COLOR") else None  # errors are shown outside of the command's context
-    click.secho(wrapped(text, indent) if is_terminal(stream) else text, file=file, err=err, fg=fg, color=color)
+    shown = wrapped(text, indent) if is_terminal(stream) else text
+    click.secho(shown, file=file, err=err, fg=fg, reset=fg is not None, color=color)
 
 
 def make_console(*, highlight: bool = False, soft_wrap: bool = False) -> Console:
@@ -191,5 +210,10 @@ def print_json(value: Any) -> None:
 prefix_option = click.option(
     "--prefix", default="checkpoint_", show_default=True, help="What the names begin with, before the step."
 )
-item_option = click.option("--item", help="The item of a checkpoint of several, as one tree; all if not given.")
-step_option = click.option("--step", help="The step in a directory of checkpoints; the latest if not given.")
+_item_option = click.option("--item", help="The item of a checkpoint of several, as one tree; all if not given.")
+_step_option = click.option("--step", help="The step in a directory of checkpoints; the latest if not given.")
+
+
+def checkpoint_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose one checkpoint of a path: ``--step``, ``--prefix`` and ``--item``."""
+    return _step_option(prefix_option(_item_option(function)))

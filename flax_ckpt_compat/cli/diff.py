@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from ._command_base import (
-    Command,
-    echo,
-    item_option,
-    json_option,
-    path_argument,
-    prefix_option,
-    print_json,
-    step_option,
-)
-
-_COLORS = {"-": "red", "+": "green", "~": "yellow"}
+from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report
 
 
 @click.command(
@@ -29,9 +20,7 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 )
 @path_argument("a")
 @path_argument("b")
-@step_option
-@prefix_option
-@item_option
+@checkpoint_options
 @click.option(
     "--rtol",
     type=float,
@@ -39,17 +28,7 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 )
 @click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0.")
 @json_option("a JSON object with all differences")
-def command(
-    a: str,
-    b: str,
-    step: str | None,
-    prefix: str,
-    item: str | None,
-    rtol: float | None,
-    atol: float | None,
-    *,
-    as_json: bool,
-) -> bool:
+def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     """Compare the checkpoints A and B, of any formats, leaf by leaf.
 
     A and B are checkpoints, or directories of them. Shown are leaves of only one of them (- and +), and leaves of
@@ -57,15 +36,7 @@ def command(
 
     Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
     """
-    from flax_ckpt_compat._view import diff_text
+    from flax_ckpt_compat._view import diff_report
     from flax_ckpt_compat._view.diff import diff
 
-    found = diff(a, b, step=step, prefix=prefix, item=item, rtol=rtol, atol=atol)
-    if as_json:
-        print_json(diff_text.to_json(found))
-    else:
-        echo("\n".join(diff_text.title(found)), "  ")
-        for line in diff_text.lines(found):
-            echo(line, "    ", fg=_COLORS.get(line[0]))
-        echo(diff_text.summary(found))
-    return not found.same
+    return print_report(diff_report.report(diff(a, b, **options)), as_json=as_json)

@@ -10,14 +10,12 @@ import click
 
 from ._command_base import (
     Command,
+    checkpoint_options,
     is_terminal,
-    item_option,
     json_option,
     make_console,
     path_argument,
-    prefix_option,
     print_json,
-    step_option,
 )
 
 
@@ -38,9 +36,7 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
     is_flag=True,
     help="Preview restore_checkpoint, which warns of other shapes and kinds, instead of restore.",
 )
-@step_option
-@prefix_option
-@item_option
+@checkpoint_options
 @json_option("a JSON object with a row for each leaf")
 def command(
     path: str,

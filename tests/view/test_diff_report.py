@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat import checkpoints, diff
-from flax_ckpt_compat._view import diff_text
+from flax_ckpt_compat._view import diff_report
 
 
 def values(**known: Any) -> Any:
@@ -18,8 +18,8 @@ def values(**known: Any) -> Any:
 
 def lines(*paths: str, kind: str = "type", a: str = "int 1", b: str = "int 2") -> list[str]:
     """The lines for leaves that differ alike."""
-    found = [types.SimpleNamespace(path=path, kind=kind, a=a, b=b, values=None) for path in paths]
-    return list(diff_text.lines(types.SimpleNamespace(differences=found)))
+    found: Any = [types.SimpleNamespace(path=path, kind=kind, a=a, b=b, values=None) for path in paths]
+    return [line.text for line in diff_report.lines_of(found)]
 
 
 def test_sixty_lines_and_the_number_of_leaves_that_are_left() -> None:
@@ -40,19 +40,19 @@ def test_what_is_on_one_side_only() -> None:
 def test_numbers_of_several_leaves() -> None:
     """Elements are added up, the largest differences are those of any; a scalar alone shows its values."""
     scalar = values(other_values=1, max_abs=2.0, max_rel=0.5)
-    assert diff_text._numbers([scalar]) == ""
-    assert diff_text._numbers([scalar, scalar]) == "2 of 2 elements, max abs 2, max rel 0.5"
-    assert diff_text._numbers([scalar, values(other_values=1, max_abs=1.0, max_rel=3.0, only_one_nan=1), None]) == (
+    assert diff_report.numbers_of([scalar]) == ""
+    assert diff_report.numbers_of([scalar, scalar]) == "2 of 2 elements, max abs 2, max rel 0.5"
+    assert diff_report.numbers_of([scalar, values(other_values=1, max_abs=1.0, max_rel=3.0, only_one_nan=1), None]) == (
         "2 of 2 elements, max abs 2, max rel 3, 1 NaN in one only"
     )
     bits = "the same values, of other bits (-0.0, NaN)"
-    assert diff_text._numbers([values(other_bits=1), values()]) == bits
-    assert diff_text._numbers([values()]) == diff_text._numbers([None]) == ""
+    assert diff_report.numbers_of([values(other_bits=1), values()]) == bits
+    assert diff_report.numbers_of([values()]) == diff_report.numbers_of([None]) == ""
 
 
 def test_infinite_numbers_are_text_in_json(tmp_path: Any) -> None:
     """JSON has none."""
     for name, first in (("a", np.inf), ("b", 1.0)):
         checkpoints.save_checkpoint(tmp_path / name, {"x": np.array([first, 1.0])}, 1)
-    found = diff_text.to_json(diff(tmp_path / "a" / "checkpoint_1", tmp_path / "b" / "checkpoint_1"))
+    found = diff_report.to_json(diff(tmp_path / "a" / "checkpoint_1", tmp_path / "b" / "checkpoint_1"))
     assert json.loads(json.dumps(found, allow_nan=False))["differences"][0]["values"]["max_abs"] == "inf"

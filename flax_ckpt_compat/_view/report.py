@@ -1,0 +1,38 @@
+"""What commands show of a result: a title, lines and tables, a verdict; the value for JSON, and the exit code.
+
+A result that users hold, such as a `Diff`, prints as the text of its report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """Printable text."""
+
+    text: str
+    color: str | None = None  # on a terminal
+    hang: int = 0  # blanks before what continues it, where a terminal is narrower
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What is shown of a result.
+
+    Attributes:
+        lines: from the title to the summary.
+        value: returns what JSON holds.
+        problems: lines for standard error, beside JSON too.
+        found: what the command looks for is there, which makes exit code 1.
+    """
+
+    lines: Sequence[Line]
+    value: Callable[[], Any]
+    problems: Sequence[Line] = ()
+    found: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(line.text for line in self.lines)
