@@ -1,4 +1,4 @@
-"""Define the reports of `verify`, and render them as text and as JSON."""
+"""Define the results of `verify`, and report them: each checkpoint with what is wrong below it, the counts last."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from flax_ckpt_compat._core.fold_names import Row, one_line, shown
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, counted, format_size, printable
+from flax_ckpt_compat._view.report import Line, Report
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
 _WORDS = {"ok": "ok", "unverified": "unverified", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
+_COLORS = {"ok": "green", "unverified": "yellow", "damaged": "red", "unreadable": "yellow"}
 _WIDTH = max(map(len, _WORDS.values()))
 
 
@@ -101,18 +103,30 @@ class Verification:
         return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
 
     def __str__(self) -> str:
-        lines = (line for one in self.checkpoints for line in (title(one), *map("  ".__add__, details(one))))
-        return "\n".join([*lines, summary(self.checkpoints)])
+        return str(report([self]))
 
 
-def title(checkpoint: VerifiedCheckpoint) -> str:
-    """Return state, leaves, size, format and path in one line."""
+def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
+    """Return what is shown of some `Verification`; with ``strict``, missing checksums and unexpected files count, too.
+
+    The last line tells the counts, of all of them."""
+    checkpoints = [checkpoint for one in found for checkpoint in one.checkpoints]
+    lines = [line for checkpoint in checkpoints for line in lines_of(checkpoint)]
+    is_bad = not all(one.verified if strict else not one.damaged for one in found)
+    return Report([*lines, Line(_summary(checkpoints), hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
+
+
+def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
+    """Yield a line with state, leaves, size, format and path, then what is wrong and what lies there unexpectedly."""
     count = count_of_leaves(len(checkpoint.leaves))
     what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {checkpoint.format or '-':<7}"
-    return f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
+    title = f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
+    yield Line(title, _COLORS[checkpoint.state], hang=2)
+    for detail in _details(checkpoint):
+        yield Line(f"  {detail}", hang=4)
 
 
-def details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
+def _details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, and what lies in it unexpectedly."""
     for state in ("damaged", "unreadable"):
         rows = [Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in checkpoint.leaves if leaf.state == state]
@@ -136,7 +150,7 @@ def _without_place(leaf: VerifiedLeaf, checkpoint: VerifiedCheckpoint) -> str:
     return why
 
 
-def summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
+def _summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
     """Return the last lines: how many checkpoints are in which state, and what the states mean."""
     counts = {state: sum(one.state == state for one in checkpoints) for state in _WORDS}
     words = [f"{counts['ok']} ok"] + [f"{count} {state}" for state, count in counts.items() if count and state != "ok"]
@@ -147,8 +161,8 @@ def summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
     return f"{total}\n{note}" if counts["unverified"] else total
 
 
-def to_json(report: Verification) -> dict[str, Any]:
+def _to_json(found: Verification) -> dict[str, Any]:
     """Return a `Verification` as what JSON holds; `state` and `ok` are included."""
-    found = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in report.checkpoints]
-    verdict = {"state": report.state, "ok": report.ok, "verified": report.verified}
-    return {"path": report.path} | verdict | {"checkpoints": found}
+    checkpoints = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in found.checkpoints]
+    verdict = {"state": found.state, "ok": found.ok, "verified": found.verified}
+    return {"path": found.path} | verdict | {"checkpoints": checkpoints}

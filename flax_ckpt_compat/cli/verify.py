@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import click
 
-from ._command_base import Command, echo, json_option, path_argument, prefix_option, print_json
-
-_COLORS = {"ok": "green", "unverified": "yellow", "damaged": "red", "unreadable": "yellow"}
+from ._command_base import Command, json_option, path_argument, prefix_option, print_lines, print_report
 
 
 @click.command(
@@ -36,15 +36,9 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     """
     from flax_ckpt_compat._view import verify, verify_report
 
-    def show(checkpoint: verify_report.VerifiedCheckpoint) -> None:
-        if not as_json:
-            echo(verify_report.title(checkpoint), "  ", fg=_COLORS[checkpoint.state])
-            for line in verify_report.details(checkpoint):
-                echo(f"  {line}", "    ")
+    def show_one(checkpoint: verify_report.VerifiedCheckpoint) -> None:
+        print_lines(() if as_json else verify_report.lines_of(checkpoint))
 
-    reports = [verify.verify(path, step=step, prefix=prefix, progress=show) for path in paths]
-    if as_json:
-        print_json([verify_report.to_json(report) for report in reports])
-    else:
-        echo(verify_report.summary([one for report in reports for one in report.checkpoints]), "  ")
-    return not all(report.verified if strict else not report.damaged for report in reports)
+    found = [verify.verify(path, step=step, prefix=prefix, progress=show_one) for path in paths]
+    report = verify_report.report(found, strict=strict)
+    return print_report(dataclasses.replace(report, lines=report.lines[-1:]), as_json=as_json)  # the others are shown
