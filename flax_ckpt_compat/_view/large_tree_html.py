@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
-from flax_ckpt_compat._view import show_text
-from flax_ckpt_compat._view.show_text import Subtree
+from flax_ckpt_compat._view import show_report
+from flax_ckpt_compat._view.show_report import Subtree
 
 _SCRIPT = """
 const {types, forms, root, stats} = JSON.parse(document.getElementById("leaves").textContent);
@@ -79,7 +79,7 @@ def _data(root: Subtree, *, has_stats: bool) -> dict[str, Any]:
         """Return the number of a leaf's type, or ``~number`` of a subtree's form."""
         if node.leaf is not None:
             size = format_size(node.nbytes) if node.nbytes else ""
-            key = (node.leaf.type, size, printable(show_text.sharding(node.leaf.sharding), one_line=True))
+            key = (node.leaf.type, size, printable(show_report.sharding(node.leaf.sharding), one_line=True))
             return types.setdefault(key, len(types))
         if node.form not in forms:
             number = forms[node.form] = len(rows)
@@ -111,6 +111,6 @@ def _stats(node: Subtree) -> str:
     found = node.leaf.stats if node.leaf is not None else None
     if found is None:
         return ""
-    low, high, mean, nan, inf = show_text.numbers(found)
+    low, high, mean, nan, inf = show_report.numbers(found)
     bad = f", NaN {nan}, inf {inf}" if found.nan or found.inf else ""
     return f"min {low}, max {high}, mean {mean}{bad}"

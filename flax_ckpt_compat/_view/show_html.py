@@ -7,10 +7,10 @@ from html import escape
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view import large_tree_html, show_text
+from flax_ckpt_compat._view import large_tree_html, show_report
 from flax_ckpt_compat._view.plan_html import STYLE, search_box
 from flax_ckpt_compat._view.show import Contents
-from flax_ckpt_compat._view.show_text import Subtree
+from flax_ckpt_compat._view.show_report import Subtree
 from flax_ckpt_compat._view.treemap import Box, squarified
 
 DOCTYPE = "<!doctype html>"
@@ -46,19 +46,19 @@ _SCRIPT = (
 @depth.limited("shown")
 def render(contents: Contents) -> str:
     """Return the page; names from the checkpoint are escaped."""
-    root = show_text.tree_of(contents)
-    totals = show_text.by_dtype(contents)
+    root = show_report.tree_of(contents)
+    totals = show_report.by_dtype(contents)
     fills = {name: _FILLS[min(number, len(_FILLS) - 1)] for number, name in enumerate(totals)}
     legend = "".join(
         f'<li><i style="background: {fills[name]}"></i>{_text(name)}: {format_size(one["nbytes"])}'
         f" in {count_of_leaves(one['leaves'])}</li>"
         for name, one in totals.items()
     )
-    mapped = show_text.folded(root) if root.count > _MAX_UNFOLDED else root
+    mapped = show_report.folded(root) if root.count > _MAX_UNFOLDED else root
     boxes = "".join(_boxes(mapped, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
     is_large = root.count > _MAX_STATIC
     listed = search_box() + large_tree_html.render(root, has_stats=contents.has_stats) if is_large else _tree(root)
-    title = _text(show_text.title(contents))
+    title = _text(show_report.title(contents))
     return (
         f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width"><style>'
@@ -73,8 +73,10 @@ def render(contents: Contents) -> str:
 @depth.limited("shown")
 def fragment(contents: Contents) -> str:
     """Return the tree without the page around it; names from the checkpoint are escaped."""
-    title = _text(show_text.title(contents))
-    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{_tree(show_text.tree_of(contents))}</div>'
+    title = _text(show_report.title(contents))
+    return (
+        f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{_tree(show_report.tree_of(contents))}</div>'
+    )
 
 
 def _tree(root: Subtree) -> str:
@@ -133,7 +135,7 @@ def _item(node: Subtree, path: str, is_open: bool) -> str:
     here = f"{path}{node.name}"
     size = f" <small>{format_size(node.nbytes)}</small>" if node.nbytes else ""
     if node.leaf is not None:
-        sharding = show_text.sharding(node.leaf.sharding)
+        sharding = show_report.sharding(node.leaf.sharding)
         shown = f"{_text(node.name)} <small>{_text(node.leaf.type)}</small>{size} <small>{_text(sharding)}</small>"
         return f'<li data-path="{_quoted(here)}">{shown}{_stats(node)}</li>'
     inner = "".join(_item(child, f"{here}/", is_open) for child in node.children.values())
@@ -147,7 +149,7 @@ def _stats(node: Subtree) -> str:
     stats = node.leaf.stats if node.leaf is not None else None
     if stats is None:
         return ""
-    low, high, mean, nan, inf = show_text.numbers(stats)
+    low, high, mean, nan, inf = show_report.numbers(stats)
     bad = f" <b>NaN {nan}, inf {inf}</b>" if stats.nan or stats.inf else ""
     return f" <small>min {low}, max {high}, mean {mean}</small>{bad}"
 

@@ -12,15 +12,12 @@ import click
 from ._command_base import (
     Command,
     FailedError,
+    checkpoint_options,
     complete_files,
-    echo,
     is_terminal,
-    item_option,
     json_option,
     path_argument,
-    prefix_option,
-    print_json,
-    step_option,
+    print_report,
 )
 
 
@@ -36,9 +33,7 @@ flax-ckpt show gs://bucket/runs/a --json
 """,
 )
 @path_argument("path")
-@step_option
-@prefix_option
-@item_option
+@checkpoint_options
 @click.option("--depth", type=click.IntRange(min=1), help="Show this number of levels; deeper ones are summed up.")
 @click.option(
     "--filter",
@@ -54,18 +49,7 @@ flax-ckpt show gs://bucket/runs/a --json
     help="Write a page instead: a treemap of sizes, and a searchable tree.",
 )
 @json_option("a JSON object with all leaves")
-def command(
-    path: str,
-    step: str | None,
-    prefix: str,
-    item: str | None,
-    depth: int | None,
-    pattern: str | None,
-    html: str | None,
-    *,
-    stats: bool,
-    as_json: bool,
-) -> None:
+def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_json: bool, **options: Any) -> None:
     """Show the tree of the checkpoint PATH: types, sizes and saved shardings of its leaves, and totals.
 
     PATH is a checkpoint, or a directory of them. Equal subtrees of numbered layers are folded into one. Sizes are
@@ -73,23 +57,15 @@ def command(
 
     Exit code 2 if the checkpoint cannot be read, or no leaf matches.
     """
-    from flax_ckpt_compat._view import show, show_text
+    from flax_ckpt_compat._view import show, show_report
 
     with ExitStack() as stack:
         progress = stack.enter_context(_progress()) if stats and is_terminal(sys.stderr) else None
-        found = show.contents(
-            path, step=step, prefix=prefix, item=item, pattern=pattern, stats=stats, progress=progress
-        )
-    if as_json:
-        print_json(show_text.to_json(found, depth))
+        found = show.contents(path, stats=stats, progress=progress, **options)
+    if html is None or as_json:
+        print_report(show_report.report(found, depth), as_json=as_json)
     if html is not None:
         _write_page(html, found)
-    if as_json or html is not None:
-        return
-    echo(show_text.title(found))
-    for line, is_suspect in show_text.lines(found, depth):
-        echo(line, "    ", fg="red" if is_suspect else None)
-    click.echo("\n".join(["", *show_text.totals(found)]))
 
 
 def _write_page(file: str, found: Any) -> None:

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import bounded_reads
-from flax_ckpt_compat._view import show, show_text
+from flax_ckpt_compat._view import show, show_report
 from flax_ckpt_compat._view.array_stats import Stats
 from flax_ckpt_compat._view.treemap import squarified
 from flax_ckpt_compat.cli import main
@@ -243,7 +243,8 @@ def test_strange_trees(tmp_path: Path) -> None:
         manager.save(5, args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in trees.items()}))
     found = show.contents(tmp_path / "manager")
     assert {leaf.path: leaf.type for leaf in found.leaves} == {("state", "w"): "float64[2]", ("ema", "v"): "float"}
-    assert {line.split()[0] for line, _ in show_text.lines(found)} == {"leaf", "state", "w", "ema", "v"}
+    tree, _ = str(show_report.report(found)).split("\n\n")
+    assert {line.split()[0] for line in tree.splitlines()[1:]} == {"leaf", "state", "w", "ema", "v"}
 
 
 def test_damage_and_absence(tmp_path: Path) -> None:
