@@ -15,8 +15,8 @@ from flax_ckpt_compat.orbax_backend import OrbaxBackend
 from flax_ckpt_compat import checkpoints, config, convert, verify
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._save import shadow
-from flax_ckpt_compat._view.shadow_report import shadow_report
 from flax_ckpt_compat.cli import main
+from flax_ckpt_compat.cli.shadow_report import read_records
 
 TREE = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -57,12 +57,12 @@ def test_record(folder: str, orbax: bool, shadowed) -> None:
     path = save(folder, 1, orbax)
     assert sorted(os.listdir(folder)) == [".flax_ckpt_compat_shadow", "checkpoint_1"]  # as the guide names it
     assert sorted(os.listdir(os.path.join(folder, shadow.FOLDER))) == ["checkpoint_1.json"]
-    (record,) = shadow_report(folder).records
+    (record,) = read_records(folder)
     files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names] or [path]
     saved, other = ("orbax", "msgpack") if orbax else ("msgpack", "orbax")
     assert (record["format"], record["shadow"]) == (saved, other)
     assert record["bytes"][saved] == sum(map(os.path.getsize, files)) and record["bytes"][other] > 0
-    assert record["differences"] == 0 and record["leaves"] == 8 and shadow_report(folder).is_clean
+    assert record["differences"] == 0 and record["leaves"] == 8 and "error" not in record
     assert all(record[key][name] > 0 for key in ("write_seconds", "read_seconds") for name in (saved, other))
 
 
@@ -72,7 +72,7 @@ def test_async_and_retention(folder: str, shadowed) -> None:
     for step in range(3):
         save(folder, step, True, keep=1, async_manager=manager)
     manager.wait_previous_save()
-    assert len(shadow_report(folder).compared) == 3
+    assert ["error" in record for record in read_records(folder)] == [False] * 3
     assert sorted(os.listdir(folder)) == [shadow.FOLDER, "checkpoint_2"]
 
 
@@ -101,9 +101,10 @@ def test_difference(folder: str, shadowed, monkeypatch: pytest.MonkeyPatch, capl
 
     monkeypatch.setattr(shadow, "_compared", damaged)
     path = save(folder, 1, True)
-    (record,) = shadow_report(folder).records
+    (record,) = read_records(folder)
     assert record["differences"] == 1 and record["different_leaves"][0].startswith("w: float32 [2, 3]")
-    assert not shadow_report(folder).is_clean and "1 leaves differ" in caplog.text
+    assert "1 leaves differ" in caplog.text
+    assert CliRunner().invoke(main, ["shadow-report", str(folder)]).exit_code == 1
     assert os.path.isfile(os.path.join(folder, shadow.FOLDER, "checkpoint_1"))
     assert [one.path for one in verify(folder).checkpoints] == [path]
     assert [one.source for one in convert(folder, f"{folder}-managed", "manager")] == [path]
@@ -119,7 +120,7 @@ def test_failure_does_not_disturb(folder: str, shadowed, monkeypatch, caplog: py
 
     monkeypatch.setattr(OrbaxBackend, "write", staticmethod(full))
     path = save(folder, 1, False)
-    assert "No space left" in shadow_report(folder).records[0]["error"] and "No space left" in caplog.text
+    assert "No space left" in read_records(folder)[0]["error"] and "No space left" in caplog.text
     assert os.listdir(os.path.join(folder, shadow.FOLDER)) == ["checkpoint_1.json"]  # nor what fills the disk
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(path, None)["w"], TREE["w"])
 
@@ -136,12 +137,12 @@ def test_no_records(folder: str) -> None:
     save(folder, 1, False)
     assert not os.path.exists(os.path.join(folder, shadow.FOLDER))
     with pytest.raises(CheckpointNotFoundError, match="FLAX_CKPT_COMPAT_SHADOW=true"):
-        shadow_report(folder)
+        read_records(folder)
     os.mkdir(os.path.join(folder, shadow.FOLDER))
     for content in ("", "[]", "{}", '{"name": "a", "differences": "x"}'):
         Path(folder, shadow.FOLDER, "checkpoint_1.json").write_text(content)
         with pytest.raises(CorruptCheckpointError, match=r"checkpoint_1\.json"):
-            shadow_report(folder)
+            read_records(folder)
 
 
 @pytest.mark.parametrize(("orbax", "flip"), [(False, "true"), (True, "false")])
