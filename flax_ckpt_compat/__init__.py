@@ -22,8 +22,9 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._view.diff import diff
     from flax_ckpt_compat._view.diff_report import Diff, LeafDifference
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
-    from flax_ckpt_compat._view.plan import Plan, plan_restore
-    from flax_ckpt_compat._view.planned_leaves import PlannedLeaf
+    from flax_ckpt_compat._view.plan import plan_restore
+    from flax_ckpt_compat._view.plan_report import Plan
+    from flax_ckpt_compat._view.plan_rows import PlannedLeaf
     from flax_ckpt_compat._view.verify import verify
     from flax_ckpt_compat._view.verify_report import Verification, VerifiedCheckpoint, VerifiedLeaf
     from flax_ckpt_compat.api import restore, save
@@ -55,8 +56,9 @@ _NAMES = {
     "_view.diff": ("diff",),
     "_view.diff_report": ("Diff", "LeafDifference"),
     "_view.inventory": ("CheckpointRecord", "iter_checkpoints"),
-    "_view.plan": ("Plan", "plan_restore"),
-    "_view.planned_leaves": ("PlannedLeaf",),
+    "_view.plan": ("plan_restore",),
+    "_view.plan_report": ("Plan",),
+    "_view.plan_rows": ("PlannedLeaf",),
     "_view.verify": ("verify",),
     "_view.verify_report": ("Verification", "VerifiedCheckpoint", "VerifiedLeaf"),
     "api": ("restore", "save"),

@@ -69,10 +69,14 @@ class Diff:
 
 def report(found: Diff) -> Report:
     """Return what is shown of a `Diff`."""
-    pairs = zip("ab", (found.a, found.b), found.formats, strict=True)
-    title = [Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2) for name, path, format in pairs]
-    lines = [*title, *lines_of(found.differences), Line(_summary(found))]
-    return Report(lines, functools.partial(to_json, found), found=not found.same)
+    return Report(_lines(found), functools.partial(to_json, found), found=not found.same)
+
+
+def _lines(found: Diff) -> Iterator[Line]:
+    for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
+        yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
+    yield from lines_of(found.differences)
+    yield Line(_summary(found))
 
 
 def lines_of(differences: Sequence[LeafDifference]) -> Iterator[Line]:

@@ -2,92 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core import misplaced_keywords
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.tree import iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
+from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
 from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._save import async_saves
-from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, needs
-from flax_ckpt_compat._view import plan_html, plan_text
-from flax_ckpt_compat._view.planned_leaves import Owners, PlannedLeaf, kept_leaf, planned_leaves
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
+from flax_ckpt_compat._view.plan_report import Plan
+from flax_ckpt_compat._view.plan_rows import PlannedLeaf
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
-    """Preview of a restore; prints as a table, and in notebooks as a tree that can be searched.
-
-    Attributes:
-        path: absolute path of the checkpoint.
-        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
-        leaves: every leaf of the result, in the target's order.
-        unused: key paths of the stored leaves that the result does not use.
-        nbytes: size in memory of all stored data to be read, in bytes.
-        raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Errors of
-            damaged data, the caller's functions and custom serialization show only in the restore itself.
-        why: the error's message, or empty if the leaves already show the reason. If just the number of layers differs,
-            that.
-        unused_nbytes: size in memory of the unused stored leaves, in bytes.
-        function: name of the function that is previewed, for the text.
-    """
-
-    path: str
-    format: str
-    leaves: tuple[PlannedLeaf, ...]
-    unused: tuple[str, ...]
-    nbytes: int
-    raises: str | None
-    why: str = ""
-    unused_nbytes: int = 0
-    function: str = "restore"
-    _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Return the key paths of the leaves for which the restore raises ``MissingLeavesError``."""
-        return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
-
-    @functools.cached_property
-    def suggestion(self) -> Suggestion | None:
-        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None."""
-        found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
-        return next(found, None)
-
-    def __repr__(self) -> str:
-        title = " ".join(plan_text.title(self).replace("\n", ";", 1).split())
-        return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
-
-    def _repr_html_(self) -> str:
-        return plan_html.render(self)
-
-    def __str__(self) -> str:
-        return plan_text.plain(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from plan_text.rich(self, options.max_width)
-
-    def __reduce__(self) -> Any:
-        # The report only, without the trees and the target's arrays.
-        kept = (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
-        return Plan, (*kept, self.unused_nbytes, self.function)
+Owners = dict[Reader, str]  # reader of an item → its name
 
 
 @misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
@@ -178,7 +116,7 @@ def plan_restore(
 def _nothing(path: str, target: Any) -> Plan:
     """Return the plan of a restore that returns its target."""
     leaves = iter_leaves(state_dict.describe(target)) if target is not None else ()
-    kept = [kept_leaf(show_path(leaf_path), leaf, "there is no checkpoint") for leaf_path, leaf in leaves]
+    kept = [_kept_leaf(show_path(leaf_path), leaf, "there is no checkpoint") for leaf_path, leaf in leaves]
     return Plan(path, "", tuple(kept), (), 0, None)
 
 
@@ -191,7 +129,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     owners: Owners = {opened.reader(name): name for name in opened.parts} if plans.is_mapping else {}
     for name, tree_plan in plans.items.items():
         item = (name,) if plans.is_mapping else ()
-        leaves += planned_leaves(tree_plan, item, owners)
+        leaves += _planned_leaves(tree_plan, item, owners)
         for leaf in tree_plan.leaves:
             needed.update(needs(leaf.source))
         stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
@@ -212,3 +150,66 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
             why = common_causes.explain(tree_plan) if is_shown else str(error())
             return kind.__name__, f"{why} {plans.fits}".strip()
     return None, ""
+
+
+def _source(handle: LeafHandle, item: Path, owners: Owners) -> str:
+    """Return the key path of a stored leaf in the whole checkpoint."""
+    owner = owners.get(handle.reader)
+    return show_path((*(item if owner is None else (owner,)), *handle.path))
+
+
+def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[PlannedLeaf]:
+    """Yield the leaves of a tree's plan; a subtree that is restored as stored counts as one."""
+    raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
+    missing = frozenset(plan.missing) if raises else frozenset()
+    subtrees = {} if plan.target is None else plan.stored_subtrees
+    for path, group in itertools.groupby(plan.leaves, lambda leaf: leaf.path):
+        if path in subtrees:
+            yield _planned_subtree(path, subtrees[path], item, owners)
+        else:
+            for leaf in group:
+                yield _planned(leaf, item, owners, "missing" if path in missing else "target")
+    for path, stored in subtrees.items():
+        if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
+            yield _planned_subtree(path, stored, item, owners)
+    for path in sorted(plan.empty):
+        origin = "missing" if path in missing else "target"
+        yield _kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)
+
+
+def _planned_subtree(path: Path, stored: Node, item: Path, owners: Owners) -> PlannedLeaf:
+    leaves = [leaf for _, leaf in iter_leaves(stored)]
+    sources = tuple(_source(handle, item, owners) for leaf in leaves for handle in handles_of(leaf))
+    how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
+    nbytes = sum(size for leaf in leaves for size in needs(leaf).values())
+    return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
+
+
+def _planned(leaf: LeafPlan, item: Path, owners: Owners, origin: str) -> PlannedLeaf:
+    name, source, target = show_path((*item, *leaf.path)), leaf.source, leaf.target
+    if source is Own.KEEP_TARGET:
+        return _kept_leaf(name, target, leaf.why, origin)
+    (shape, dtype), wanted = shape_and_dtype(source), shape_and_dtype(target)
+    if isinstance(source, LeafHandle) and source.kind is not LeafKind.ARRAY:
+        # Of a key, shape and dtype are those of its data; Python values have none.
+        if leaf.cast is not None:  # a number, converted to the target's type
+            shape, dtype = ((), leaf.cast) if hasattr(target, "shape") else (None, None)
+        elif source.kind is not LeafKind.NUMPY_SCALAR:
+            wanted = shape, dtype = None, None
+    is_cast = dtype is not None and leaf.cast is not None
+    return PlannedLeaf(
+        name,
+        "computed" if isinstance(source, Derived) else "checkpoint",
+        tuple(_source(handle, item, owners) for handle in handles_of(source)),
+        source.how if isinstance(source, Derived) else "",
+        shape,
+        leaf.cast if is_cast else dtype,
+        *wanted,
+        sum(needs(source).values()),
+    )
+
+
+def _kept_leaf(path: str, leaf: Any, why: str, origin: str = "target") -> PlannedLeaf:
+    """Return a leaf that keeps the target's value, or is missing."""
+    shape, dtype = shape_and_dtype(leaf)
+    return PlannedLeaf(path, origin, (), why, shape, dtype, shape, dtype, 0)

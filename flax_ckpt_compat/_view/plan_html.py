@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
-from flax_ckpt_compat._view import plan_text
+from flax_ckpt_compat._view.plan_rows import PlannedLeaf, cells_of, row_of
 
-Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 # Legible on white and on black: notebooks do not tell which they are.
 _COLORS = {"missing": "#d33", "reshaped": "#c4b", "computed": "#07b", "kept": "#b60"}
 # Beyond this number of leaves, only subtrees some of whose leaves differ are open at first.
@@ -33,18 +33,17 @@ _SEARCH = (
 )
 
 
-def render(plan: Plan) -> str:
-    """Return the plan as HTML; names from the checkpoint are escaped."""
+def render(head: str, leaves: Sequence[PlannedLeaf], unused: Sequence[str]) -> str:
+    """Return text, and the leaves of a plan as a tree; names from the checkpoint are escaped."""
     tree: dict[str, Any] = {}
-    for leaf in plan.leaves:
+    for leaf in leaves:
         node = tree
         for name in leaf.path.split("/")[:-1]:
             node = node.setdefault(f"{name}/", {})
         node[leaf.path.rpartition("/")[2]] = leaf
-    head = "\n".join([plan_text.title(plan), *plan_text.verdict(plan)])
-    unused = "".join(f"<li data-path={_quoted(path)}>{_text(path)}</li>" for path in plan.unused)
-    rest = f"<details><summary>Stored, but not used: {len(plan.unused)}</summary><ul>{unused}</ul></details>"
-    body = _list(tree, len(plan.leaves) <= _MAX_OPEN) + (rest if unused else "")
+    paths = "".join(f"<li data-path={_quoted(path)}>{_text(path)}</li>" for path in unused)
+    rest = f"<details><summary>Stored, but not used: {len(unused)}</summary><ul>{paths}</ul></details>"
+    body = _list(tree, len(leaves) <= _MAX_OPEN) + (rest if unused else "")
     return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{_text(head)}</pre>{search_box()}{body}</div>'
 
 
@@ -60,7 +59,7 @@ def _list(tree: dict[str, Any], is_open: bool) -> str:
 
 def _item(name: str, node: Any, is_open: bool) -> str:
     if not isinstance(node, dict):
-        _, source, what = plan_text.cells(node)
+        _, source, what = cells_of(row_of(node))
         shown = f"{_text(name)} <small>←</small> {_text(source)} <small>{_text(what)}</small>"
         return f'<li data-path={_quoted(node.path)} class="{_state(node)}">{shown}</li>'
     states = Counter(map(_state, _leaves(node)))
@@ -70,13 +69,13 @@ def _item(name: str, node: Any, is_open: bool) -> str:
     return f"<li data-path=''><details{opened}><summary>{summary}</summary>{_list(node, is_open)}</details></li>"
 
 
-def _state(leaf: Any) -> str:
+def _state(leaf: PlannedLeaf) -> str:
     """Return the name of the leaf's colour: where it comes from, or that its shape differs."""
     origin = "kept" if leaf.origin == "target" else leaf.origin
     return "reshaped" if leaf.is_reshaped else origin
 
 
-def _leaves(tree: dict[str, Any]) -> list[Any]:
+def _leaves(tree: dict[str, Any]) -> list[PlannedLeaf]:
     return [leaf for node in tree.values() for leaf in (_leaves(node) if isinstance(node, dict) else [node])]
 
 

@@ -5,7 +5,7 @@ A result that users hold, such as a `Diff`, prints as the text of its report."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Line:
     text: str
     color: str | None = None  # on a terminal
     hang: int = 0  # blanks before what continues it, where a terminal is narrower
+    rich: Callable[[int], Iterable[Any]] | None = None  # what rich shows instead, by the terminal's width
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,13 +24,13 @@ class Report:
     """What is shown of a result.
 
     Attributes:
-        lines: from the title to the summary.
+        lines: from the title to the summary; made as they are needed.
         value: returns what JSON holds.
         problems: lines for standard error, beside JSON too.
         found: what the command looks for is there, which makes exit code 1.
     """
 
-    lines: Sequence[Line]
+    lines: Iterable[Line]
     value: Callable[[], Any]
     problems: Sequence[Line] = ()
     found: bool = False

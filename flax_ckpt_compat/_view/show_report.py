@@ -69,12 +69,12 @@ def title(contents: Contents) -> str:
 
 def report(contents: Contents, levels: int | None = None) -> Report:
     """Return what is shown of a checkpoint; ``levels`` is the number of levels of the tree, None for all."""
-    lines = [Line(title(contents)), *_tree_lines(contents, levels), Line(""), *map(Line, _totals(contents))]
-    return Report(lines, functools.partial(_to_json, contents, levels))
+    return Report(_lines(contents, levels), functools.partial(_to_json, contents, levels))
 
 
-def _tree_lines(contents: Contents, levels: int | None) -> Iterator[Line]:
-    """Yield a line for each subtree and leaf, those of numbered layers folded, and red ones for NaN and infinity."""
+def _lines(contents: Contents, levels: int | None) -> Iterator[Line]:
+    """Yield a line for each subtree and leaf, those of numbered layers folded, red ones for NaN and infinity."""
+    yield Line(title(contents))
     root = tree_of(contents)
     with depth.limited("shown"):
         rows = [_row(root.name, [root])] if root.leaf else list(_rows([root], levels))
@@ -83,6 +83,7 @@ def _tree_lines(contents: Contents, levels: int | None) -> Iterator[Line]:
     right = {at for at, n in enumerate(keep) if _HEADINGS[n] not in _LEFT}
     for text, stats in zip(aligned(table, right), (None, *(stats for _, stats in rows)), strict=True):
         yield Line(text, "red" if stats is not None and (stats.nan or stats.inf) else None, hang=4)
+    yield from map(Line, ["", *_totals(contents)])
 
 
 _Cells = tuple[str, ...]

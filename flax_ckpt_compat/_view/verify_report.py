@@ -103,17 +103,15 @@ class Verification:
         return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
 
     def __str__(self) -> str:
-        return str(report([self]))
+        lines = [line.text for checkpoint in self.checkpoints for line in lines_of(checkpoint)]
+        return "\n".join([*lines, str(report([self]))])
 
 
 def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
-    """Return what is shown of some `Verification`; with ``strict``, missing checksums and unexpected files count, too.
-
-    The last line tells the counts, of all of them."""
+    """Return what is shown below the checkpoints; if ``strict``, missing checksums and unexpected files count, too."""
     checkpoints = [checkpoint for one in found for checkpoint in one.checkpoints]
-    lines = [line for checkpoint in checkpoints for line in lines_of(checkpoint)]
     is_bad = not all(one.verified if strict else not one.damaged for one in found)
-    return Report([*lines, Line(_summary(checkpoints), hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
+    return Report([Line(_summary(checkpoints), hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
 
 
 def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:

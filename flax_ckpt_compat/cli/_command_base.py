@@ -103,7 +103,12 @@ def print_report(report: Report, *, as_json: bool) -> bool:
 def print_lines(lines: Iterable[Line], *, err: bool = False) -> None:
     """Print lines of a report."""
     for line in lines:
-        echo(line.text, " " * line.hang, fg=line.color, err=err)
+        if line.rich is not None and is_terminal(sys.stdout):
+            console = make_console()
+            for part in line.rich(console.width):
+                console.print(part)
+        else:
+            echo(line.text, " " * line.hang, fg=line.color, err=err)
 
 
 def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:

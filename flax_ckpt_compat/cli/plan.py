@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import click
 
-from ._command_base import (
-    Command,
-    checkpoint_options,
-    is_terminal,
-    json_option,
-    make_console,
-    path_argument,
-    print_json,
-)
+from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report
 
 
 @click.command(
@@ -59,7 +50,7 @@ def command(
     raise, 2 if there is no plan.
     """
     from flax_ckpt_compat._core.import_by_name import load_name, load_value
-    from flax_ckpt_compat._view import plan_text
+    from flax_ckpt_compat._view import plan_report
     from flax_ckpt_compat._view.plan import plan_restore
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
@@ -67,13 +58,7 @@ def command(
     found = plan_restore(path, state, step=step, prefix=prefix, item=item, transforms=rules, **policies)
     if as_flax:
         found = dataclasses.replace(found, function="restore_checkpoint")
-    if as_json:
-        print_json(plan_text.to_json(found))
-    elif is_terminal(sys.stdout):
-        make_console().print(found)
-    else:
-        click.echo(str(found))
-    return found.raises is not None
+    return print_report(plan_report.report(found), as_json=as_json)
 
 
 def _policies_of_flax(rules: Any) -> dict[str, Any]:

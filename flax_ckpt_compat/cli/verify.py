@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
 from ._command_base import Command, json_option, path_argument, prefix_option, print_lines, print_report
@@ -40,5 +38,4 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
         print_lines(() if as_json else verify_report.lines_of(checkpoint))
 
     found = [verify.verify(path, step=step, prefix=prefix, progress=show_one) for path in paths]
-    report = verify_report.report(found, strict=strict)
-    return print_report(dataclasses.replace(report, lines=report.lines[-1:]), as_json=as_json)  # the others are shown
+    return print_report(verify_report.report(found, strict=strict), as_json=as_json)

@@ -1,39 +1,110 @@
-"""Render a plan as plain text, and as a rich table with the same rows."""
+"""Define the result of `plan_restore`, and report it: what the restore does, proposed rules, a table of the leaves."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._restore.plan import TreePlan
+from flax_ckpt_compat._suggest import Suggestion
+from flax_ckpt_compat._view import plan_html
+from flax_ckpt_compat._view.plan_rows import MAX_ROWS, PlannedLeaf, cells_of, rows_of, topmost_subtrees
+from flax_ckpt_compat._view.report import Line, Report
 
-Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
-PlannedLeaf = Any
-# Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
-_MAX_ROWS = 24
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
 _MAX_STEPS = 12
 _MAX_WIDTH = 80
 _FRAME = 10  # characters of a table of three columns
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
-_SAME = "same name"
-_STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
 
 
-def plain(plan: Plan) -> str:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """Preview of a restore; prints as a table, and in notebooks as a tree that can be searched.
+
+    Attributes:
+        path: absolute path of the checkpoint.
+        format: ``msgpack``, ``orbax``, or the name of another layout, such as ``safetensors``.
+        leaves: every leaf of the result, in the target's order.
+        unused: key paths of the stored leaves that the result does not use.
+        nbytes: size in memory of all stored data to be read, in bytes.
+        raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Errors of
+            damaged data, the caller's functions and custom serialization show only in the restore itself.
+        why: the error's message, or empty if the leaves already show the reason. If just the number of layers differs,
+            that.
+        unused_nbytes: size in memory of the unused stored leaves, in bytes.
+        function: name of the function that is previewed, for the text.
+    """
+
+    path: str
+    format: str
+    leaves: tuple[PlannedLeaf, ...]
+    unused: tuple[str, ...]
+    nbytes: int
+    raises: str | None
+    why: str = ""
+    unused_nbytes: int = 0
+    function: str = "restore"
+    _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the key paths of the leaves for which the restore raises ``MissingLeavesError``."""
+        return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
+
+    @functools.cached_property
+    def suggestion(self) -> Suggestion | None:
+        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None."""
+        found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
+        return next(found, None)
+
+    def __repr__(self) -> str:
+        title = " ".join(_title(self).replace("\n", ";", 1).split())
+        return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html.render("\n".join([_title(self), *_verdict(self)]), self.leaves, self.unused)
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from _rich(self, options.max_width)
+
+    def __reduce__(self) -> Any:
+        # The report only, without the trees and the target's arrays.
+        kept = (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
+        return Plan, (*kept, self.unused_nbytes, self.function)
+
+
+def report(plan: Plan) -> Report:
+    """Return what is shown of a plan."""
+    return Report(_lines(plan), functools.partial(_to_json, plan), found=plan.raises is not None)
+
+
+def _lines(plan: Plan) -> Iterator[Line]:
+    yield Line(_text(plan), rich=functools.partial(_rich, plan))
+
+
+def _text(plan: Plan) -> str:
     """Render the plan as text, without colours: what a restore does, proposed rules, and a table of the leaves."""
-    rows, more = _shown(plan)
-    cells = [_HEADINGS, *map(_cells, rows)]
+    rows, more = rows_of(plan.leaves)
+    cells = [_HEADINGS, *map(cells_of, rows)]
     lines = [f"  {line}" for line in aligned(cells, right=())]
     if any(row.names[0].endswith("/…") for row in rows) and max(map(len, lines)) > _MAX_WIDTH:
         width = max(len(path) for path, _, _ in cells)
         lines = [line for row in cells for line in _on_two_lines(row, width)]
-    return "\n".join([title(plan), *map(printable, verdict(plan)), *lines, *map(printable, _rest(plan, more))])
+    return "\n".join([_title(plan), *map(printable, _verdict(plan)), *lines, *map(printable, _rest(plan, more))])
 
 
 def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
@@ -44,7 +115,7 @@ def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
     return [line] if len(line) <= _MAX_WIDTH else [f"{start}  {'':<{column}}  {what}".rstrip(), f"    ← {source}"]
 
 
-def rich(plan: Plan, width: int) -> Iterator[Any]:
+def _rich(plan: Plan, width: int) -> Iterator[Any]:
     """Render the plan with rich, for a console of ``width`` characters."""
     from rich.table import Table
     from rich.text import Text
@@ -53,20 +124,20 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
         lines = (_narrow(line, width) for line in printable(note).splitlines())
         return Text("\n".join(" ".join(_at_slashes(word, width) for word in line.split(" ")) for line in lines))
 
-    rows, more = _shown(plan)
+    rows, more = rows_of(plan.leaves)
     table = Table()
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    all_cells = [_cells(row) for row in rows]
+    all_cells = [cells_of(row) for row in rows]
     widths = _column_widths([_HEADINGS, *all_cells], width)
     for row, cells in zip(rows, all_cells, strict=True):
         names = [_at_slashes(cell, widths[column]) for column, cell in enumerate(cells[:2])]
         table.add_row(*map(Text, (*names, cells[2])), style=row.detail[0])
     # On a terminal, what stands last is seen first.
-    yield Text(title(plan))
+    yield Text(_title(plan))
     yield table
     yield from map(text, _rest(plan, more))
-    yield from map(text, verdict(plan))
+    yield from map(text, _verdict(plan))
 
 
 def _column_widths(cells: Sequence[Sequence[str]], width: int) -> tuple[int, int]:
@@ -97,7 +168,7 @@ def _narrow(line: str, width: int) -> str:
     )
 
 
-def title(plan: Plan) -> str:
+def _title(plan: Plan) -> str:
     """Return the checkpoint and the bytes to read; then, on lines of their own, how many leaves come from where."""
     path = printable(plan.path, one_line=True)
     read = f"{path} ({plan.format}): {format_size(plan.nbytes)} to read"
@@ -118,7 +189,7 @@ def title(plan: Plan) -> str:
     return "\n".join([read, *lines]).replace("\xa0", " ")
 
 
-def verdict(plan: Plan) -> Iterator[str]:
+def _verdict(plan: Plan) -> Iterator[str]:
     """Yield what the function that is previewed does, and proposed rules."""
     if plan.raises is not None:
         yield f"{plan.function} raises {plan.raises}{_unlike(plan)}" + (f": {plan.why}" if plan.why else ".")
@@ -152,10 +223,10 @@ def _rest(plan: Plan, more: str) -> Iterator[str]:
     """Yield what the table leaves out."""
     if more:
         yield more
-    if len(plan.unused) > _MAX_ROWS:
+    if len(plan.unused) > MAX_ROWS:
         used = {source for leaf in plan.leaves for source in leaf.sources}
         keys = dict.fromkeys(used, True) | dict.fromkeys(plan.unused, False)
-        names = _subtrees(keys)
+        names = topmost_subtrees(keys)
         rows = fold(Row((names[path],)) for path in plan.unused)
         yield f"Stored, but not used: {one_line(' '.join(f'{row.names[0]} {row.note}'.split()) for row in rows)}"
     elif plan.unused:
@@ -169,112 +240,7 @@ def _nbytes(leaf: PlannedLeaf) -> int:
     return int(math.prod(leaf.target_shape) * getattr(leaf.target_dtype, "itemsize", 0))
 
 
-def _shown(plan: Plan) -> tuple[list[Row], str]:
-    """Return the rows to show, and a line that counts the leaves they leave out; empty if none."""
-    rows = [_row(leaf) for leaf in plan.leaves]
-    if len(rows) <= _MAX_ROWS:
-        return rows, ""
-    leaves, rows = rows, fold(rows)
-    if len(rows) > _MAX_ROWS:
-        rows = fold(_subtree_rows(leaves))
-    # Leaves that simply come from the stored leaf of the same name come second.
-    kept = sorted(range(len(rows)), key=lambda at: (_is_simple(rows[at]), at))[:_MAX_ROWS]
-    left_out = [row for at, row in enumerate(rows) if at not in set(kept)]
-    more = sum(row.count for row in left_out)
-    what = "each from the stored leaf of the same name" if all(map(_is_simple, left_out)) else "all in plan.leaves"
-    return [rows[at] for at in sorted(kept)], f"  … and {more} more, {what}" if more else ""
-
-
-def _subtree_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Replace the rows of leaves by those of the largest subtrees whose leaves come from alike."""
-    keys: dict[str, Any] = {}
-    for row in rows:
-        path, *sources = row.names
-        style, how, what = row.detail
-        if not how and len(sources) == 1:
-            keys[path] = _without_common_end(path, sources[0])
-        else:
-            keys[path] = (style, how, what if ", target " in what else "")
-    names = _subtrees(keys)
-    sizes = Counter([*keys.values(), *names.values()])
-    for row in rows:
-        path, (style, how, what) = row.names[0], row.detail
-        is_moved = not how and len(row.names) == 2
-        if ", target " in what or sizes[keys[path] if is_moved else names[path]] == 1:
-            yield row
-        else:
-            yield Row(keys[path] if is_moved else (names[path],), (style, how, ""))
-
-
-def _without_common_end(path: str, source: str) -> tuple[str, str]:
-    """Return the subtrees of a leaf and of its source below which the names are the same."""
-    ours, theirs = path.split("/"), source.split("/")
-    while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
-        ours, theirs = ours[:-1], theirs[:-1]
-    end = "/…" if len("/".join(ours)) < len(path) else ""
-    return "/".join(ours) + end, "/".join(theirs) + end
-
-
-def _subtrees(keys: dict[str, Any]) -> dict[str, str]:
-    """Return for each path the topmost subtree whose paths all have the same key, as ``a/b/…``, or the path itself."""
-    mixed, tops = object(), {}
-    found: dict[str, Any] = {}
-    for path, key in keys.items():
-        for prefix in _prefixes(path):
-            if found.setdefault(prefix, key) != key:
-                found[prefix] = mixed
-    for path in keys:
-        tops[path] = next((f"{prefix}/…" for prefix in _prefixes(path) if found[prefix] is not mixed), path)
-    return tops
-
-
-def _prefixes(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts))]
-
-
-def cells(leaf: PlannedLeaf) -> tuple[str, str, str]:
-    """Return a leaf's path, where it comes from, and its shape and dtype."""
-    return _cells(_row(leaf))
-
-
-def _row(leaf: PlannedLeaf) -> Row:
-    """Return a leaf's row: names, then style, origin, and shape and dtype, which do not fold."""
-    style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
-    how, sources = _source(leaf)
-    return Row((leaf.path, *sources), (style, how, _what(leaf)))
-
-
-def _is_simple(row: Row) -> bool:
-    return row.detail[:2] == (_STYLES["checkpoint"], _SAME) and ", target " not in row.detail[2]
-
-
-def _cells(row: Row) -> tuple[str, str, str]:
-    path, *sources = row.names
-    _, how, what = row.detail
-    names = ", ".join(sources) if len(sources) < 3 else f"{sources[0]} … {sources[-1]}"
-    source = ": ".join(filter(None, (how, names))) or "None"
-    return printable(path, one_line=True), printable(source, one_line=True), f"{what}{row.note}".strip()
-
-
-def _source(leaf: PlannedLeaf) -> tuple[str, tuple[str, ...]]:
-    """Return a leaf's origin, and the stored leaves to name with it."""
-    if leaf.origin == "missing":
-        return "MISSING", ()
-    if leaf.origin == "target":
-        return f"target ({leaf.how})", ()
-    return (_SAME, ()) if leaf.sources == (leaf.path,) and not leaf.how else (leaf.how, leaf.sources)
-
-
-def _what(leaf: PlannedLeaf) -> str:
-    if leaf.shape is None:
-        return ""
-    found = f"{leaf.shape} {leaf.dtype}"
-    wanted = [str(leaf.target_shape)] * leaf.is_reshaped + [str(leaf.target_dtype)] * leaf.is_retyped
-    return f"{found}, target {' '.join(wanted)}" if wanted else found
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
+def _to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as what JSON holds; dtypes are texts."""
     fields = ("path", "format", "nbytes", "raises", "why", "missing", "unused", "unused_nbytes")
     leaves = [dataclasses.asdict(leaf) for leaf in plan.leaves]
