@@ -15,7 +15,6 @@ from flax_ckpt_compat._core.fold_names import Row, fold, one_line
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 from flax_ckpt_compat._restore.plan import TreePlan
 from flax_ckpt_compat._suggest import Suggestion
-from flax_ckpt_compat._view import plan_html
 from flax_ckpt_compat._view.plan_rows import MAX_ROWS, PlannedLeaf, cells_of, rows_of, topmost_subtrees
 from flax_ckpt_compat._view.report import Line, Report
 
@@ -73,6 +72,8 @@ class Plan:
         return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
 
     def _repr_html_(self) -> str:
+        from flax_ckpt_compat._view import plan_html  # for notebooks alone
+
         return plan_html.render("\n".join([_title(self), *_verdict(self)]), self.leaves, self.unused)
 
     def __str__(self) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view import large_tree_html, show_report
-from flax_ckpt_compat._view.plan_html import STYLE, search_box
+from flax_ckpt_compat._view import show_report
 from flax_ckpt_compat._view.show import Contents
 from flax_ckpt_compat._view.show_report import Subtree
-from flax_ckpt_compat._view.treemap import Box, squarified
+from flax_ckpt_compat._view.tree_html import (
+    MAX_OPEN,
+    STYLE,
+    folder_item,
+    leaf_item,
+    listed_by_script,
+    quoted,
+    search_box,
+)
 
+Box = tuple[float, float, float, float]  # left, top, width, height
 DOCTYPE = "<!doctype html>"
 _WIDTH, _HEIGHT = 1200, 600
 # Smaller boxes, in square units, are one; this also limits the page.
@@ -20,7 +28,6 @@ _LEAST_AREA, _MOST_BOXES = 40.0, 3000
 _HEADER, _LEAST_WIDTH, _LEAST_HEIGHT, _LETTER = 15.0, 60.0, 40.0, 6.7
 # Black text is legible on all of them.
 _FILLS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4")
-_MAX_OPEN = 50
 # Of more leaves the list is data, and equal numbered subtrees are one box of the treemap, which then has a label.
 _MAX_STATIC, _MAX_UNFOLDED = 2000, 500
 _PAGE_STYLE = (
@@ -57,7 +64,7 @@ def render(contents: Contents) -> str:
     mapped = show_report.folded(root) if root.count > _MAX_UNFOLDED else root
     boxes = "".join(_boxes(mapped, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
     is_large = root.count > _MAX_STATIC
-    listed = search_box() + large_tree_html.render(root, has_stats=contents.has_stats) if is_large else _tree(root)
+    listed = search_box() + listed_by_script(root, has_stats=contents.has_stats) if is_large else _tree(root)
     title = _text(show_report.title(contents))
     return (
         f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -73,15 +80,13 @@ def render(contents: Contents) -> str:
 @depth.limited("shown")
 def fragment(contents: Contents) -> str:
     """Return the tree without the page around it; names from the checkpoint are escaped."""
-    title = _text(show_report.title(contents))
-    return (
-        f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{_tree(show_report.tree_of(contents))}</div>'
-    )
+    title, tree = _text(show_report.title(contents)), _tree(show_report.tree_of(contents))
+    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{tree}</div>'
 
 
 def _tree(root: Subtree) -> str:
     children = [root] if root.leaf else root.children.values()
-    items = "".join(_item(child, "", root.count <= _MAX_OPEN) for child in children)
+    items = "".join(_item(child, "", root.count <= MAX_OPEN) for child in children)
     return f"{search_box()}<ul>{items}</ul>"
 
 
@@ -121,7 +126,7 @@ def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str |
     tip = f"{path or node.name}{f' and its like, {node.name}' if path and is_folded else ''}: {what}"
     tip = f"{tip}, {format_size(node.nbytes)}"
     place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    rect = f'<rect {place} {style} data-at="{_quoted(path)}"><title>{_text(tip)}</title></rect>'
+    rect = f'<rect {place} {style} data-at="{quoted(path)}"><title>{_text(tip)}</title></rect>'
     if width < _LEAST_WIDTH or height < _HEADER or not path:
         return rect
     label, room = printable(name or node.name, one_line=True), int(width / _LETTER) - 1
@@ -137,26 +142,49 @@ def _item(node: Subtree, path: str, is_open: bool) -> str:
     if node.leaf is not None:
         sharding = show_report.sharding(node.leaf.sharding)
         shown = f"{_text(node.name)} <small>{_text(node.leaf.type)}</small>{size} <small>{_text(sharding)}</small>"
-        return f'<li data-path="{_quoted(here)}">{shown}{_stats(node)}</li>'
+        values, bad = show_report.stats_words(node.leaf.stats)
+        shown += (f" <small>{values}</small>" if values else "") + (f" <b>{bad}</b>" if bad else "")
+        return leaf_item(here, shown)
     inner = "".join(_item(child, f"{here}/", is_open) for child in node.children.values())
-    opened = " open" if is_open else ""
-    count = count_of_leaves(node.count)
-    summary = f"{_text(node.name)}/ <small>{count}</small>{size}"
-    return f'<li data-path=""><details{opened}><summary>{summary}</summary><ul>{inner}</ul></details></li>'
-
-
-def _stats(node: Subtree) -> str:
-    stats = node.leaf.stats if node.leaf is not None else None
-    if stats is None:
-        return ""
-    low, high, mean, nan, inf = show_report.numbers(stats)
-    bad = f" <b>NaN {nan}, inf {inf}</b>" if stats.nan or stats.inf else ""
-    return f" <small>min {low}, max {high}, mean {mean}</small>{bad}"
+    summary = f"{_text(node.name)}/ <small>{count_of_leaves(node.count)}</small>{size}"
+    return folder_item(summary, inner, is_open=is_open)
 
 
 def _text(text: str) -> str:
     return escape(printable(text, one_line=True))
 
 
-def _quoted(path: str) -> str:
-    return escape(printable(path, one_line=True).lower())
+def squarified(sizes: Sequence[float], box: Box) -> Iterator[Box]:
+    """Yield a box for each size, positive and best in descending order; together they fill ``box``."""
+    left, top, width, height = box
+    area = width * height / sum(sizes) if sizes else 0.0
+    areas = [size * area for size in sizes]
+    start = 0
+    while start < len(areas):
+        side = min(width, height)
+        end, total = start + 1, areas[start]
+        # Another one joins the row as long as that makes the worst of them more like a square.
+        while end < len(areas) and _worst(areas[start], areas[end], total + areas[end], side) <= _worst(
+            areas[start], areas[end - 1], total, side
+        ):
+            total += areas[end]
+            end += 1
+        thickness = total / side if side else 0.0
+        at = 0.0
+        for one in areas[start:end]:
+            length = one / thickness if thickness else 0.0
+            across = width < height
+            yield (left + at, top, length, thickness) if across else (left, top + at, thickness, length)
+            at += length
+        if width < height:
+            top, height = top + thickness, max(0.0, height - thickness)
+        else:
+            left, width = left + thickness, max(0.0, width - thickness)
+        start = end
+
+
+def _worst(largest: float, smallest: float, total: float, side: float) -> float:
+    """Return the largest ratio of the sides of a row's boxes."""
+    if not smallest or not side:
+        return float("inf")
+    return max(side * side * largest / (total * total), total * total / (side * side * smallest))

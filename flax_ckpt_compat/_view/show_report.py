@@ -144,6 +144,14 @@ def numbers(stats: Stats | None) -> tuple[str, ...]:
     return (*three, str(stats.nan), str(stats.inf))
 
 
+def stats_words(stats: Stats | None) -> tuple[str, str]:
+    """Return what a line of text says of values, and what of NaN and infinities; empty if there is nothing to say."""
+    if stats is None:
+        return "", ""
+    low, high, mean, nan, inf = numbers(stats)
+    return f"min {low}, max {high}, mean {mean}", f"NaN {nan}, inf {inf}" if stats.nan or stats.inf else ""
+
+
 def _three(stats: Stats) -> tuple[Any, ...]:
     return stats.min, stats.max, stats.mean
 

@@ -21,7 +21,7 @@ from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._view import show, show_report
 from flax_ckpt_compat._view.array_stats import Stats
-from flax_ckpt_compat._view.treemap import squarified
+from flax_ckpt_compat._view.show_html import squarified
 from flax_ckpt_compat.cli import main
 from tests.support.saves import saved_by_peer as saved
 from tests.support.saves import use_flag

@@ -1,19 +1,37 @@
-"""Render a tree of many leaves as data, which a script of the page lists where it is opened or searched.
-
-As HTML, 50,000 leaves take 7 MB. As data, equal subtrees are one *form* (names, types and shardings), and equal types
-one entry, so it takes a few bytes a leaf, and the browser has only those elements that somebody looks at.
-"""
+"""Render trees of leaves as HTML that can be folded and searched; those of many leaves as data, listed by a script."""
 
 from __future__ import annotations
 
 import json
+from html import escape
 from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._view import show_report
 from flax_ckpt_compat._view.show_report import Subtree
 
-_SCRIPT = """
+# Legible on white and on black: notebooks do not tell which they are.
+COLORS = {"missing": "#d33", "reshaped": "#c4b", "computed": "#07b", "kept": "#b60"}
+# Of more leaves, what nobody asks to see is closed at first.
+MAX_OPEN = 50
+STYLE = (
+    ".ckpt-plan, .ckpt-plan pre { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; text-align: left }"
+    ".ckpt-plan pre { white-space: pre-wrap; margin: 0 0 8px }"
+    ".ckpt-plan input { font: inherit; font-size: 16px; width: 100%; max-width: 32em; box-sizing: border-box }"
+    ".ckpt-plan ul { list-style: none; margin: 0; padding-left: 1.2em }"
+    ".ckpt-plan > ul { padding-left: 0; margin-top: 8px }"
+    ".ckpt-plan summary { cursor: pointer }"
+    ".ckpt-plan small { font-size: inherit; opacity: 0.65 }"
+    + "".join(f".ckpt-plan .{name} {{ color: {color} }}" for name, color in COLORS.items())
+)
+_SEARCH = (
+    "const words = this.value.toLowerCase(), root = this.parentNode;"
+    "root.querySelectorAll('li').forEach(one => "
+    'one.hidden = !one.dataset.path.includes(words) && !one.querySelector(`[data-path*="${CSS.escape(words)}"]`));'
+    "if (words) root.querySelectorAll('details').forEach(one => one.open = true);"
+    "this.nextElementSibling.hidden = !words || !!root.querySelector('li:not([hidden])');"
+)
+_LISTING = """
 const {types, forms, root, stats} = JSON.parse(document.getElementById("leaves").textContent);
 const list = document.getElementById("tree"), box = document.querySelector("input"), note = box.nextElementSibling;
 const make = (name, text = "") => Object.assign(document.createElement(name), {textContent: text});
@@ -57,12 +75,38 @@ fill(list, root, 0);
 _MOST_FOUND = 500
 
 
-def render(root: Subtree, *, has_stats: bool) -> str:
-    """Return the list, empty at first, its data, and the script that fills and searches it."""
+def leaf_item(path: str, shown: str, kind: str = "") -> str:
+    """Return a list item of a leaf, which a search finds by its path; ``kind`` is one of `COLORS`."""
+    style = f' class="{kind}"' if kind else ""
+    return f'<li data-path="{quoted(path)}"{style}>{shown}</li>'
+
+
+def folder_item(summary: str, items: str, *, is_open: bool) -> str:
+    """Return a list item that is folded unless ``is_open``."""
+    opened = " open" if is_open else ""
+    return f'<li data-path=""><details{opened}><summary>{summary}</summary><ul>{items}</ul></details></li>'
+
+
+def quoted(path: str) -> str:
+    """Return a key path as the value of an attribute, in the form in which it is searched."""
+    return escape(printable(path, one_line=True).lower())
+
+
+def search_box() -> str:
+    """Return an input that searches the list items beside it, by their ``data-path``, in lower case."""
+    box = f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
+    return f'{box}<p hidden="">No leaf has this in its path.</p>'
+
+
+def listed_by_script(root: Subtree, *, has_stats: bool) -> str:
+    """Return a tree of many leaves as an empty list, its data, and the script that fills and searches it.
+
+    As HTML, 50,000 leaves take 7 MB. As data, equal subtrees are one *form* (names, types and shardings), and equal
+    types one entry, so it takes a few bytes a leaf, and the browser has only those elements that somebody looks at."""
     data = _data(root, has_stats=has_stats)
     # "<" ends a script only as "</script", but begins a comment in it, too.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    script = _SCRIPT.replace("MOST", str(_MOST_FOUND))
+    script = _LISTING.replace("MOST", str(_MOST_FOUND))
     return (
         f'<ul id="tree"></ul><noscript>Without scripts, `flax-ckpt show` lists the leaves.</noscript>'
         f'<script type="application/json" id="leaves">{text}</script><script>{script}</script>'
@@ -92,7 +136,7 @@ def _data(root: Subtree, *, has_stats: bool) -> dict[str, Any]:
 
     def add_stats(node: Subtree) -> None:
         if node.leaf is not None:
-            stats.append(_stats(node))
+            stats.append(", ".join(filter(None, show_report.stats_words(node.leaf.stats))))
         for child in node.children.values():
             add_stats(child)
 
@@ -105,12 +149,3 @@ def _data(root: Subtree, *, has_stats: bool) -> dict[str, Any]:
 def _places(node: Subtree) -> int:
     """Return how many leaves, and empty nodes, are listed below a node."""
     return sum(map(_places, node.children.values())) if node.leaf is None else 1
-
-
-def _stats(node: Subtree) -> str:
-    found = node.leaf.stats if node.leaf is not None else None
-    if found is None:
-        return ""
-    low, high, mean, nan, inf = show_report.numbers(found)
-    bad = f", NaN {nan}, inf {inf}" if found.nan or found.inf else ""
-    return f"min {low}, max {high}, mean {mean}{bad}"
