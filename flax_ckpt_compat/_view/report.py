@@ -14,7 +14,7 @@ class Line:
     """Printable text."""
 
     text: str
-    color: str | None = None  # on a terminal
+    style: str | None = None  # on a terminal: a colour, or bold
     hang: int = 0  # blanks before what continues it, where a terminal is narrower
     rich: Callable[[int], Iterable[Any]] | None = None  # what rich shows instead, by the terminal's width
 

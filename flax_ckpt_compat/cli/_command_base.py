@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -26,9 +27,11 @@ from click.shell_completion import CompletionItem
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flax_ckpt_compat._core.location import Location
     from flax_ckpt_compat._view.report import Line, Report
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
+_MAX_FOLDERS = 200  # that are searched for hints: a tree of runs may be large, and its disk slow
 
 
 class FailedError(click.ClickException):
@@ -108,15 +111,19 @@ def print_lines(lines: Iterable[Line], *, err: bool = False) -> None:
             for part in line.rich(console.width):
                 console.print(part)
         else:
-            echo(line.text, " " * line.hang, fg=line.color, err=err)
+            echo(line.text, " " * line.hang, style=line.style, err=err)
 
 
-def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
+def echo(
+    text: str, indent: str = "", *, style: str | None = None, err: bool = False, file: IO[Any] | None = None
+) -> None:
     """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
     stream = file or (sys.stderr if err else sys.stdout)
     color = False if os.environ.get("NO_COLOR") else None  # errors are shown outside of the command's context
     shown = wrapped(text, indent) if is_terminal(stream) else text
-    click.secho(shown, file=file, err=err, fg=fg, reset=fg is not None, color=color)
+    if style is not None:
+        shown = click.style(shown, bold=True) if style == "bold" else click.style(shown, style)
+    click.echo(shown, file=file, err=err, color=color)
 
 
 def make_console(*, highlight: bool = False, soft_wrap: bool = False) -> Console:
@@ -143,7 +150,8 @@ def wrapped(text: str, indent: str = "") -> str:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
-    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.splitlines())
+    # The wrapper takes the blanks before a long word away, such as those before a path.
+    return "\n".join("\n".join(wrapper.wrap(line)) if " " in line.strip() else line for line in text.splitlines())
 
 
 def _paragraph(error: Exception) -> str:
@@ -154,14 +162,40 @@ def _paragraph(error: Exception) -> str:
     if isinstance(error, CheckpointNotFoundError) and error.path and not error.has_remedy:
         from flax_ckpt_compat._core.location import of_text
 
-        from ._hints import next_step
-
         return f"{text}. {next_step(of_text(error.path))}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
     if _is_full_disk(error):
         return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
+
+
+def next_step(location: Location, for_below: str = "") -> str:
+    """Return a sentence about what is near a local location without checkpoints, further down than the errors look.
+
+    It is empty in stores, and for files. It ends with ``for_below`` if there are checkpoints below the path."""
+    from flax_ckpt_compat._core.errors import CheckpointError
+    from flax_ckpt_compat._discovery import hints
+
+    try:
+        if location.is_remote or location.isfile():
+            return ""
+        if location.isdir():
+            return _inside(location, for_below)
+    except (OSError, CheckpointError):
+        return ""
+    beside = hints.beside(location)
+    return beside[0].upper() + beside[1:] + ("" if beside.endswith("?") else ".") if beside else ""
+
+
+def _inside(location: Location, for_below: str) -> str:
+    from flax_ckpt_compat._discovery import hints, walk
+
+    folders = itertools.islice(walk.folders_below(location, []), 1, _MAX_FOLDERS)
+    found = [folder.path for folder, checkpoints in folders if checkpoints]
+    if found:
+        return f"There are checkpoints in {hints.some(found)}{for_below}."
+    return "Pass a checkpoint, or a directory of checkpoints."
 
 
 def _is_full_disk(error: Exception) -> TypeGuard[OSError]:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_json
+from flax_ckpt_compat._core.text_formatting import format_size, printable
+from flax_ckpt_compat._view.report import Line, Report
+
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_report
+
+if TYPE_CHECKING:
+    from flax_ckpt_compat._save.interrupted_saves import Leftover
 
 
 @click.command(
@@ -36,23 +44,14 @@ def command(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: b
     """
     from flax_ckpt_compat._core.errors import StorageError
     from flax_ckpt_compat._core.location import of_text
-    from flax_ckpt_compat._core.text_formatting import format_size, printable
     from flax_ckpt_compat._save import interrupted_saves
 
     found = interrupted_saves.find_leftovers(of_text(directory))
     going = [one for one in found if not one.kept or (force and one.by_time)]
-    if as_json:
-        fields = ("what", "nbytes", "kept")
-        print_json([{"path": one.location.path} | {name: getattr(one, name) for name in fields} for one in found])
-    else:
-        for one in found:
-            note = f"; stays, because {one.kept}" if one not in going else f", although {one.kept}" if one.kept else ""
-            echo(f"{format_size(one.nbytes):>8}  {printable(one.what, one_line=True)}{note}", f"{'':10}")
-            click.echo(f"{'':10}{printable(one.location.path, one_line=True)}")
-        click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
-        protected = sum(one.nbytes for one in found if one.by_time and one not in going)
-        if protected:
-            echo(f"--force removes {format_size(protected)} more, which only time protects: if nothing is saving here.")
+    lines = _lines(found, going)
+    fields = ("what", "nbytes", "kept")
+    value = [{"path": one.location.path} | {name: getattr(one, name) for name in fields} for one in found]
+    print_report(Report(lines, lambda: value), as_json=as_json)
     if not going:
         return False
     if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
@@ -68,3 +67,17 @@ def command(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: b
             echo(f"Error: {error}", err=True)
     click.echo(f"Removed {len(going) - left} of {len(going)}.", err=as_json)
     return left > 0
+
+
+def _lines(found: Sequence[Leftover], going: Sequence[Leftover]) -> Iterator[Line]:
+    """Yield what there is, and how much of it goes."""
+    for one in found:
+        note = f"; stays, because {one.kept}" if one not in going else f", although {one.kept}" if one.kept else ""
+        yield Line(f"{format_size(one.nbytes):>8}  {printable(one.what, one_line=True)}{note}", hang=10)
+        yield Line(f"{'':10}{printable(one.location.path, one_line=True)}")
+    yield Line(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
+    protected = sum(one.nbytes for one in found if one.by_time and one not in going)
+    if protected:
+        yield Line(
+            f"--force removes {format_size(protected)} more, which only time protects: if nothing is saving here."
+        )

@@ -7,7 +7,6 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 
 import click
@@ -16,8 +15,9 @@ from flax_ckpt_compat import __version__, config
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import hints
+from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, echo, json_option, path_argument, print_json
+from ._command_base import Command, json_option, path_argument, print_report
 
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
 _OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors", "libcst", "distributed")
@@ -41,41 +41,20 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH does not exist or cannot be
     listed.
     """
-    report = examine(paths)
-    if as_json:
-        print_json(report.sections)
-    else:
-        for title, values in report.sections.items():
-            click.secho(title, bold=True)
-            for name, value in values.items():
-                echo(f"  {name:<28} {value}", f"{'':31}")
-    for problem in report.problems:
-        echo(f"Problem: {problem}", "  ", fg="red", err=True)
-    return bool(report.problems)
-
-
-@dataclasses.dataclass
-class Report:
-    """Titles with names and values, and the problems that were found."""
-
-    sections: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-
-def examine(urls: Sequence[str]) -> Report:
-    """Look at versions, the flag, settings, patches, and whether paths can be listed."""
-    report = Report()
-    report.sections["Versions"] = _versions(report)
-    report.sections["Flax"] = _flax(report)
+    problems: list[str] = []
     settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
     changed = {name: str(value) for name, value in settings.items() if value != defaults[name]}
-    report.sections["Settings"] = changed or {"all": "defaults"}
-    if urls:
-        report.sections["Paths"] = {url: _listed(url, report) for url in urls}
-    return report
+    sections = {"Versions": _versions(problems), "Flax": _flax(problems), "Settings": changed or {"all": "defaults"}}
+    if paths:
+        sections["Paths"] = {path: _listed(path, problems) for path in paths}
+    lines = []
+    for title, values in sections.items():
+        lines += [Line(title, "bold"), *(Line(f"  {name:<28} {value}", hang=31) for name, value in values.items())]
+    shown = [Line(f"Problem: {problem}", "red", hang=2) for problem in problems]
+    return print_report(Report(lines, lambda: sections, shown, found=bool(problems)), as_json=as_json)
 
 
-def _versions(report: Report) -> dict[str, str]:
+def _versions(problems: list[str]) -> dict[str, str]:
     found = {"flax-ckpt-compat": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     found["platform"] = platform.platform()
     for name in (*_NEEDED, *_OPTIONAL):
@@ -84,11 +63,11 @@ def _versions(report: Report) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
             if name in _NEEDED:
-                report.problems.append(f"{name} is not installed: pip install {name}")
+                problems.append(f"{name} is not installed: pip install {name}")
     return found
 
 
-def _flax(report: Report) -> dict[str, str]:
+def _flax(problems: list[str]) -> dict[str, str]:
     try:
         is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
         found = {"flax_use_orbax_checkpointing": f"{config.use_orbax_format()} ({is_set})"}
@@ -100,12 +79,12 @@ def _flax(report: Report) -> dict[str, str]:
         except ImportError as error:
             found[_LEGACY] = f"cannot be imported ({error}); install() puts ours in its place"
     except Exception as error:  # noqa: BLE001 - reported
-        report.problems.append(f"{type(error).__name__} when Flax was imported: {error}")
+        problems.append(f"{type(error).__name__} when Flax was imported: {error}")
         return {}
     return found
 
 
-def _listed(url: str, report: Report) -> str:
+def _listed(url: str, problems: list[str]) -> str:
     try:
         location = of_text(url)
         if not location.isdir():
@@ -114,9 +93,9 @@ def _listed(url: str, report: Report) -> str:
             if location.is_remote:
                 return "reachable; nothing there"
             beside = hints.beside(location)
-            report.problems.append(f"{printable(url)} does not exist{'; ' + beside if beside else ''}")
+            problems.append(f"{printable(url)} does not exist{'; ' + beside if beside else ''}")
             return "does not exist"
         return f"reachable, {counted(len(location.listdir()), 'name')}"
     except Exception as error:  # noqa: BLE001 - reported
-        report.problems.append(printable(f"{url} cannot be listed: {error}"))
+        problems.append(printable(f"{url} cannot be listed: {error}"))
         return f"{type(error).__name__}"

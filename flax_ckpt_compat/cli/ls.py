@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
-import sys
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from typing import Any, NamedTuple
 
 import click
 
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
-from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps
-from flax_ckpt_compat._view.inventory import iter_checkpoints
+from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps, walk
+from flax_ckpt_compat._discovery.contents import State
+from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
+from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
+from flax_ckpt_compat._view.report import Line, Report
 
 from ._command_base import (
     Command,
     FailedError,
-    echo,
-    is_terminal,
     json_option,
-    make_console,
+    next_step,
     path_argument,
     prefix_option,
-    print_json,
+    print_report,
 )
-from ._hints import next_step
-from ._ls_folders import Folder, Row, folder_of, folders_below
 
+# The prefix ends in a separator: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
+# ckpt-3 belongs to the prefix.
+_NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
 _RIGHT = {"step", "leaves", "size", "age"}
 _NO_VALUE = "-"
 _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
+
+
+class Row(NamedTuple):
+    """A checkpoint."""
+
+    record: CheckpointRecord  # by names and sizes
+    saved: datetime.datetime | None  # modification time of its file or directory, if known
+    leaves: int | None = None  # how many it has, if it was opened
+    problem: str | None = None  # why it cannot be opened, or None
+
+
+class Folder(NamedTuple):
+    """A directory."""
+
+    shown: str  # its path in the caller's form
+    rows: list[Row]
+    strangers: list[Row]  # what is named like a checkpoint and is none
+    left: list[Leftover]  # what interrupted saves left
 
 
 @click.command(
@@ -60,22 +83,89 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
     denied: list[StorageError] = []
     if recursive and checkpoint_dir.directory.isdir():
-        folders = folders_below(checkpoint_dir, denied, leaves=leaves)
+        folders = _folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
-        folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
+        folders = [_folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
     has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
     empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)
-    if as_json:
-        print_json([record for folder in folders for record in _as_json(folder)])
-    elif empty_reason is not None:
-        echo(printable(empty_reason))
-    for number, folder in enumerate(folders if not as_json else ()):
-        if recursive:
-            click.echo(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
-        _show_folder(folder, leaves=leaves)
+    lines = _lines(folders, empty_reason, recursive=recursive, leaves=leaves)
+    print_report(Report(lines, lambda: [one for folder in folders for one in _as_json(folder)]), as_json=as_json)
     if denied:
         raise FailedError(printable("\n".join(map(str, denied))))
+
+
+def _folder(checkpoint_dir: saved_steps.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool) -> Folder:
+    """Return a directory with these checkpoints; with ``leaves``, open them."""
+    rows = [_row(record, leaves=leaves) for record in records]
+    path = checkpoint_dir.directory
+    return Folder(
+        checkpoint_dir.shown,
+        [row for row in rows if row.record.format != UNKNOWN_FORMAT],
+        [row for row in rows if row.record.format == UNKNOWN_FORMAT],
+        list(in_folder(path)) if path.isdir() else [],
+    )
+
+
+def _folders_below(root: saved_steps.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
+    """Return a directory and those below it that hold anything to list, with checkpoints of every prefix.
+
+    ``denied`` is as for `walk.folders_below`."""
+    folders = []
+    for path, found in walk.folders_below(root.directory, denied):
+        inside = os.path.relpath(path.path, root.directory.path)
+        shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
+        folder = _folder(saved_steps.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
+        if folder.rows or folder.strangers or folder.left:
+            folders.append(folder)
+    return folders
+
+
+def _records(path: Location, shown: str, found: Sequence[Location]) -> list[CheckpointRecord]:
+    """Return the records of a directory with these checkpoints: those of their prefixes, and others by themselves."""
+    if not found:
+        return []
+    names = {one.name for one in found}
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    prefixes = {match[1] for match in matches if not match[1].startswith(walk.DEFAULT_PREFIX)}
+    records = dict[str, CheckpointRecord]()
+    for prefix in (walk.DEFAULT_PREFIX, *sorted(prefixes)):
+        for record in iter_checkpoints(shown, prefix):
+            records.setdefault(os.path.basename(record.path), record)
+    return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]
+
+
+def _single(path: Location, shown: str, name: str) -> CheckpointRecord:
+    full = (path / name).unlisted()
+    found = contents.contents_of(full)
+    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if full.isdir() else "msgpack"
+    why = f"not a checkpoint: {found.why}" if found.state is State.FOREIGN else found.why or None
+    return CheckpointRecord(None, os.path.join(shown, name), format, full.total_size(), found.is_complete, why)
+
+
+def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
+    row = Row(record, _saved(record.path))
+    if not leaves or not record.complete:
+        return row
+    from flax_ckpt_compat._discovery.opening import Opened
+    from flax_ckpt_compat._view.stored_leaves import StoredLeaves
+
+    try:
+        with closing(Opened(of_text(record.path), verify=False)) as opened:
+            return row._replace(leaves=len(StoredLeaves(opened).leaves))
+    except CheckpointError as error:
+        return row._replace(problem=str(error))
+
+
+def _saved(path: str) -> datetime.datetime | None:
+    # Another process may just have removed it; a time may be in no year of the calendar, here or in local time.
+    with suppress(OSError, OverflowError, ValueError):
+        location = of_text(path)
+        if not location.is_remote:
+            saved = datetime.datetime.fromtimestamp(os.stat(location.path).st_mtime, datetime.UTC)
+            saved.astimezone()
+            return saved
+    return None
 
 
 def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool) -> str:
@@ -119,32 +209,35 @@ def _as_json(folder: Folder) -> list[dict[str, Any]]:
     return [*found, *left]
 
 
-def _show_folder(folder: Folder, *, leaves: bool) -> None:
-    if folder.rows:
-        headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
-        rows = [[cells[heading] for heading in headings] for cells in map(_cells, folder.rows)]
-        if is_terminal(sys.stdout):
-            _show_table(headings, rows, [row.record.complete and row.problem is None for row in folder.rows])
-        else:
-            right = {number for number, heading in enumerate(headings) if heading in _RIGHT}
-            click.echo("\n".join(aligned([headings, *rows], right)))
-    _show_apart(
-        "Cannot be opened:", [(row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem]
-    )
-    apart = [(row.record.path, row.record.nbytes, str(row.record.why)) for row in folder.strangers]
-    _show_apart("Named like checkpoints:", apart)
-    _show_apart(
-        f"Left by interrupted saves (flax-ckpt clean {folder.shown}):",
-        [(one.location.path, one.nbytes, f"{one.what}; {one.kept}" if one.kept else one.what) for one in folder.left],
-    )
+def _lines(folders: Sequence[Folder], empty_reason: str | None, *, recursive: bool, leaves: bool) -> Iterator[Line]:
+    if empty_reason is not None:
+        yield Line(printable(empty_reason))
+    for number, folder in enumerate(folders):
+        if recursive:
+            yield Line(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
+        if folder.rows:
+            yield _table(folder.rows, leaves=leaves)
+        problems = [(row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem]
+        yield from _apart("Cannot be opened:", problems)
+        strangers = [(row.record.path, row.record.nbytes, str(row.record.why)) for row in folder.strangers]
+        yield from _apart("Named like checkpoints:", strangers)
+        left = [(one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left]
+        yield from _apart(f"Left by interrupted saves (flax-ckpt clean {folder.shown}):", left)
 
 
-def _show_apart(heading: str, found: Sequence[tuple[str, int, str]]) -> None:
+def _apart(heading: str, found: Sequence[tuple[str, int, str]]) -> Iterator[Line]:
     if found:
-        echo(printable(heading, one_line=True), "  ")
+        yield Line(printable(heading, one_line=True), hang=2)
     for path, nbytes, what in found:
-        line = f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}"
-        echo(printable(line, one_line=True), "    ")
+        yield Line(printable(f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}", one_line=True), hang=4)
+
+
+def _table(rows: Sequence[Row], *, leaves: bool) -> Line:
+    headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
+    cells = [[cells[heading] for heading in headings] for cells in map(_cells, rows)]
+    right = {number for number, heading in enumerate(headings) if heading in _RIGHT}
+    good = [row.record.complete and row.problem is None for row in rows]
+    return Line("\n".join(aligned([headings, *cells], right)), rich=functools.partial(_rich, headings, cells, good))
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -170,14 +263,13 @@ def _age(saved: datetime.datetime) -> str:
     return f"{seconds // length:.0f} {unit}"
 
 
-def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence[bool]) -> None:
+def _rich(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence[bool], width: int) -> Iterator[Any]:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    console = make_console()
     # Between narrow columns there is no room for two forms of the time.
-    dropped = None if console.width >= 100 else "saved" if "leaves" in headings else "age"
+    dropped = None if width >= 100 else "saved" if "leaves" in headings else "age"
     shown = [n for n, heading in enumerate(headings) if heading != dropped]
     table = Table(box=box.SIMPLE_HEAD)
     for heading in (headings[n] for n in shown):
@@ -185,4 +277,4 @@ def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Se
         table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=not long)
     for row, is_good in zip(rows, good, strict=True):
         table.add_row(*(Text(row[n]) for n in shown), style=None if is_good else "yellow")
-    console.print(table)
+    yield table
