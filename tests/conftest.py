@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from hypothesis import settings
 from tests.support import interpreters, profiles, sharing_out
 
 if TYPE_CHECKING:
+    from tests.support.path_kinds import Builder
     from tests.support.saves import Save
 
 # Without bytecode, every process of pytest-xdist and every program of the tests compiles the project anew.
@@ -139,6 +141,23 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all processes of pytest-xdist unpack the archives of the corpus to, and only read."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "corpus"
+
+
+@pytest.fixture(scope="module")
+def row_builder(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Builder:
+    """What builds the rows of ``tests/data/path_kinds.toml``, for all tests of a file."""
+    from tests.support.path_kinds import Builder
+
+    return Builder(tmp_path_factory.mktemp("bases"), unpacked)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Flax's flag off, and no warnings: look-ups warn of most rows."""
+    from tests.support.saves import use_flag
+
+    with use_flag(False), caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
+        yield
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,27 +14,12 @@ from tests.support import path_consumers, path_kinds
 from tests.support.path_consumers import Look
 from tests.support.path_kinds import Builder, Row
 from tests.support.peers import version
-from tests.support.saves import use_flag
 
 # Older releases leave out what rows lose; files that they wrote are in tests/data/corpus.
-pytestmark = pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote")
-
-
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Builder:
-    """What builds rows, for all tests of this file."""
-    return Builder(tmp_path_factory.mktemp("bases"), unpacked)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Flax's flag off; look-ups warn of most rows."""
-    logger = logging.getLogger("flax_ckpt_compat")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    with use_flag(False):
-        yield
-    logger.setLevel(before)
+pytestmark = [
+    pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 
 LOCAL = [
@@ -47,9 +30,9 @@ LOCAL = [
 
 
 @pytest.mark.parametrize("row", LOCAL)
-def test_on_disk(row: Row, builder: Builder, tmp_path: Path) -> None:
+def test_on_disk(row: Row, row_builder: Builder, tmp_path: Path) -> None:
     """Everything that decides what lies at a path decides as its row says."""
-    wrong = path_consumers.wrong(Look(builder, row, tmp_path))
+    wrong = path_consumers.wrong(Look(row_builder, row, tmp_path))
     assert not wrong, "\n" + "\n".join(wrong)
 
 
@@ -61,11 +44,11 @@ def test_every_base_is_used() -> None:
     assert path_kinds.BASES.keys() - {row.base for row in rows} == {"manager", "msgpack, older"}
 
 
-def test_names_that_are_no_steps(builder: Builder, tmp_path: Path) -> None:
+def test_names_that_are_no_steps(row_builder: Builder, tmp_path: Path) -> None:
     """Content beats names: a model called pi0 is not step 0, and a date is not step 1, wherever they are listed."""
     for row in path_kinds.rows():
         if row.at in ("pi0", "2024-05-01"):
-            builder.put(row, tmp_path)
+            row_builder.put(row, tmp_path)
     result = CliRunner().invoke(main, ["ls", str(tmp_path), "--recursive", "--json"])
     listed = {one["name"]: (one["step"], one["complete"]) for one in json.loads(result.stdout)}
     assert listed == {"pi0": (None, True), "2024-05-01": (None, True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,13 @@ from tests.support import path_consumers, path_kinds
 from tests.support.path_consumers import Look
 from tests.support.path_kinds import Builder, Row
 from tests.support.peers import version
-from tests.support.saves import use_flag
 from tests.support.store_places import AnyBucket
 
 # Older releases leave out what rows lose; files that they wrote are in tests/data/corpus.
-pytestmark = pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote")
-
-
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Builder:
-    """What builds rows, for all tests of this file."""
-    return Builder(tmp_path_factory.mktemp("bases"), unpacked)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Flax's flag off; look-ups warn of most rows."""
-    logger = logging.getLogger("flax_ckpt_compat")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    with use_flag(False):
-        yield
-    logger.setLevel(before)
+pytestmark = [
+    pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="rows are of what this Orbax wrote"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 
 def _cases() -> Iterator[Any]:
@@ -49,7 +33,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("row", "any_bucket"), list(_cases()), indirect=["any_bucket"])
-def test_in_stores(row: Row, any_bucket: AnyBucket, builder: Builder, tmp_path: Path) -> None:
+def test_in_stores(row: Row, any_bucket: AnyBucket, row_builder: Builder, tmp_path: Path) -> None:
     """Everything that decides what lies at a path decides as its row says."""
-    wrong = path_consumers.wrong(Look(builder, row, tmp_path, any_bucket))
+    wrong = path_consumers.wrong(Look(row_builder, row, tmp_path, any_bucket))
     assert not wrong, "\n" + "\n".join(wrong)
