@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.memory import MAX_PACKED_RANK, view_as
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
@@ -20,7 +20,7 @@ from .type_annotations import LeafType
 from .zarr import ArrayInfo
 
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
-_FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
+_FROM_SCALAR = {kind: python for python, kind in KIND_OF_NUMBER.items()}
 _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
 # The data of a key of jax's own implementations has so many uint32.
 KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}

@@ -41,6 +41,11 @@ class LeafKind(enum.Enum):
     PRNG_KEY = "prng key"
 
 
+KIND_OF_NUMBER = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
+# Of Python values that both formats and JSON files hold as themselves.
+KIND_OF_TYPE = {**KIND_OF_NUMBER, str: LeafKind.STR}
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class LeafHandle:
     """One stored leaf, not read yet.

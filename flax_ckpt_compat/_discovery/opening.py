@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
     ArgumentError,
     CheckpointError,
@@ -27,7 +27,6 @@ from flax_ckpt_compat._discovery.orbax_directory import Item
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
-_JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
 
 class Opened:
@@ -193,7 +192,7 @@ class JsonReader(Reader):
             return Branch(children, Container.LIST)
         if value is None:
             return None
-        return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, None, self, value)
+        return LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles; there are no arrays, so no slices."""

@@ -14,22 +14,14 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import backend
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointerError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._save.checkpointer_adapter import described
 from flax_ckpt_compat._trees import prng_keys, state_dict
 
-_TYPES = {
-    LeafKind.BOOL: bool,
-    LeafKind.INT: int,
-    LeafKind.FLOAT: float,
-    LeafKind.COMPLEX: complex,
-    LeafKind.STR: str,
-    LeafKind.BYTES: bytes,
-    LeafKind.PRNG_KEY: KeyData,
-}
+_TYPES = {kind: python for python, kind in KIND_OF_TYPE.items()} | {LeafKind.BYTES: bytes, LeafKind.PRNG_KEY: KeyData}
 _EXAMPLES = {LeafKind.BOOL: False, LeafKind.INT: 0, LeafKind.FLOAT: 0.0}
 _ABSENT = object()
 

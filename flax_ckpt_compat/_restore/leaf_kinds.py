@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import Row, listed
 from flax_ckpt_compat._core.regex_templates import literal
@@ -21,10 +21,7 @@ from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
-_PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
-# Of Python values that are restored as they are, where the target has one of the same type.
-KIND_OF_TYPE = {**_PYTHON, str: LeafKind.STR}
-_DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
+_DTYPES = {kind: np.dtype(python) for python, kind in KIND_OF_NUMBER.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 _MAX_NAMED = 4
@@ -308,8 +305,8 @@ def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
     if wants_array(target):
         return cast or isinstance(target, jax.ShapeDtypeStruct)
     # Python's integers have no limit, and no dtype.
-    is_same = type(target) in _PYTHON and _PYTHON[type(target)] is kind
-    return cast and not is_same and (type(target) in _PYTHON or isinstance(target, np.generic))
+    is_same = type(target) in KIND_OF_NUMBER and KIND_OF_NUMBER[type(target)] is kind
+    return cast and not is_same and (type(target) in KIND_OF_NUMBER or isinstance(target, np.generic))
 
 
 def wants_array(target: Any) -> bool:
@@ -335,7 +332,7 @@ def _kind_of(target: Any) -> LeafKind | None:
         return LeafKind.NUMPY_SCALAR
     if isinstance(target, _ARRAYS):
         return LeafKind.ARRAY
-    return _PYTHON.get(type(target))
+    return KIND_OF_NUMBER.get(type(target))
 
 
 def ambiguous_key(handle: LeafHandle) -> CorruptCheckpointError:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
@@ -113,7 +113,7 @@ class _Planner:
                 self.branch(found, child, (*path, name))
             elif (
                 type(found) is LeafHandle
-                and leaf_kinds.KIND_OF_TYPE.get(type(child)) is found.kind
+                and KIND_OF_TYPE.get(type(child)) is found.kind
                 and not found.possible_kinds
                 and self._choose is None
             ):

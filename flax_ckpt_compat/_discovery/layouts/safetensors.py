@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
@@ -30,7 +30,6 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 _WRITTEN_HERE = b'{"__metadata__": {"flax_ckpt_compat'  # 8 bytes into the file
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
@@ -79,7 +78,7 @@ class SafetensorsReader(Reader):
     def _value(self, path: Path, value: Any) -> Any:
         if isinstance(value, dict):
             return Branch({}, Container(value["empty"]))
-        return None if value is None else LeafHandle(path, _KINDS[type(value)], (), None, 0, None, self, value)
+        return None if value is None else LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
     def _array(self, file: Location, path: Path, name: str, entry: Any, data: int, size: int) -> LeafHandle:
         if entry["dtype"] not in _DTYPES:
