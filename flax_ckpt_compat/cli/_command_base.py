@@ -126,12 +126,12 @@ def echo(
     click.echo(shown, file=file, err=err, color=color)
 
 
-def make_console(*, highlight: bool = False, soft_wrap: bool = False) -> Console:
+def make_console(*, soft_wrap: bool = False) -> Console:
     """Return a console for standard output; with NO_COLOR, bold and dim text are plain, too."""
     from rich.console import Console
 
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(highlight=highlight, soft_wrap=soft_wrap, color_system=colors)
+    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:

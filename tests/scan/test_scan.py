@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from flax_ckpt_compat._scan.project import scan
-from flax_ckpt_compat._scan.report import print_report
 from flax_ckpt_compat.cli import main
+from flax_ckpt_compat.cli.scan import lines_of
 from tests.scan.corpus import planted
 from tests.support.interpreters import run_python
 
@@ -226,16 +225,25 @@ def test_fixed_program_is_scanned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_long_lines_keep_their_indent(is_terminal: bool) -> None:
     """At 80 columns what continues a line stands further right; piped, each line is one."""
-    file = io.StringIO()
-    console = Console(file=file, width=80, force_terminal=is_terminal, no_color=True, soft_wrap=not is_terminal)
-    print_report(scan([PROGRAMS]), console, verbose=False)
-    lines = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
+    console = Console(file=io.StringIO(), width=80)
+    for line in lines_of(scan([PROGRAMS]), verbose=False):
+        for part in line.rich(80) if is_terminal and line.rich else [line.text]:
+            console.print(part, soft_wrap=not is_terminal, markup=False)
+    lines = console.file.getvalue().splitlines()
     (start,) = [at for at, line in enumerate(lines) if "rmtree for" in line]
     assert lines[start].startswith("    instead: let overwrite=True")
     if is_terminal:
         assert max(map(len, lines)) <= 80 and lines[start + 1] == "        directories"
     else:
         assert lines[start].endswith("for directories")
+
+
+def test_piped_code_is_whole(tmp_path: Path) -> None:
+    """What searches the output finds the end of a long line."""
+    file = tmp_path / "code.py"
+    code = f"checkpoints.restore_checkpoint({'a' * 100}, None)"
+    file.write_text(f"from flax.training import checkpoints\n{code}\n")
+    assert f"code.py:2  {code}\n" in CliRunner().invoke(main, ["scan", str(file), "--verbose"]).stdout
 
 
 def test_notebook(tmp_path: Path) -> None:
