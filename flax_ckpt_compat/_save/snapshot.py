@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -18,8 +19,13 @@ from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.write_assignment import Replicas
 from flax_ckpt_compat._trees import depth, prng_keys, state_dict
-from flax_ckpt_compat._trees.plain_values import plain
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
+
+_log = logging.getLogger("flax_ckpt_compat")
+# Flax's msgpack format refuses subclasses of int, float and str, Orbax stores their values; msgpack takes buffers.
+_BASES = (int, float, complex, str, bytes, bytearray, memoryview)
+_EXACT = {bool, int, float, complex, str, bytes, type(None)}
+_warned: set[type] = set()
 
 
 def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = None) -> Node:
@@ -166,3 +172,31 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
         blind = f"process {jax.process_index()} sees nothing of it"
         raise _unsupported(path, f"lies wholly on the devices of process {min(owners)}, and {blind}; {remedy}")
     return leaf
+
+
+def plain(leaf: Any, path: Path) -> Any:
+    """Convert a leaf of a subclass of a Python type, or a buffer, to the plain value; warn once per type."""
+    kind = type(leaf)
+    if kind in _EXACT or not isinstance(leaf, _BASES) or isinstance(leaf, np.generic):
+        return leaf
+    value = _value(leaf)
+    if kind not in _warned:
+        _warned.add(kind)
+        _log.warning(
+            "%s: a %s.%s is saved as the plain %s %.100r, and restored as that",
+            show_path(path), kind.__module__, kind.__qualname__, type(value).__name__, value,
+        )  # fmt: skip
+    return value
+
+
+def _value(leaf: Any) -> Any:
+    # The base classes' own methods: a subclass may override the conversion.
+    if isinstance(leaf, int):
+        return int.__int__(leaf)
+    if isinstance(leaf, float):
+        return float.__float__(leaf)
+    if isinstance(leaf, complex):
+        return complex.__complex__(leaf)
+    if isinstance(leaf, str):
+        return str.__str__(leaf)
+    return memoryview(leaf).tobytes()

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import Layout
-from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat._view.diff_report import Diff, Kind, LeafDifference
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 

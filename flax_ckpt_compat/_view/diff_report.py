@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
-from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat._view.report import Line, Report
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]

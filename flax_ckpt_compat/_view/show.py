@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view.array_stats import Stats, is_numeric
+from flax_ckpt_compat._view.array_values import Stats, is_numeric
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 
 _AT_ONCE = 2

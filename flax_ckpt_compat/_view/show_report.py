@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.text_formatting import aligned, count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.tree import show_path
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view.array_stats import Stats
+from flax_ckpt_compat._view.array_values import Stats
 from flax_ckpt_compat._view.report import Line, Report
 from flax_ckpt_compat._view.show import Contents, ShownLeaf
 

@@ -16,7 +16,7 @@ import pytest
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._save import host_memory
+from flax_ckpt_compat._save import host_copies
 from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.interpreters import run_python
 from tests.support.saves import use_flag
@@ -30,9 +30,9 @@ needs_advice = pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="the sy
 def nothing_kept() -> Iterator[None]:
     """Memory of other tests would be used again."""
     gc.collect()
-    host_memory.forget()
+    host_copies.forget()
     yield
-    host_memory.forget()
+    host_copies.forget()
 
 
 def copied(value: int, **options: Any) -> list[np.ndarray]:
@@ -76,11 +76,11 @@ def test_nothing_is_kept_if_the_setting_says_so() -> None:
     """What was kept before is freed."""
     copied(1)
     gc.collect()
-    host_memory._collect()
-    assert host_memory._kept
+    host_copies._collect()
+    assert host_copies._kept
     copied(2, reuse=False)
-    host_memory._collect()
-    assert not host_memory._kept
+    host_copies._collect()
+    assert not host_copies._kept
 
 
 @needs_advice
@@ -91,7 +91,7 @@ def test_memory_that_two_saves_had_no_use_for_is_freed() -> None:
     for _ in range(3):
         small.add(np.zeros(1000))
         small.make()
-    assert sum(block.nbytes for block in host_memory._kept) <= 4 * MIB
+    assert sum(block.nbytes for block in host_copies._kept) <= 4 * MIB
 
 
 @needs_advice
@@ -113,14 +113,14 @@ def test_the_kernel_may_take_what_is_kept() -> None:
 LIMITED = """
 import resource
 import numpy as np
-from flax_ckpt_compat._save import host_memory
+from flax_ckpt_compat._save import host_copies
 from flax_ckpt_compat._save.host_copies import Copies
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
 copies = Copies()
 copies.add(np.zeros(1 << 20))
 copies.make()
-host_memory._collect()
-print(len(host_memory._kept))
+host_copies._collect()
+print(len(host_copies._kept))
 """
 
 
@@ -164,8 +164,8 @@ def test_a_slow_save_keeps_its_values(flag: bool, ends: str, tmp_path: Path, mon
     assert all(np.all(array == 3) for array in found.values())
     assert fcc.verify(tmp_path / "fast").ok
     gc.collect()
-    host_memory._collect()
-    assert sum(block.nbytes for block in host_memory._kept) >= 2 * sum(SIZES[:2])
+    host_copies._collect()
+    assert sum(block.nbytes for block in host_copies._kept) >= 2 * sum(SIZES[:2])
 
 
 @needs_advice
@@ -175,19 +175,19 @@ def test_saves_follow_the_setting(flag: bool, reuse: bool, tmp_path: Path) -> No
     manager, tree = checkpoints.AsyncManager(), {"a": np.zeros(4 * MIB, np.uint8)}
     with use_flag(flag), config.override(reuse_host_memory=reuse):
         checkpoints.save_checkpoint(tmp_path, tree, 1)
-        assert not host_memory._returned
+        assert not host_copies._returned
         checkpoints.save_checkpoint(tmp_path, tree, 2, async_manager=manager)
         manager.wait_previous_save()
     gc.collect()
-    host_memory._collect()
-    assert bool(host_memory._kept) == reuse
+    host_copies._collect()
+    assert bool(host_copies._kept) == reuse
 
 
 @needs_advice
 def test_a_handler_that_interrupts_a_save_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets other memory if the save that it interrupted is choosing its own."""
     copied(1)
-    with host_memory._lock:
+    with host_copies._lock:
         second = copied(2)
-        host_memory.forget()
+        host_copies.forget()
     assert all(np.all(array == 2) for array in second)

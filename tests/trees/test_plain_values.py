@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, restore
-from flax_ckpt_compat._trees import plain_values
+from flax_ckpt_compat._save import snapshot
 
 
 class Mode(enum.IntEnum):
@@ -89,7 +89,7 @@ def test_it_is_told_once_for_each_type(
     flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact types and numpy's scalars, which are also Python numbers, are not mentioned."""
-    monkeypatch.setattr(plain_values, "_warned", set())
+    monkeypatch.setattr(snapshot, "_warned", set())
     caplog.set_level(logging.WARNING)
     tree = {"mode": Mode.EVAL, "again": Mode.EVAL, "scalar": np.float64(1), "text": np.str_("x"), "n": True}
     for step in (1, 2):

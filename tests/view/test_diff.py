@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.fold_names import Row, fold, fold_with_members
-from flax_ckpt_compat._view import compare_values
-from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat._view import array_values
+from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat.cli import main
 from tests.support.saves import saved_by_peer as saved
 from tests.support.saves import use_flag
@@ -205,7 +205,7 @@ def test_keys_and_text(tmp_path: Path) -> None:
 
 def test_the_largest_difference_is_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever block of an array, or slice of it, it lies."""
-    monkeypatch.setattr(compare_values, "BLOCK", 4)
+    monkeypatch.setattr(array_values, "BLOCK", 4)
     for at in (0, 5, 11):
         other = np.full(12, 2.5, np.float32)
         other[at] = 1

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._view import show, show_report
-from flax_ckpt_compat._view.array_stats import Stats
+from flax_ckpt_compat._view.array_values import Stats
 from flax_ckpt_compat._view.show_html import squarified
 from flax_ckpt_compat.cli import main
 from tests.support.saves import saved_by_peer as saved
@@ -201,7 +201,7 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
 def test_stats_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are read in slices, with progress in bytes."""
     monkeypatch.setattr(bounded_reads, "BATCH_BYTES", 2**20)
-    monkeypatch.setattr("flax_ckpt_compat._view.array_stats.BLOCK", 2**16)
+    monkeypatch.setattr("flax_ckpt_compat._view.array_values.BLOCK", 2**16)
     large = np.ones((8, 2**20), np.float32)
     large[3, 7] = 5
     saved(tmp_path, {"large": large})
