@@ -15,13 +15,12 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._core.tree import Path, PathLengths, show_path
 
 from .array_items import folders_of_arrays, holds_array_folder, is_single_array, is_typed_key
-from .array_names import names_of_arrays
 from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
-from .open_index import holds_array, process_databases
+from .open_index import holds_array, open_database, process_databases
 from .shardings import read_shardings
 from .type_annotations import ContainerType, TypeAnnotations, parse_annotations, parse_rich_types
 
@@ -115,7 +114,7 @@ def read_structure(
     if metadata is not None:
         entries = _parse_entries(file, metadata)
     elif separator is not None:
-        entries = _named_entries(names_of_arrays(location), separator)
+        entries = _named_entries(_names_of_arrays(location), separator)
     else:
         entries = _infer_entries(location, aggregate, use_ocdbt)
     has_array = (
@@ -268,3 +267,22 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
             if strings is not None:
                 return strings
     return None
+
+
+def _names_of_arrays(location: Location) -> list[str]:
+    """Return the names of all arrays, which spell key paths: keys of the directory's database, or paths of folders."""
+    if (location / layout.MANIFEST).isfile():
+        keys = open_database(location).keys()
+        files = [key.decode("utf-8", "surrogateescape") for key in keys]
+    else:
+        files = location.files_below()
+    split = (file.rpartition("/") for file in files)
+    names = sorted({folder for folder, _, file in split if folder and file in layout.ARRAY_METADATA_FILES})
+    lengths = PathLengths(sum(map(len, files)))
+    try:
+        for name in names:
+            name.encode()
+            lengths.add((name,), 1)
+    except ValueError as error:
+        raise corrupt(location, f"its arrays have names that no tree can have ({error!r:.200})") from error
+    return names

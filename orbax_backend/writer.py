@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -28,11 +29,12 @@ from flax_ckpt_compat._core.errors import SettingError, StorageError
 from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.memory import pause_gc
+from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
-from . import encode_metadata, unique_files
+from . import encode_metadata
 from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
@@ -48,6 +50,8 @@ _ENCODINGS = {
     "crc32c": Encoding(checksums=True),
     "zstd": Encoding(_ZSTD, checksums=True),
 }
+_WHITE_SPACE = b" \t\n\r"  # of JSON, as digits of base 4
+_DIGITS = 64
 
 
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
@@ -124,7 +128,7 @@ def write_metadata(
         if process == 0:
             files |= _tree_files(plan, options)
     if options.unique_files:
-        files = {name: unique_files.ended(name, content) for name, content in files.items()}
+        files = {name: _made_unique(name, content) for name, content in files.items()}
     contents = {os.path.join(path, name): content for name, content in files.items()}
     write_files(contents)
     if lists_arrays:
@@ -207,3 +211,15 @@ def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     for source in sources:
         if is_jax_array(source):
             start_transfer(source)
+
+
+def _made_unique(name: str, content: bytes) -> bytes:
+    """Return the content of a file that describes the tree, with random white space at its end if it is JSON.
+
+    Without that it is the same for the same tree, while all others hold a time or a random number. Stores such as
+    ``s3://`` tell versions of an object by its bytes: a deletion that is executed late, on the condition of a version,
+    would delete what a newer save wrote. JSON may end in white space, which no reader sees."""
+    if name == MSGPACK_FILE:
+        return content
+    number = uuid.uuid4().int
+    return content + bytes(_WHITE_SPACE[number >> 2 * digit & 3] for digit in range(_DIGITS))

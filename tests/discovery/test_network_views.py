@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.local import network_file_system
+from flax_ckpt_compat._core.local import directories
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._discovery import locating, step_lookup
 from flax_ckpt_compat._restore import pipeline
@@ -42,7 +42,7 @@ class Client:
                 os, name, lambda path, *rest, _name=name, **options: self.status(_name, path, *rest, **options)
             )
         patch.setattr(LocalStorage, "is_shared", staticmethod(lambda _: True))
-        patch.setattr(network_file_system, "is_shared", lambda _: True)
+        patch.setattr(directories, "is_shared", lambda _: True)
 
     def listdir(self, path: Any = ".") -> list[str]:
         if str(path) != self._folder:
@@ -242,6 +242,6 @@ def test_a_directory_that_fails_to_list_is_tried_again(tmp_path: Path, monkeypat
 
 def test_which_file_systems_are_shared(tmp_path: Path) -> None:
     """Disks and memory are not; what is unknown may be."""
-    assert not network_file_system.is_shared(str(tmp_path))
-    assert network_file_system.is_shared("/proc") and network_file_system.is_shared(str(tmp_path / "absent"))
-    assert not network_file_system.refresh(str(tmp_path)) and names(tmp_path) == []
+    assert not directories.is_shared(str(tmp_path))
+    assert directories.is_shared("/proc") and directories.is_shared(str(tmp_path / "absent"))
+    assert not directories.refresh(str(tmp_path)) and names(tmp_path) == []

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
-from flax_ckpt_compat._core.local import atomic, directories, network_file_system, presence
+from flax_ckpt_compat._core.local import atomic, directories, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, Storage
@@ -54,10 +54,10 @@ class LocalStorage(Storage):
         return atomic.restore_set_aside(directory, names)
 
     def is_shared(self, directory: str) -> bool:
-        return network_file_system.is_shared(directory)
+        return directories.is_shared(directory)
 
     def refresh(self, directory: str) -> bool:
-        return network_file_system.refresh(directory)
+        return directories.refresh(directory)
 
     def can_hold(self, path: str) -> bool:  # noqa: ARG002
         return True

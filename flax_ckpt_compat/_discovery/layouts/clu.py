@@ -11,8 +11,7 @@ from collections.abc import Mapping, Set
 from flax_ckpt_compat._core.backend import Format, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
-from flax_ckpt_compat._discovery.layouts.own_names import is_step
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, is_step
 
 _LOOK_UP_FILE, _SUFFIX = "checkpoint", ".flax"
 _LATEST = re.compile(rb'\s*model_checkpoint_path:\s*"(?:[^"\\\n]*/)?([^"\\\n/]+)"')

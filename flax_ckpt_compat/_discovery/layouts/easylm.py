@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.formats import open_stream
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
-from flax_ckpt_compat._discovery.layouts.own_names import is_step
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, is_step
 
 LAYOUT = ReadOnlyLayout("stream", open_stream, lambda path, look: look == foreign.STREAM and not is_step(path.name))

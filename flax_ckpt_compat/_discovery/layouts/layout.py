@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Set
 
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
@@ -44,3 +45,10 @@ def damaged(
 def bytes_of(file: Location, start: int, stop: int) -> bytes:
     """Read bytes of a file; fewer at its end."""
     return file.read(start, stop) if stop > start else b""
+
+
+def is_step(name: str) -> bool:
+    """Return whether a name is that of a step of Flax's checkpoints, by its default prefix, or of a manager.
+
+    Files of other programs under such names are none of their checkpoints."""
+    return name.isdecimal() or steps.step_of(name, "checkpoint_") is not None

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Set
 from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.formats import open_arrays
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout
-from flax_ckpt_compat._discovery.layouts.own_names import is_step
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, is_step
 from flax_ckpt_compat._discovery.orbax_directory import names_in
 
 _METADATA, _MAX_BYTES = "metadata.json", 64 * 2**10
