@@ -1,4 +1,6 @@
-"""Compare a written checkpoint with its source, bit by bit, or with the checksums of what was read of it."""
+"""Compare a written checkpoint with its source, bit by bit, or with the checksums of what was read of it.
+
+The checksums are computed while arrays are written, so that the source is not read again."""
 
 from __future__ import annotations
 
@@ -6,24 +8,25 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._convert import item_copies, output_writers, stored_trees
-from flax_ckpt_compat._convert.digests import Name
-from flax_ckpt_compat._convert.output_trees import Output
+from flax_ckpt_compat._convert.output_trees import Output, array_nbytes
 from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Branch, KeyData, StoredArray, show_path
+from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+from flax_ckpt_compat._core.tree import Branch, KeyData, Path, StoredArray, show_path
 
+Name = tuple[str, Path]  # item and key path
 # Returns the number of bytes of a part, and whether they are equal.
 _Check = Callable[[], tuple[int, bool]]
 _NONE: Mapping[Name, int] = MappingProxyType({})
@@ -31,6 +34,8 @@ _NONE: Mapping[Name, int] = MappingProxyType({})
 _PART = 8 << 20
 _AT_ONCE = 3
 _OTHER_VALUES = "has other values"
+# Bytes; smaller arrays are cheap to read again.
+_SUMMED_FROM = 256 << 10
 
 
 class DifferentError(CheckpointError):
@@ -145,3 +150,42 @@ class _Sum:
 def _joined(sums: Sequence[_Sum]) -> int:
     """Return the CRC-32 of all parts, one after another."""
     return functools.reduce(lambda crc, part: checksums.combine(crc, part.crc, part.nbytes), sums, 0)
+
+
+@contextmanager
+def checksums_of_reads(output: Output, progress: Callable[[int], None]) -> Iterator[dict[Name, int]]:
+    """Yield the CRC-32s of the arrays that are read in a ``with`` block, computed on another thread, once it has ended.
+
+    They are those of all bytes of an array in C order, by item and key path; small arrays have none. The size of each
+    array that is read is reported to ``progress``."""
+    crcs: dict[Name, int] = {}
+    pool, pending = Pool(1, "flax-ckpt-digest"), list[tuple[Name, Once]]()
+
+    def finish() -> None:
+        while pending:
+            name, computed = pending.pop()
+            crcs[name] = computed.result()
+
+    def read_whole(name: Name, read: Callable[[], Any], nbytes: int) -> Any:
+        finish()  # so that nothing holds the array before
+        value = read()
+        if type(value) is np.ndarray and value.nbytes >= _SUMMED_FROM and value.flags.c_contiguous and name not in crcs:
+            pending.append((name, pool.submit(checksums.crc32, memory.as_bytes(value))))
+        progress(nbytes)
+        return value
+
+    def read_part(read: Callable[[Any], Any], box: tuple[slice, ...]) -> Any:
+        value = read(box)
+        progress(value.nbytes)
+        return value
+
+    for name, leaf in output.leaves.items():
+        array = leaf.data if isinstance(leaf, KeyData) else leaf
+        if isinstance(array, StoredArray):
+            array.read = functools.partial(read_whole, name, array.read, array_nbytes(leaf))
+            if array.read_part is not None:
+                array.read_part = functools.partial(read_part, array.read_part)
+    try:
+        yield crcs
+    finally:
+        finish()

@@ -19,7 +19,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, gs
-from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
+from flax_ckpt_compat._core.object_store.storage import OpenedObject
 from tests.support.s3 import Asked, Bucket, rounds
 from tests.support.saves import use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket

@@ -22,8 +22,8 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import orbax_layout, storage_errors
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, uploads
-from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
+from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
+from flax_ckpt_compat._core.object_store.storage import ObjectStorage, OpenedObject
 from flax_ckpt_compat._discovery import step_lookup
 from tests.support import s3
 from tests.support.profiles import examples
@@ -490,7 +490,8 @@ def test_what_was_learned_of_a_folder_is_its_listings_alone(bucket: Bucket) -> N
     for content in (b"12", b"345", b""):
         bucket.put("run/a", content)
         known = client.listing(url)
-        for prefetch in (prefetching.prefetch_sizes, prefetching.prefetch_contents, prefetching.prefetch_heads):
+        store = ObjectStorage()
+        for prefetch in (store.prefetch_sizes, store.prefetch_contents, store.prefetch_heads):
             prefetch([f"{url}/a", f"{url}/gone"], known)
         assert client.is_object(other, known) and client.head(other, known) == b"12"
         assert client.size(f"{url}/a", known) == len(content)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.object_store import (
     client,
     commit,
     multiprocess,
-    prefetching,
     removal,
     request_timeouts,
     retrying,
     uploads,
 )
-from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
-from flax_ckpt_compat._core.storage import RemoteStorage
-from flax_ckpt_compat._core.storage_errors import not_found, store_errors
+from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
+from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_errors
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
 
 # Of what TensorStore itself tries again, for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
+_TINY_AT_ONCE = 64  # requests for a byte or less
 
 
 class ObjectStorage(RemoteStorage):
@@ -73,7 +75,7 @@ class ObjectStorage(RemoteStorage):
         if listing is None or not listing.covers(path):
             listing = client.listing(path)
         inside = [f"{path}/{key}" for key in client.keys(path, listing)]
-        prefetching.prefetch_sizes(inside, listing)
+        self.prefetch_sizes(inside, listing)
         return sum(_size_or_zero(url, listing) for url in inside)
 
     def read(self, path: str, start: int = 0, stop: int | None = None, listing: Listing | None = None) -> bytes:
@@ -97,13 +99,14 @@ class ObjectStorage(RemoteStorage):
         client.delete(path)
 
     def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
-        prefetching.prefetch_sizes(paths, listing)
+        _prefetch(listing.sizes, paths, client.size)
 
     def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
-        prefetching.prefetch_heads(paths, listing)
+        objects = [path for path in paths if commit.counts_as_object(path, listing)]
+        _prefetch(listing.heads, objects, client.head)
 
     def prefetch_contents(self, paths: Collection[str], listing: Listing) -> None:
-        prefetching.prefetch_contents(paths, listing)
+        _prefetch(listing.contents, paths, client.read)
 
     def content_root(self, path: str, listing: Listing | None = None) -> str:
         return client.content_root(path, listing)
@@ -169,7 +172,61 @@ class ObjectStorage(RemoteStorage):
         return retrying.retry(path, operation, request, nbytes)
 
 
+def _prefetch(answers: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
+    """Ask the store for what is not among the answers, in parallel, before look-ups ask one by one."""
+    found: dict[str, Any] = {}
+
+    def look(url: str) -> None:
+        with suppress(FileNotFoundError):
+            found[url] = request(url)
+
+    in_parallel(look, [url for url in urls if url not in answers], _TINY_AT_ONCE)
+    answers.update(found)
+
+
 def _size_or_zero(url: str, known: Listing | None) -> int:
     with suppress(FileNotFoundError):  # another process evicted it
         return client.size(url, known)
     return 0
+
+
+class OpenedObject(OpenedFile):
+    """One version of an object, of ``size`` bytes, read in parts; ``head`` has its first bytes, or all of a small one.
+
+    Size and version are of one moment: a small object is one answer, and of a large one the size is looked up later
+    than the first bytes, and earlier than the last.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.head, self.size = b"", 0
+        try:
+            found, is_whole = client.request_object(url, slice(0, HEAD_BYTES)), False
+        except OutOfRangeError as error:
+            if error.size <= 0:
+                return  # empty
+            found, is_whole = client.request_object(url, None), True  # one answer, even if it was just replaced
+            if found is not None and len(found.value) < error.size and client.size(url) > len(found.value):
+                raise client.too_short(url) from error
+        self._version = self._version_of(found)
+        self.head = bytes(found.value)
+        self.size = len(self.head) if is_whole else client.size(url)
+
+    def _version_of(self, result: Any) -> bytes:
+        if result is None or result.state == "missing":
+            raise client.not_found_error(self.url)
+        return bytes(result.stamp.generation)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
+        stop = min(stop, self.size)
+        if stop <= start:
+            return b""
+        try:
+            result = client.request_object(self.url, slice(start, stop))
+        except OutOfRangeError:
+            result = None
+        if result is None or result.state == "missing" or self._version_of(result) != self._version:
+            message = f"{self.url} was replaced or removed since it was opened; open it again"
+            raise StorageError(message, path=self.url, errno=errno.ESTALE)
+        return bytes(result.value)
