@@ -16,6 +16,7 @@ class Line:
     text: str
     style: str | None = None  # on a terminal: a colour, or bold
     hang: int = 0  # blanks before what continues it, where a terminal is narrower
+    is_note: bool = False  # for standard error
     rich: Callable[[int], Iterable[Any]] | None = None  # what rich shows instead, by the terminal's width
 
 

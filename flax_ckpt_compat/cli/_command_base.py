@@ -111,7 +111,7 @@ def print_lines(lines: Iterable[Line], *, err: bool = False) -> None:
             for part in line.rich(console.width):
                 console.print(part)
         else:
-            echo(line.text, " " * line.hang, style=line.style, err=err)
+            echo(line.text, " " * line.hang, style=line.style, err=err or line.is_note)
 
 
 def echo(

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._command_base import Command, json_option, path_argument
+from flax_ckpt_compat._core.import_by_name import load_name
+from flax_ckpt_compat._core.location import of_text
+from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._view.report import Line, Report
 
+from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_report, wrapped
+
+if TYPE_CHECKING:
+    from flax_ckpt_compat._convert.jobs import Conversion, Job
+
+_HEADINGS = ("status", "leaves", "size", "source", "result")
+_INDENT = "  "  # before what continues a line
 _EXAMPLES = """
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
 flax-ckpt convert runs runs_orbax --to orbax --dry-run
@@ -69,7 +87,21 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 @click.option("--dask", metavar="ADDRESS", help="Run on the workers of this Dask scheduler, which see the same paths.")
 @click.option("--shard", metavar="I/N", callback=_shard, help="Every N-th checkpoint from the I-th, counted from 0.")
 @json_option("a list with source, destination, status, leaves, bytes, seconds, notes and error of each")
-def command(src: str, dst: str, **options: Any) -> bool:
+def command(
+    src: str,
+    dst: str,
+    to: str,
+    steps: Sequence[str],
+    items: Sequence[str],
+    workers: int,
+    dask: str | None,
+    *,
+    every: bool,
+    dry_run: bool,
+    resume: bool,
+    as_json: bool,
+    **options: Any,
+) -> bool:
     """Convert SRC, one checkpoint or all below a directory, to DST, and never touch SRC.
 
     For one checkpoint DST is the path of the result, else the directory of the results, which lie in it as below
@@ -84,12 +116,192 @@ def command(src: str, dst: str, **options: Any) -> bool:
 
     Exit code 0: all converted. 1: some could not be. 2: refused. 130: interrupted.
     """
-    if options.pop("every") and options["steps"]:
+    if every and steps:
         raise click.UsageError("--all and --step contradict each other; leave one out")
-    pairs = [(name, new, equals) for name, equals, new in (text.partition("=") for text in options.pop("items"))]
+    chosen_items = _items(items)
+    for name in filter(None, (options["target"], options["transforms"])) if dask is None else ():
+        load_name(name)  # a wrong name is refused once, not for each checkpoint
+    from flax_ckpt_compat._convert import convert
+
+    jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
+    start = time.monotonic()
+    results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, dask=dask, as_json=as_json)
+    return print_report(_report(results, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
+
+
+def _items(words: Sequence[str]) -> dict[str, str] | None:
+    """Return the old and new names of ``--item``."""
+    pairs = [(name, new, equals) for name, equals, new in (word.partition("=") for word in words)]
     if bad := [name for name, new, equals in pairs if not name or (equals and not new)]:
         raise click.UsageError(f"--item takes NAME or NAME=NEW, not {bad[0]}=")
-    items = {name: new for name, new, _ in pairs} or None
-    from ._convert import run
+    return {name: new for name, new, _ in pairs} or None
 
-    return run(src, dst, items=items, **options)
+
+def _converted(
+    jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int, dask: str | None, as_json: bool
+) -> list[Conversion]:
+    """Run jobs, print each result as it is there, and return them in the order of the jobs."""
+    from flax_ckpt_compat._convert import convert
+
+    results: list[Conversion] = []
+    with ExitStack() as stack:
+        bar = stack.enter_context(
+            _progress(jobs) if is_terminal(sys.stderr) and not dry_run else nullcontext(_Silent())
+        )
+        executor = stack.enter_context(_executor(workers, dask))
+        stack.callback(bar.stop)  # first, as the executor waits for its threads
+        callback = None if dask else bar.advance
+        for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=callback):
+            results.append(result)
+            bar.done(result)
+            if not as_json and not dry_run:
+                bar.print(_line(result))
+    order = {job.source: number for number, job in enumerate(jobs)}
+    return sorted(results, key=lambda result: order[result.source])
+
+
+def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> Report:
+    """Return what is shown of the results, each of which is printed already unless nothing was written."""
+    lines = _rows(results) if dry_run else []
+    for note in dict.fromkeys(note for result in results for note in result.notes):
+        mine = [result for result in results if note in result.notes]
+        more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
+        lines.append(Line(f"Note: {printable(mine[0].source)}{more}: {note}", hang=2, is_note=True))
+    lines.append(Line(_summary(results, seconds, dry_run=dry_run)))
+    errors = [Line(f"Error: {printable(str(one.error))}", hang=2) for one in results if one.error is not None]
+    return Report(lines, lambda: list(map(_as_json, results)), errors, found=bool(errors))
+
+
+def _rows(results: Sequence[Conversion]) -> list[Line]:
+    """Return a table, or lines where a terminal is narrower."""
+    table = aligned([_HEADINGS, *map(_cells, results)], right=(1, 2))
+    if is_terminal(sys.stdout) and max(map(len, table)) > shutil.get_terminal_size().columns:
+        return [Line(_line(result), hang=2) for result in results]
+    return list(map(Line, table))
+
+
+def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
+    counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    if not counts["converted"] and not dry_run:
+        return f"{shown}."
+    nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
+    text = f"{shown}: {format_size(nbytes)}"
+    if dry_run:
+        return f"{text}. Nothing was written."
+    return f"{text} in {seconds:.0f} s ({format_size(int(nbytes / max(seconds, 1e-3)))}/s)"
+
+
+_STATUSES = ("converted", "kept", "planned", "failed")
+
+
+def _line(result: Conversion) -> str:
+    size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
+    return printable(f"{result.status} {result.source} → {result.destination}{size}")
+
+
+def _cells(result: Conversion) -> tuple[str, ...]:
+    known = result.status != "failed"
+    size, leaves = (format_size(result.nbytes), str(result.leaves)) if known else ("-", "-")
+    return result.status, leaves, size, *(printable(one, one_line=True) for one in (result.source, result.destination))
+
+
+def _as_json(result: Conversion) -> dict[str, Any]:
+    return {
+        "source": result.source,
+        "destination": result.destination,
+        "status": result.status,
+        "leaves": result.leaves,
+        "bytes": result.nbytes,
+        "seconds": round(result.seconds, 3),
+        "notes": list(result.notes),
+        "error": result.error,
+    }
+
+
+@contextmanager
+def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
+    if dask is not None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise FailedError("--dask needs the package distributed: pip install distributed") from None
+        try:
+            _reach(dask)
+            client = Client(dask, timeout=30)
+        except (OSError, ValueError) as error:
+            raise FailedError(f"no Dask scheduler answers at {dask}: {error}; check the address") from error
+        with client:
+            yield client.get_executor(pure=False)
+    elif workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert") as executor:
+            yield executor
+    else:
+        yield None
+
+
+def _reach(address: str) -> None:
+    """Raise at once if nothing listens at an address of TCP: dask's client would try it again for its whole timeout."""
+    from distributed.comm import get_address_host_port
+
+    if address.partition("://")[0] in (address, "tcp", "tls"):
+        socket.create_connection(get_address_host_port(address), timeout=10).close()
+
+
+class _Silent:
+    """No progress bar; stops the threads of an interrupted conversion."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+
+    def advance(self, nbytes: int) -> None:  # noqa: ARG002
+        """Note that bytes were written or compared."""
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+
+    def done(self, result: Conversion) -> None:
+        """Note that a checkpoint is done."""
+
+    def print(self, line: str) -> None:
+        """Print a line of results."""
+        echo(line, _INDENT)
+
+    def stop(self) -> None:
+        """Stop the threads that convert."""
+        self._stopped.set()
+
+
+class _Bar(_Silent):
+    """A progress bar on standard error."""
+
+    def __init__(self, progress: Any, jobs: Sequence[Job]):
+        super().__init__()
+        # Each byte is written and compared. On disk some have another size, so the sum is approximate.
+        self._sizes = {job.source: 2 * of_text(job.source).total_size() for job in jobs}
+        self._finished, self._count, self._progress = 0, 0, progress
+        self._task = progress.add_task("", total=sum(self._sizes.values()), count=f"0/{len(jobs)}")
+
+    def advance(self, nbytes: int) -> None:
+        super().advance(nbytes)
+        self._progress.advance(self._task, nbytes)
+
+    def done(self, result: Conversion) -> None:
+        self._finished += self._sizes[result.source]
+        self._count += 1
+        self._progress.update(self._task, completed=self._finished, count=f"{self._count}/{len(self._sizes)}")
+
+    def print(self, line: str) -> None:
+        if is_terminal(sys.stdout):
+            self._progress.console.print(wrapped(line, _INDENT), markup=False, highlight=False, soft_wrap=True)
+        else:
+            super().print(line)
+
+
+@contextmanager
+def _progress(jobs: Sequence[Job]) -> Iterator[_Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.fields[count]}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress, jobs)
