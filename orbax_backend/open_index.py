@@ -16,15 +16,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import (
-    ByteRange,
-    CheckpointFiles,
-    corrupt,
-    list_names,
-    read_existing,
-    refuse_escape,
-    tensorstore_context,
-)
+from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_existing, refuse_escape, tensorstore_context
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
 from .ocdbt_nodes import Entries, RowEntries, ends_of

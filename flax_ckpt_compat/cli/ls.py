@@ -21,15 +21,7 @@ from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import (
-    Command,
-    FailedError,
-    json_option,
-    next_step,
-    path_argument,
-    prefix_option,
-    print_report,
-)
+from ._command_base import Command, FailedError, json_option, next_step, path_argument, prefix_option, print_report
 
 # The prefix ends in a separator: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
 # ckpt-3 belongs to the prefix.
