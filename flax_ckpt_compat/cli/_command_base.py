@@ -123,7 +123,7 @@ def echo(
     shown = wrapped(text, indent) if is_terminal(stream) else text
     if style is not None:
         shown = click.style(shown, bold=True) if style == "bold" else click.style(shown, style)
-    click.echo(shown, file=file, err=err, color=color)
+    click.echo(shown, file=stream, color=color)
 
 
 def make_console(*, soft_wrap: bool = False) -> Console:
