@@ -5,6 +5,7 @@ Restores read from a warm page cache, but for the rows that say cold, for every 
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -23,11 +24,10 @@ from tests.benchmarks import (
     sections,
     systems,
 )
-from tests.benchmarks.sections import RESULTS
+from tests.benchmarks.sections import DATA, RESULTS
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
 
-DATA = Path(__file__).with_name("results.json")
 CHARTS = Path(__file__).parents[2] / "migration_guide" / "charts"
 _GROWTH_ROUNDS = 3
 
@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     goals.show()
     if options.write:
         data = results.collect(run.facts, run.measured, run.peaks, run.growth)
+        data["losses"] = json.loads(DATA.read_text(encoding="utf-8")).get("losses", [])  # `training_loop` writes them
         DATA.write_text(results.as_text(data), encoding="utf-8")
         charts.write(data, CHARTS)
         others = sections.kept(RESULTS.read_text(encoding="utf-8"))

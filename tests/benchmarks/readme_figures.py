@@ -5,10 +5,12 @@
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks import peers
 from tests.benchmarks.series import Series
 from tests.benchmarks.systems import FLAX, OURS, RESTORE, SAVE
 
@@ -40,6 +42,12 @@ def table(results: dict[str, Any]) -> str:
         for operation in (SAVE, RESTORE):
             cells = [_seconds(series.median(system, operation)) for system in systems]
             lines.append(f"| {operation} {label} | {' | '.join(cells)} |")
+    losses = {(one["workload"], one["system"]): statistics.median(one["lost"]) for one in results.get("losses", ())}
+    beside = (OURS[0].name, FLAX[0].name, OURS[1].name, peers.ASYNC.name)
+    for label, workload in _ROWS:
+        if (workload, OURS[0].name) in losses:
+            cells = [_seconds(losses[workload, system]) for system in beside]
+            lines.append(f"| lost to a background save of {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+DATA = Path(__file__).with_name("results.json")
 
 
 def kept(page: str) -> str:

@@ -19,9 +19,9 @@ import flax
 import jax
 import numpy as np
 
-from tests.benchmarks import disk, peers, sections
+from tests.benchmarks import disk, peers, results, sections
 from tests.benchmarks.report import Table
-from tests.benchmarks.sections import RESULTS
+from tests.benchmarks.sections import DATA, RESULTS
 from tests.benchmarks.systems import FLAX, OURS, Checkpoints, be_quiet
 from tests.benchmarks.workloads import Tree, Workload, workloads
 
@@ -48,6 +48,9 @@ class Loss:
     lost: float  # the call, and what steps took beyond those without a save
 
 
+Losses = dict[str, list[Loss]]  # by system
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures all systems, prints tables, and with ``--write`` replaces this section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_loop", description=__doc__)
@@ -58,25 +61,36 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         print("; ".join(f"{name} {fact}" for name, fact in disk.machine_facts(workdir).items()))
-        tables = [measure(name, options.rounds, workdir) for name in options.only or WORKLOADS]
-    for table in tables:
-        table.show()
+        found = {name: measure(name, options.rounds, workdir) for name in options.only or WORKLOADS}
+    tables = [table(name, losses) for name, losses in found.items()]
+    for one in tables:
+        one.show()
     if options.write:
         said = f"`python -m tests.benchmarks.training_loop --rounds {options.rounds} --write`, three saves a round, "
         said += f"{_PAUSE:g} s apart. {_EXPLAINED}"
         page, text = RESULTS.read_text(encoding="utf-8"), "\n\n".join([said, *(one.markdown() for one in tables)])
         RESULTS.write_text(sections.with_section(page, SECTION, text), encoding="utf-8")
+        data = json.loads(DATA.read_text(encoding="utf-8"))
+        DATA.write_text(results.as_text({**data, "losses": _entries(found)}), encoding="utf-8")
 
 
-def measure(workload: str, rounds: int, workdir: str, *, quick: bool = False) -> Table:
-    """Run each system in processes of its own, by turns; return a table of what its saves cost."""
-    found: dict[str, list[Loss]] = {system.name: [] for system in SYSTEMS}
+def _entries(found: dict[str, Losses]) -> list[dict[str, Any]]:
+    return [
+        {"workload": workload, "system": system}
+        | {field.name: [round(getattr(loss, field.name), 6) for loss in losses] for field in dataclasses.fields(Loss)}
+        for workload, of_systems in found.items()
+        for system, losses in of_systems.items()
+    ]
+
+
+def measure(workload: str, rounds: int, workdir: str, *, quick: bool = False) -> Losses:
+    """Run each system in processes of its own, by turns; return what each save cost."""
+    found: Losses = {system.name: [] for system in SYSTEMS}
     for number in range(rounds):
         for index in random.Random(number).sample(range(len(SYSTEMS)), len(SYSTEMS)):
             os.sync()
             found[SYSTEMS[index].name] += _in_new_process(workload, index, workdir, quick=quick)
-    (one,) = [one for one in workloads(quick=quick) if one.name == workload]
-    return _table(one, found)
+    return found
 
 
 def _in_new_process(workload: str, system: int, workdir: str, *, quick: bool) -> list[Loss]:
@@ -93,7 +107,9 @@ def _in_new_process(workload: str, system: int, workdir: str, *, quick: bool) ->
     return [Loss(**one) for one in json.loads(done.stdout.rpartition("LOSSES ")[2])]
 
 
-def _table(workload: Workload, found: dict[str, list[Loss]]) -> Table:
+def table(name: str, found: Losses) -> Table:
+    """Show what saves of a workload cost, beside the least that those of Orbax do."""
+    (workload,) = [one for one in workloads(quick=False) if one.name == name]
     best = min(statistics.median(loss.lost for loss in found[name]) for name in _ORBAX)
     allowed = _BLOCKED_GOAL * max(1.0, workload.nbytes / 0.5e9)
     rows = []
