@@ -58,9 +58,12 @@ def command(
     Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
     """
     from flax_ckpt_compat._view import diff_text
-    from flax_ckpt_compat._view.diff import diff
+    from flax_ckpt_compat._view.diff import run
 
-    found = diff(a, b, step=step, prefix=prefix, item=item, rtol=rtol, atol=atol)
+    from ._progress_bar import progress_shown
+
+    with progress_shown(as_json=as_json) as begin:
+        found = run(a, b, step, prefix, item, rtol, atol, begin)
     if as_json:
         print_json(diff_text.to_json(found))
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ._command_base import Command, echo, json_option, path_argument, prefix_option, print_json
@@ -36,13 +38,22 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     """
     from flax_ckpt_compat._view import verify, verify_report
 
+    from ._progress_bar import progress_shown
+
     def show(checkpoint: verify_report.VerifiedCheckpoint) -> None:
         if not as_json:
-            echo(verify_report.title(checkpoint), "  ", fg=_COLORS[checkpoint.state])
+            out = sys.stdout  # above the bar
+            echo(verify_report.title(checkpoint), "  ", fg=_COLORS[checkpoint.state], file=out)
             for line in verify_report.details(checkpoint):
-                echo(f"  {line}", "    ")
+                echo(f"  {line}", "    ", file=out)
 
-    reports = [verify.verify(path, step=step, prefix=prefix, progress=show) for path in paths]
+    with progress_shown(as_json=as_json) as begin:
+        places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
+        count = begin(lambda: sum(one.total_size() for _, found in places for one in found))
+        reports = [
+            verify.verify_all(root, found, is_named=found == [root] or step is not None, progress=show, count=count)
+            for root, found in places
+        ]
     if as_json:
         print_json([verify_report.to_json(report) for report in reports])
     else:

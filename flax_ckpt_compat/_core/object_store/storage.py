@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.object_store import (
     uploads,
 )
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import RemoteStorage
 from flax_ckpt_compat._core.storage_errors import not_found, store_errors
 from flax_ckpt_compat._core.upload import Upload
@@ -139,9 +140,10 @@ class ObjectStorage(RemoteStorage):
         new: bool = False,
         listing: Listing | None = None,
         after: AfterCommit | None = None,
+        meter: Meter = OFF,
     ) -> None:
         uploads.check_sizes(temporary, path)  # before anything in the store changes
-        commit.publish(temporary, path, new=new, known=listing, after=after)
+        commit.publish(temporary, path, new=new, known=listing, after=after, meter=meter)
 
     def discard_one(self, path: str, listing: Listing | None) -> None:
         removal.discard(path, listing)

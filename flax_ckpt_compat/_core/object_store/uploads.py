@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
@@ -51,7 +52,9 @@ def download(url: str, directory: str, names: Collection[str]) -> None:
             file.write(client.read(f"{url}/{name}"))
 
 
-def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
+def upload(
+    directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes], meter: Meter = OFF
+) -> list[str]:
     """Upload files of a local directory as objects below ``url``, in parallel.
 
     Of the objects in ``replaced``, which other writers may write too, only these versions are replaced; return the
@@ -62,6 +65,7 @@ def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[s
         path, to = os.path.join(directory, name), f"{url}/{name}"
         if name not in replaced:
             upload_file(path, to)
+            meter.add(os.path.getsize(path), name)
         elif not write_if(to, _read(path), replaced[name]):
             conflicts.append(name)
 
@@ -85,7 +89,7 @@ def upload_file(path: str, url: str) -> None:
     _check_arrived(url, content)
 
 
-def publish_file(path: str, url: str, *, new: bool) -> bool:
+def publish_file(path: str, url: str, meter: Meter = OFF, *, new: bool) -> bool:  # noqa: ARG001
     """Upload a local file in place of the object that is found, or, with ``new``, of none with content.
 
     Each request has the version that it replaces as its condition: one that the store executes late, or twice, brings

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, St
 from flax_ckpt_compat._core.listing import AfterCommit
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -82,6 +83,7 @@ class WriteLease:
         # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
         self.after: AfterCommit | None = None  # takes what those who come next can use
+        self.meter = OFF  # counts the bytes of the files that are uploaded
         self.is_alone = False  # whether a list after the marker showed nothing else
         # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
