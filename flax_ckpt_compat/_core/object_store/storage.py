@@ -124,10 +124,13 @@ class ObjectStorage(RemoteStorage):
 
     def leftovers(self, path: str) -> dict[str, bool]:
         known = client.listing(path)
-        return {name: removal.is_removed_whole(path, name, known) for name in removal.stale_names(path, known)}
+        found = {name: removal.is_removed_whole(path, name, known) for name in removal.stale_names(path, known)}
+        # Parts that are no object yet are in no listing; an object of that name, which is complete, stays.
+        return {name: not client.is_object(f"{path}/{name}") for name in removal.stale_uploads(path)} | found
 
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
         removal.remove_stale(path, names)
+        removal.abort_stale_uploads(path, names)
 
     def temporary_path(self, path: str, *, locked: bool = False) -> str:
         return commit.staging_path(path, locked=locked)
