@@ -23,7 +23,7 @@ from flax_ckpt_compat import checkpoints, errors, rules
 from tests.support.layouts import assert_every_function_reads, assert_same
 from tests.support.path_kinds import JAX_PYTREE
 
-DATA = Path(__file__).parents[1] / "data" / "jax_pytree"
+DATA = Path(__file__).parents[1] / "data" / "layouts" / "jax_0.10"
 # Of the files in ``containers``; twelve layers: numbers of leaves are not in the order of their names.
 TREE = {
     "layers": [{"w": np.full(2, number, np.float32)} for number in range(12)],
@@ -125,5 +125,5 @@ def test_nodes_that_share_their_children(copied: Path) -> None:
     structure = struct.pack("<I", 12) + 40 * level + none
     content = {"__jax_pytreedef_repr": base64.b64encode(structure).decode(), "__jax_leaf_ids": []}
     (copied / "pytreedef.json").write_text(json.dumps(content))
-    with pytest.raises(errors.CorruptCheckpointError, match="more nodes|2 children"):
+    with pytest.raises(errors.CorruptCheckpointError, match=r"more nodes|2 children"):
         flax_ckpt_compat.restore(copied)

@@ -42,7 +42,7 @@ TREE = {"params": PARAMS, "step": 6}
 EMA = {"w": PARAMS["w"] + 100}
 SMALL = {"params": {"w": np.arange(6, dtype=np.float32)}, "step": 6}
 OLDER = {"params": {"w": np.full((2, 3), 5, np.float32)}, "step": 5}
-JAX_PYTREE = {  # of the files in tests/data/jax_pytree/dicts
+JAX_PYTREE = {  # of the files in tests/data/layouts/jax_0.10/dicts
     "params": {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}, "a.b": np.ones(2, np.int8)},
     "half": np.ones(3, ml_dtypes.bfloat16),
     "step": np.array(7, np.int32),
@@ -370,7 +370,7 @@ def _levanter(path: Path) -> None:
 
 def _jax_pytree(path: Path) -> None:
     """A directory that jax's own pytree_serialization wrote."""
-    shutil.copytree(Path(__file__).parents[1] / "data" / "jax_pytree" / "dicts", path)
+    shutil.copytree(Path(__file__).parents[1] / "data" / "layouts" / "jax_0.10" / "dicts", path)
 
 
 def _msgpack(path: Path, tree: Any = TREE) -> None:
