@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import sys
@@ -13,6 +14,7 @@ from flax_ckpt_compat._core.text_formatting import printable
 
 BAR = "bar"
 _NAME_WIDTH = 32
+_LOCKED_SECONDS = 1.0
 
 
 def callback_of(setting: Any) -> Callback | None:
@@ -53,29 +55,38 @@ class _Bars:
     """The bars of this process; they are drawn while a save or restore runs."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # saves in the background report beside restores
+        # Saves in the background report beside restores. A signal handler that saves may have interrupted one of these
+        # within a report, so that nobody waits for another for long.
+        self._lock = threading.RLock()
         self._display: Any = None
         self._tasks: dict[tuple[str, str], Any] = {}
+        self._ended = collections.deque[tuple[str, str]]()  # those whose bars are to go
 
     def __call__(self, report: Progress) -> None:
-        """Show a report; one that takes less time than the first report has no bar."""
+        """Show a report; what ends before its first report has no bar."""
         key, ends = (report.doing, report.path), report.finished or report.error is not None
-        with self._lock:
-            if ends:
-                self._end(key)
-                return
-            if key not in self._tasks:
-                self._begin(key)
-            shown = f"{report.doing[:-1]}ing {os.path.basename(report.path)}  {_shortened(report.name)}"
-            self._display.update(self._tasks[key], description=shown, completed=report.done, total=report.total)
-            self._display.refresh()
+        if ends:
+            self._ended.append(key)
+        if not self._lock.acquire(timeout=_LOCKED_SECONDS):
+            return
+        try:
+            if not ends:
+                self._show(key, report)
+            while self._ended:
+                self._end(self._ended.popleft())
+        finally:
+            self._lock.release()
 
-    def _begin(self, key: tuple[str, str]) -> None:
+    def _show(self, key: tuple[str, str], report: Progress) -> None:
         if self._display is None:
             # Drawn by each report: a thread of its own would go on after a fork. The program's streams stay its own.
             self._display = display(auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._display.start()
-        self._tasks[key] = self._display.add_task("")
+        if key not in self._tasks:
+            self._tasks[key] = self._display.add_task("")
+        shown = f"{report.doing[:-1]}ing {os.path.basename(report.path)}  {_shortened(report.name)}"
+        self._display.update(self._tasks[key], description=shown, completed=report.done, total=report.total)
+        self._display.refresh()
 
     def _end(self, key: tuple[str, str]) -> None:
         if key not in self._tasks:

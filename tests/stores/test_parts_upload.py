@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import flax_ckpt_compat
-from flax_ckpt_compat import cli
+from flax_ckpt_compat import checkpoints, cli
 from flax_ckpt_compat._core.object_store import client, parts_upload, s3_requests, uploads, writer_markers
 from flax_ckpt_compat._core.progress import Meter, Progress
 from flax_ckpt_compat.errors import StorageError
@@ -90,7 +90,7 @@ def test_in_parts(strict: Bucket, file: str) -> None:
     assert strict.get("run/c") == CONTENT[::-1]
     assert strict.keys() == ["run/c"]
     assert unfinished(strict) == []
-    assert len(asked(strict, "POST", "run/_begun", "uploadId")) == 2  # one of each kind, tried out once
+    assert len(asked(strict, "POST", "run/_", ".probe/", "uploadId")) == 2  # one of each kind, tried out once
     assert reports[-1].finished
 
 
@@ -130,8 +130,18 @@ def test_an_empty_object_is_replaced(strict: Bucket, file: str) -> None:
     assert strict.get("run/c") == CONTENT
 
 
-@pytest.mark.parametrize("fault", ["refuse", "lose", "cut", "500"])
-@pytest.mark.parametrize("which", ["uploads", "partNumber=2", "uploadId"])
+@pytest.mark.parametrize(
+    ("which", "fault"),
+    [
+        ("uploadId", "lose"),
+        *(
+            pytest.param(which, fault, marks=pytest.mark.slow)
+            for which in ("uploads", "partNumber=2", "uploadId")
+            for fault in ("refuse", "lose", "cut", "500")
+            if (which, fault) != ("uploadId", "lose")
+        ),
+    ],
+)
 def test_requests_that_fail_once(strict: Bucket, file: str, which: str, fault: str) -> None:
     """Each is tried again; an answer that was lost does not make the save fail, and leaves no parts that are in use."""
     left = [fault]
@@ -166,7 +176,10 @@ def test_a_store_that_ends_an_upload_twice(strict: Bucket, file: str, monkeypatc
     assert strict.get("run/c") == CONTENT
 
 
-@pytest.mark.parametrize("which", ["uploads", "partNumber=2", "uploadId"])
+@pytest.mark.parametrize(
+    "which",
+    ["partNumber=2", pytest.param("uploads", marks=pytest.mark.slow), pytest.param("uploadId", marks=pytest.mark.slow)],
+)
 def test_requests_that_are_refused(strict: Bucket, file: str, which: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever may not be done in parts is done in one request, and no part is left."""
 
@@ -242,3 +255,25 @@ def test_clean_removes_parts_of_dead_writers(strict: Bucket, monkeypatch: pytest
     assert CliRunner().invoke(cli.main, ["clean", f"{strict.url}/run", "--yes"]).exit_code == 0
     assert sorted(unfinished(strict)) == ["run/deep/checkpoint_3", "running"]
     assert flax_ckpt_compat.restore(f"{strict.url}/run") == {"n": 1}
+
+
+def test_a_process_that_dies_while_it_tries_a_store(strict: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object that it leaves hides no checkpoint and is none, and goes as what dead writers leave goes."""
+    run, send = f"{strict.url}/run", s3_requests.send
+    flax_ckpt_compat.save(run, {"n": 1}, step=1, format="msgpack")
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr(parts_upload, "_Upload", die)
+        dying.setattr(s3_requests, "send", lambda url, doing, *rest: doing == "deleted" or send(url, doing, *rest))
+        parts_upload._refuses(f"{run}/checkpoint_2", client.scheme_of(run).bucket_spec(strict.name), "IfMatch")
+    assert len(strict.keys("run/_")) == 1
+    assert flax_ckpt_compat.restore(run) == {"n": 1}
+    assert checkpoints.available_steps(run) == [1]
+    assert checkpoints.latest_checkpoint(run, "") == f"{run}/checkpoint_1"
+    assert len(flax_ckpt_compat.verify(run).checkpoints) == 1
+    monkeypatch.setattr(writer_markers, "EXPIRES_AFTER", -1)
+    assert CliRunner().invoke(cli.main, ["clean", run, "--yes"]).exit_code == 0
+    assert strict.keys() == ["run/checkpoint_1"]

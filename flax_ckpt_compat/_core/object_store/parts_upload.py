@@ -161,9 +161,10 @@ def _keeps(url: str, spec: dict[str, Any], kind: str) -> bool:
 def _refuses(url: str, spec: dict[str, Any], kind: str) -> bool:
     """Let an upload replace an object on a condition that does not hold; return whether the store refuses that.
 
-    If this process dies meanwhile, the object is taken for the marker of a dead writer, and removed as such."""
-    name = f"{BEGUN}.{int(time.time())}.{uuid.uuid4().hex}"
-    probe = f"{posixpath.dirname(url)}/{name}/{name}"
+    The object is a marker, in a folder that no look-up takes for a checkpoint: if this process dies meanwhile, the
+    folder is removed as one of a dead writer."""
+    unique = uuid.uuid4().hex
+    probe = f"{posixpath.dirname(url)}/_{unique}.probe/{BEGUN}.{int(time.time())}.{unique}"
 
     def put(s3: Any, bucket: str, key: str) -> None:
         s3.put_object(Bucket=bucket, Key=key, Body=b"")
