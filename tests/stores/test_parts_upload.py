@@ -176,6 +176,25 @@ def test_a_store_that_ends_an_upload_twice(strict: Bucket, file: str, monkeypatc
     assert strict.get("run/c") == CONTENT
 
 
+def test_a_completion_that_is_never_answered(strict: Bucket, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it took effect, the file is saved, and else it is not; the content tells."""
+    monkeypatch.setattr("flax_ckpt_compat._core.object_store.retrying._FIRST_PAUSE", 0.01)
+    url = f"{strict.url}/run/c"
+    for fault, is_saved in (("refuse", False), ("lose", True)):
+
+        def fail(method: str, path: str, fault: str = fault) -> str:
+            return fault if method == "POST" and "/run/c?" in path and "uploadId" in path else ""
+
+        with strict.proxy.failing(fail):
+            if is_saved:
+                assert uploads.publish_file(file, url, new=True)
+            else:
+                with pytest.raises(StorageError):
+                    uploads.publish_file(file, url, new=True)
+        assert strict.keys() == ["run/c"] * is_saved
+        assert unfinished(strict) == []
+
+
 @pytest.mark.parametrize(
     "which",
     ["partNumber=2", pytest.param("uploads", marks=pytest.mark.slow), pytest.param("uploadId", marks=pytest.mark.slow)],

@@ -155,11 +155,11 @@ def _write_if(url: str, content: np.ndarray[Any, Any], version: bytes, meter: Me
 
 def _was_written(url: str, content: np.ndarray[Any, Any], version: bytes, meter: Meter) -> bool:
     """Run a conditional write; False if its condition did not hold, maybe because of a try whose answer was lost."""
-    if content.nbytes >= PARTS_FROM_BYTES:
-        written = client.scheme_of(url).write_in_parts(url, content, version, meter)
-        if written is not None:
-            return written
     try:
+        if content.nbytes >= PARTS_FROM_BYTES:
+            written = client.scheme_of(url).write_in_parts(url, content, version, meter)
+            if written is not None:
+                return written
         stamp = retry(url, "written", lambda: _start_write_if(url, content, version), content.nbytes)
         return stamp is None or bool(stamp.generation)
     except _ReplacedError:
