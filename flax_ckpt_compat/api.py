@@ -10,6 +10,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import misplaced_keywords
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text, normal
+from flax_ckpt_compat._core.progress import Callback
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -55,6 +56,7 @@ def restore(
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
     mapped: bool | None = None,
+    progress: Callback | Literal["bar"] | None = None,
 ) -> Tree:
     """Restore a checkpoint of any format; raise if it does not match the target.
 
@@ -94,6 +96,9 @@ def restore(
         mapped: True memory-maps large numpy arrays that are stored uncompressed in a local file: available at once,
             writable without altering the file, often not aligned. Truncating the file while they are alive kills the
             process that touches them. False reads them into memory.
+        progress: function that is called with a `Progress` at most five times a second, by one thread at a time, and
+            once at the end; ``"bar"`` shows a progress bar on a terminal. What it raises ends the restore, and is
+            raised. None takes the setting.
 
     Returns:
         A tree like ``target`` with the stored leaves. Arrays are writable numpy arrays, or ``jax.Array`` if the target
@@ -132,6 +137,7 @@ def restore(
         structure=structure,
         must_exist=must_exist,
         mapped=mapped,
+        progress=progress,
     )
     restored: Tree = restore_pipeline.restore(
         saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")), target, step, options
@@ -152,6 +158,7 @@ def save(
     format: Literal["msgpack", "orbax"] | None = None,
     compression: Literal["crc32c", "zstd"] | _Unset | None = _Unset.UNSET,
     async_manager: AsyncManager | None = None,
+    progress: Callback | Literal["bar"] | None = None,
 ) -> str:
     """Save a tree from this process. The save is atomic and durable, and replaces nothing but checkpoints.
 
@@ -171,6 +178,8 @@ def save(
         format: the format; None follows Flax's flag ``flax_use_orbax_checkpointing``.
         compression: codec of array data in the Orbax format, or None for none; by default, the setting.
         async_manager: write in the background, with the values at the time of this call.
+        progress: as for `restore`, also of a save in the background. What it raises never harms the checkpoint: it is
+            not called again, and its error is raised once the save is complete, or logged if it was in the background.
 
     Returns:
         The checkpoint's path, in the form in which ``path`` was given.
@@ -194,9 +203,11 @@ def save(
     chosen = _format(format)
     if step is None and (keep is not None or keep_every_n_steps is not None):
         raise ArgumentError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
-    codec: config.Changes = {} if isinstance(compression, _Unset) else {"compression": compression}
+    changes: config.Changes = {} if isinstance(compression, _Unset) else {"compression": compression}
+    if progress is not None:
+        changes["progress"] = progress
     location = normal(as_text(path))
-    with config.override(**codec):
+    with config.override(**changes):
         if step is None:
             request = save_request.of_path(location, overwrite=overwrite, async_manager=async_manager, format=chosen)
         else:
@@ -211,7 +222,7 @@ def save(
                 async_manager=async_manager,
                 format=chosen,
             )
-    if codec and compression is not None and not backend_for(request.format).compresses:
+    if not isinstance(compression, _Unset | None) and not backend_for(request.format).compresses:
         raise SettingError(
             f"a {request.format.value} file is not compressed, found compression={compression!r}; pass format='orbax'"
         )

@@ -37,6 +37,9 @@ setting                   values (default first)     meaning
                                                      0.3 to 0.5 they hold the tree in a second form, too
 ``reuse_host_memory``     true, false                keep the memory that a background save copies the arrays to for
                                                      the next one, or free it; the kernel takes it when memory is short
+``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
+                                                     a progress bar on a terminal, or a function that takes a
+                                                     `flax_ckpt_compat.Progress`
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
                                                      long for this process's part of a background save
@@ -59,6 +62,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
+from flax_ckpt_compat._core.progress import Callback
 
 __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
 
@@ -79,8 +83,10 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "compression": (None, "crc32c", "zstd"),
     "oldest_orbax": ("0.6", "0.3"),
     "reuse_host_memory": (True, False),
+    "progress": (None, "bar"),
 }
 _SECONDS = ("coordination_timeout",)
+_FUNCTIONS = ("progress",)  # these may also be one
 _NAMES = (*_VALUES, *_SECONDS)
 _WORDS: dict[str, Any] = {"none": None, "false": False, "0": False, "no": False, "true": True, "1": True, "yes": True}
 
@@ -104,6 +110,7 @@ class Settings:
     oldest_orbax: str = "0.6"
     reuse_host_memory: bool = True
     coordination_timeout: float = 600.0
+    progress: Callback | str | None = None
 
 
 class Changes(TypedDict, total=False):
@@ -124,6 +131,7 @@ class Changes(TypedDict, total=False):
     oldest_orbax: Literal["0.6", "0.3"]
     reuse_host_memory: bool
     coordination_timeout: float
+    progress: Callback | Literal["bar"] | None
 
 
 _DEFAULTS = Settings()
@@ -146,8 +154,10 @@ def _value(name: str, given: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise SettingError(f"setting {name} takes a positive number of seconds; {arguments.found(given)}")
         return value
+    if name in _FUNCTIONS and callable(given):
+        return given
     if not isinstance(value, str | int | float | None) or value not in _VALUES[name]:
-        allowed = ", ".join(repr(choice) for choice in _VALUES[name])
+        allowed = ", ".join(repr(choice) for choice in _VALUES[name]) + ", or a function" * (name in _FUNCTIONS)
         raise SettingError(f"setting {name} takes {allowed}; {arguments.found(given)}")
     return _VALUES[name][_VALUES[name].index(value)]
 

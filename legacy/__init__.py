@@ -39,7 +39,7 @@ class MsgpackBackend:
 
     def write(self, path: str, prepared: Node, options: WriteOptions) -> None:
         """Write and sync the file ``path``, which must not exist yet; see `Backend.write`."""
-        write_tree(path, prepared, sums=options.checksums)
+        write_tree(path, prepared, sums=options.checksums, meter=options.meter)
 
     # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
     begin_multiprocess = staticmethod(gda_write.begin)

@@ -11,6 +11,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.tree import show_path
 
 from .read_bytes import File, Source
@@ -57,8 +58,14 @@ def _store_run(spans: list[Span]) -> int:
     return min(max(sum([span.nbytes for span in spans]) // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
 
 
-def read_run(source: Source, values: list[Any], run: list[Span]) -> None:
+def read_run(source: Source, values: list[Any], meter: Meter, run: list[Span]) -> None:
     """Read neighbours with one read; raise CorruptCheckpointError if the file ends early."""
+    _read_run(source, values, run)
+    if meter.is_on:
+        meter.add(sum([span.nbytes for span in run]), run[-1].handle.path)
+
+
+def _read_run(source: Source, values: list[Any], run: list[Span]) -> None:
     first, target = run[0].offset, run[0].target
     buffer = target if len(run) == 1 else None
     if buffer is None:

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local import file_checksums
 from flax_ckpt_compat._core.local.file_checksums import FileChecksums
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
@@ -68,9 +69,9 @@ class ChecksummedFile:
         size = UNIT * self._sums.units_per_block
         blocks = range(start // size, min(-(-stop // size), len(self._verified)))
         units = [unit for block in blocks if not self._verified[block] for unit in self._sums.units_of(block)]
-        self._read_units({unit: [] for unit in units}, [], set(units))
+        self._read_units({unit: [] for unit in units}, [], set(units), OFF)
 
-    def read(self, spans: Iterable[Span], values: list[Any], *, whole: bool) -> None:
+    def read(self, spans: Iterable[Span], values: list[Any], meter: Meter, *, whole: bool) -> None:
         """Read spans, and verify the blocks that they fill, or with ``whole`` the whole file.
 
         Units of which almost all is wanted are read as a whole, and others as far as they are wanted.
@@ -81,20 +82,25 @@ class ChecksummedFile:
             summed = set(parts)
         else:
             summed = {unit for unit, found in parts.items() if sum(stop - at for at, stop, _ in found) >= _ALMOST}
-        self._read_units(parts, values, summed)
+        self._read_units(parts, values, summed, meter)
 
-    def _read_units(self, parts: dict[int, list[Part]], values: list[Any], summed: set[int]) -> None:
+    def _read_units(self, parts: dict[int, list[Part]], values: list[Any], summed: set[int], meter: Meter) -> None:
         units, threads = sorted(parts), self._source.threads
         if len(units) * UNIT < _THREADS_FROM_BYTES:
-            self._read_row(parts, values, summed, units)
+            self._read_row(parts, values, summed, meter, units)
         else:
             length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
             rows = [units[at : at + length] for at in range(0, len(units), length)]
-            in_parallel(functools.partial(self._read_row, parts, values, summed), rows, threads, in_runs=True)
+            in_parallel(functools.partial(self._read_row, parts, values, summed, meter), rows, threads, in_runs=True)
         self._verify(summed, parts)
 
     def _read_row(
-        self, all_parts: dict[int, list[Part]], values: list[Any], summed: Container[int], row: Iterable[int]
+        self,
+        all_parts: dict[int, list[Part]],
+        values: list[Any],
+        summed: Container[int],
+        meter: Meter,
+        row: Iterable[int],
     ) -> None:
         for unit in row:
             parts, first, last = all_parts[unit], unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
@@ -113,6 +119,8 @@ class ChecksummedFile:
                 copied.append((part, data))
             if copied:
                 copy_parts(copied, values)
+            if parts and meter.is_on:
+                meter.add(sum([stop - start for start, stop, _ in parts]), parts[-1][2].handle.path)
 
     def _check_end(self, count: int, start: int, stop: int, parts: Iterable[Part]) -> None:
         """Raise if fewer bytes than those of a range were read."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .byte_ranges import Span, truncated
@@ -16,7 +17,7 @@ from .read_bytes import StoredObject
 _UNIT = 16 * 2**20  # bytes of a request
 
 
-def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) -> bool:
+def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any], meter: Meter = OFF) -> bool:
     """Read spans and the bytes between them; return False, without reading, if the store reports no CRC-32C.
 
     Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
@@ -24,7 +25,7 @@ def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) 
     if expected is None:
         return False
     for again in (False, True):
-        found = _read(source, spans, values, again=again)
+        found = _read(source, spans, values, meter, again=again)
         if found == expected:
             return True
     raise ChecksumError(
@@ -35,7 +36,7 @@ def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) 
     )
 
 
-def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, again: bool) -> int:
+def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], meter: Meter, *, again: bool) -> int:
     """Read everything and return its CRC-32C; ``again`` reads also what opening has read."""
     parts, starts = parts_by_unit(spans, values, _UNIT), range(0, source.size, _UNIT)
 
@@ -49,6 +50,8 @@ def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, aga
         if cached is None and source.contradicts(view, start):
             raise _changed(source)
         copy_parts([(part, view[part[0] - start : part[1] - start]) for part in wanted], values)
+        if wanted and meter.is_on:
+            meter.add(sum([stop - at for at, stop, _ in wanted]), wanted[-1][2].handle.path)
         return int(checksums.crc32c(data))
 
     found = 0

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
 from flax_ckpt_compat._core.local.syncing import sync_descriptor
 from flax_ckpt_compat._core.local.temporaries import create_file
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import (
@@ -23,6 +24,7 @@ from flax_ckpt_compat._core.tree import (
     HostCopy,
     KeyData,
     Node,
+    Path,
     Shard,
     StoredArray,
     is_jax_array,
@@ -51,14 +53,14 @@ _AT_ONCE = 512
 _Array = np.ndarray[Any, Any]
 
 
-def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
+def write_tree(path: str, tree: Node, *, sums: bool = False, meter: Meter = OFF) -> None:
     """Write and sync the new file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
 
     With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them."""
     with translated(path, "written"):
         fd = create_file(path)
         try:
-            _Writer(fd, BlockSums() if sums else None).write(tree)
+            _Writer(fd, BlockSums() if sums else None, meter).write(tree)
             sync_descriptor(fd, path)
         finally:
             os.close(fd)
@@ -67,8 +69,9 @@ def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
 class _Writer:
     """Encode a tree; buffer small pieces and write large batches, large arrays without a copy."""
 
-    def __init__(self, fd: int, sums: BlockSums | None):
-        self._fd, self._sums = fd, sums
+    def __init__(self, fd: int, sums: BlockSums | None, meter: Meter):
+        self._fd, self._sums, self._meter = fd, sums, meter
+        self._at: Path = ()  # key path of the last large leaf
         # Sums a batch while it is written.
         self._pool = Pool(1, "flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
@@ -85,6 +88,7 @@ class _Writer:
         pack, put, small = self._pack, self._put, min(_COPY_BELOW, format.MAX_CHUNK_SIZE)
         jax_types: dict[type, bool] = {np.ndarray: False, Branch: False}
         stack: list[Iterator[tuple[str | None, Node]]] = [iter([(None, tree)])]
+        trail: list[str] = []  # names of the branches, but the root
         while stack:
             for name, node in stack[-1]:
                 key = b"" if name is None else pack(name)
@@ -95,6 +99,7 @@ class _Writer:
                         self._put_numbers(node.children)
                         continue
                     stack.append(iter(node.children.items()))
+                    trail += [] if name is None else [name]
                     break
                 if kind is str or kind in _NUMBERS:
                     put(key + pack(node))
@@ -106,9 +111,11 @@ class _Writer:
                     put(key + format.array_header(format.EXT_ARRAY, array.shape, array.dtype) + array.tobytes())
                 else:
                     put(key)
+                    self._at = (*trail, name or "")
                     self._write_leaf(array, is_own=array is not node)
             else:
                 stack.pop()
+                del trail[-1:]
         self._flush()
         if self._sums is not None:
             file_checksums.record(self._fd, self._sums.encoded())
@@ -220,6 +227,7 @@ class _Writer:
         # The disk writes while the next batch is prepared, so the final sync is short.
         atomic.start_writeback(self._fd, self._written, self._buffered)
         self._written += self._buffered
+        self._meter.add(self._buffered, self._at)
         self._buffered = self._copied_bytes = 0
         summed.result()
 

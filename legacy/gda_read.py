@@ -25,6 +25,7 @@ from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -163,10 +164,10 @@ class BatchedReads:
 
     Content checksums are always verified, with ``verify`` also those of metadata."""
 
-    def __init__(self, *, verify: bool) -> None:
-        self._verify = verify
+    def __init__(self, meter: Meter = OFF, *, verify: bool) -> None:
+        self._verify, self._meter = verify, meter
         self._stores: dict[Location, Any] = {}
-        self._pending: list[tuple[FolderArray, Path, Any]] = []
+        self._pending: list[tuple[FolderArray, Path, Any, int]] = []  # with the future of a read, and its bytes
         self._bytes = 0
 
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
@@ -181,7 +182,7 @@ class BatchedReads:
             if array.index is not None:
                 store = store[array.index][tensorstore.d[:].translate_to[0]]
             result = memory.empty(tuple(store.shape), array.dtype)
-            self._pending.append((array, path, tensorstore.array(result).write(store)))
+            self._pending.append((array, path, tensorstore.array(result).write(store), result.nbytes))
         self._bytes += result.nbytes
         if self._bytes > _IN_FLIGHT:
             self.finish()
@@ -190,9 +191,10 @@ class BatchedReads:
     def finish(self) -> None:
         """Wait for all reads; raise CorruptCheckpointError if chunks are missing or do not decode."""
         pending, self._pending, self._bytes = self._pending, [], 0
-        for array, path, read in pending:
+        for array, path, read, nbytes in pending:
             with _translated(array, path):
                 read.result()
+            self._meter.add(nbytes, path)
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:

@@ -57,7 +57,7 @@ def write_process_part(save: ProcessSave) -> None:
         upload.check_active([f"{upload.tag}/{name}" for name in written])
     if save.process.index == 0:
         prefix = gda_folder.generation_prefix(save.path) if upload is None else f"{upload.tag}/"
-        write_tree(save.path, save.prepared.document(prefix), sums=save.options.checksums)
+        write_tree(save.path, save.prepared.document(prefix), sums=save.options.checksums, meter=save.options.meter)
 
 
 def finish(save: ProcessSave) -> None:
@@ -139,10 +139,11 @@ class _ShardWriter:
         encoded = self._encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
         if (upload := self._save.upload) is not None:
             upload.write(f"{upload.tag}/{name}", encoded)
-            return
-        path = (self._base / name).path
-        with translated(path, "written"):
-            _write_file(path, encoded)
+        else:
+            path = (self._base / name).path
+            with translated(path, "written"):
+                _write_file(path, encoded)
+        self._save.options.meter.add(shard.data.nbytes, array.subpath)
 
     def _check(self, array: DistributedArray) -> None:
         expected, folder = _metadata(array, self._save), self._base / array.subpath

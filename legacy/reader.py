@@ -104,7 +104,7 @@ class MsgpackReader(Reader):
         in_memory: list[int] = []
         spans: list[Span] = []
         unfinished: list[int] = []
-        folders = gda_read.BatchedReads(verify=self._verify)
+        folders = gda_read.BatchedReads(self.meter, verify=self._verify)
         for index, handle in enumerate(wanted):
             kind = type(handle.locator)
             if index in is_read:
@@ -140,13 +140,13 @@ class MsgpackReader(Reader):
             if self._verify and spans and not (sums is not None and sums.is_verified):
                 whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
                 if sums is not None and (whole or nbytes >= UNIT):
-                    sums.read(spans, values, whole=whole)
+                    sums.read(spans, values, self.meter, whole=whole)
                     return
-                if isinstance(source, StoredObject) and whole and read_object(source, spans, values):
+                if isinstance(source, StoredObject) and whole and read_object(source, spans, values, self.meter):
                     return
             runs = runs_of(source, spans)
             threads = 1 if is_local and nbytes <= 2 * _PIECE else source.threads
-            in_parallel(functools.partial(read_run, source, values), runs, threads, in_runs=is_local)
+            in_parallel(functools.partial(read_run, source, values, self.meter), runs, threads, in_runs=is_local)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:

@@ -23,6 +23,7 @@ from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor, sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory, create_file
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
 from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 
@@ -40,6 +41,7 @@ BATCH_BYTES = 16 << 20
 _MAX_PIECES = 512  # below every system's limit (IOV_MAX, 1024 on Linux)
 _BUFFERED_BYTES = 4 << 20
 _WRITEBACK_FROM_BYTES = 8 << 20
+_COUNTED_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -78,12 +80,12 @@ def padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
 class DataFiles:
     """The data files of one database."""
 
-    def __init__(self, path: str, sums: dict[str, bytes] | None) -> None:
+    def __init__(self, path: str, sums: dict[str, bytes] | None, meter: Meter = OFF) -> None:
         """Write to a database in an existing directory.
 
         ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
         self.names: list[str] = []  # relative to the database
-        self._path, self._sums = path, sums
+        self._path, self._sums, self._meter = path, sums, meter
         self._pool, self._tasks = Pool(_THREADS, "flax-ckpt-data"), collections.deque[tuple[Once, int]]()
         self._free = collections.deque[_DataFile]()  # files that no thread is writing to
         self._abandoned = False
@@ -167,6 +169,7 @@ class DataFiles:
         data, encoding = value.stored(), value.encoding
         if encoding.codec is not None and self._encoder is not None:
             encoded = self._encoder.encode(np.frombuffer(data, np.uint8))
+            self._count(value, len(data))
             if len(encoded) <= INLINE_BYTES:
                 value.inline = encoded
             else:
@@ -174,17 +177,32 @@ class DataFiles:
         elif encoding.checksums:
             data = memoryview(bytes(data)) if value.may_change else data
             value.place = file.append([data, memoryview(crc32c(data).to_bytes(CHECKSUM_NBYTES, "little"))])
+            self._count(value, len(data))
         elif self._sums is None:
-            value.place = file.append([data])
+            value.place = self._append(file, value, data)
         elif value.may_change:
             self._changing.append((value, value.data))
-            value.place = self._put_copied(file, value.key, data)
+            value.place = self._put_copied(file, value, data)
         else:
             self._sums[value.key] = checksums.of_blocks(data)
-            value.place = file.append([data])
+            value.place = self._append(file, value, data)
         value.data = None
 
-    def _put_copied(self, file: _DataFile, key: str, data: memoryview) -> ByteRange:
+    def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
+        """Add a value as it is, in parts if somebody counts them; return its place."""
+        place = ByteRange(file.name, file.size, len(data))
+        step = _COUNTED_BYTES if self._meter.is_on else max(1, len(data))
+        for at in range(0, len(data), step):
+            part = data[at : at + step]
+            file.append([part])
+            self._count(value, len(part))
+        return place
+
+    def _count(self, value: Value, nbytes: int) -> None:
+        if self._meter.is_on:
+            self._meter.add(nbytes, value.key.partition("/")[0])
+
+    def _put_copied(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
         """Write a value block by block from a copy, so that what is summed is what is written; return its place."""
         assert self._sums is not None
         sums, start = list[bytes](), file.size
@@ -195,7 +213,8 @@ class DataFiles:
             sums.append(checksums.of_blocks(copy[: len(block)].data))
             file.append([copy[: len(block)].data])
             file.flush()
-        self._sums[key] = b"".join(sums)
+            self._count(value, len(block))
+        self._sums[value.key] = b"".join(sums)
         return ByteRange(file.name, start, len(data))
 
     def _has_changed(self, value: Value, data: Any) -> bool:

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -44,7 +45,7 @@ class DriverReader:
         with self._tensorstore_errors(read):
             return ts.open(spec, open=True, read=True, context=self._context)
 
-    def read(self, opened: Sequence[tuple[list[ArrayRead], Any]]) -> None:
+    def read(self, opened: Sequence[tuple[list[ArrayRead], Any]], meter: Meter) -> None:
         """Fill the ``array`` of reads, which is allocated; ``opened`` has all reads of an array, and its future."""
         started: list[tuple[ArrayRead, Any]] = []
         shared: list[tuple[list[ArrayRead], Any]] = []
@@ -63,11 +64,13 @@ class DriverReader:
                 self._location.wait(copied, nbytes)
             if not read.array.dtype.isnative:
                 read.array.view(read.array.dtype.newbyteorder()).byteswap(inplace=True)
+            meter.add(read.nbytes, read.path)
         for group, store in shared:
             with self._tensorstore_errors(group[0]):
                 # Each chunk is decoded once for all boxes in it.
                 wanted = [(part.start, copies) for part, _, copies in by_chunk(group)]
                 in_parallel(functools.partial(_read_chunk, self._location, store), wanted, THREADS)
+            meter.add(sum([read.nbytes for read in group]), group[0].path)
 
     def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
         """Translate TensorStore's errors about one array."""

@@ -56,7 +56,7 @@ def write(save: ProcessSave) -> None:
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
     record = Record() if options.checksums else None
-    with writer.writing_arrays(own, arrays, encoding, record, is_primary):
+    with writer.writing_arrays(own, arrays, encoding, record, is_primary, options.meter):
         # All processes would upload the same list.
         files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
     if record is not None:
@@ -67,7 +67,9 @@ def write(save: ProcessSave) -> None:
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
-        upload.upload_files(path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
+        options.meter.begin_rest(sum(os.path.getsize(os.path.join(path, name)) for name in sent))
+        done = os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path)
+        upload.upload_files(path, sent, done, options.meter)
 
 
 def finish(save: ProcessSave) -> None:

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.location import LOCAL
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tensorstore_codecs import crc32c
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
@@ -35,10 +36,10 @@ _COMPRESS_FROM_BYTES = INLINE_BYTES + 1
 class Database:
     """A new OCDBT database."""
 
-    def __init__(self, path: str, sums: dict[str, bytes] | None = None) -> None:
+    def __init__(self, path: str, sums: dict[str, bytes] | None = None, meter: Meter = OFF) -> None:
         """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none."""
         LOCAL.kvstore(path)  # raises for a path that real Orbax, which reads it by TensorStore, could not open
-        self._path, self._files = path, DataFiles(path, sums)
+        self._path, self._files = path, DataFiles(path, sums, meter)
         self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not
         self._batch, self._batch_nbytes = list[Value](), 0

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -61,7 +62,7 @@ class ArrayReader:
         self._driver = DriverReader(location, index, fills_missing)
         self._corrupt = functools.partial(corrupt_array, location.path)
 
-    def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
+    def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
         verifier = None if self._recorded is None else Verifier(self._location.path, self._recorded)
         extents: list[tuple[ArrayRead, ByteRange]] = []
@@ -90,8 +91,8 @@ class ArrayReader:
                     raise self._damaged(error.read, error.chunk) from error
             else:
                 opened.append((group, self._driver.open(group[0])))
-        self._read_pieces(pieces, verifier)
-        self._driver.read(opened)
+        self._read_pieces(pieces, verifier, meter)
+        self._driver.read(opened, meter)
         if verifier is not None:
             verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
@@ -107,7 +108,7 @@ class ArrayReader:
             for start in range(0, extent.length, PIECE_BYTES):
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
-                self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier)
+                self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier, OFF)
         return True
 
     def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None) -> int:
@@ -192,10 +193,10 @@ class ArrayReader:
                 raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
-    def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None) -> None:
+    def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None, meter: Meter) -> None:
         pieces.sort(key=lambda piece: piece.extent)
         if self._location.is_remote:
-            in_parallel(functools.partial(self._read_run, verifier), group_neighbours(pieces))
+            in_parallel(functools.partial(self._read_run, verifier, meter), group_neighbours(pieces))
             return
         files: dict[str, int] = {}
         try:
@@ -205,15 +206,15 @@ class ArrayReader:
                     with self._reading(piece.read, file):
                         files[file] = open_regular((self._location / file).path)
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
-                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, THREADS, in_runs=True)
+                in_parallel(functools.partial(self._read_piece, files, verifier, meter), pieces, THREADS, in_runs=True)
                 return
             for piece in pieces:
-                self._read_piece(files, verifier, piece)
+                self._read_piece(files, verifier, meter, piece)
         finally:
             for fd in files.values():
                 os.close(fd)
 
-    def _read_piece(self, files: dict[str, int], verifier: Verifier | None, piece: Piece) -> None:
+    def _read_piece(self, files: dict[str, int], verifier: Verifier | None, meter: Meter, piece: Piece) -> None:
         buffer, checksum = piece.buffer(), 0
         file, at, _ = piece.extent
         for block in piece.memory_blocks(buffer):
@@ -235,8 +236,9 @@ class ArrayReader:
         if piece.chunk is not None and not is_intact(checksum):
             raise self._damaged(piece.read, piece.chunk)
         scatter(buffer, piece.copies)
+        meter.add(piece.extent.length, piece.read.path)
 
-    def _read_run(self, verifier: Verifier | None, pieces: list[Piece]) -> None:
+    def _read_run(self, verifier: Verifier | None, meter: Meter, pieces: list[Piece]) -> None:
         """Read neighbouring ranges of one object in one request."""
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
@@ -256,6 +258,7 @@ class ArrayReader:
             buffer = piece.buffer()
             memory.as_bytes(buffer)[:] = found[: buffer.nbytes]
             scatter(buffer, piece.copies)
+            meter.add(piece.extent.length, piece.read.path)
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""

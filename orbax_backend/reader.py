@@ -113,10 +113,11 @@ class OrbaxReader(Reader):
                 arrays += self._assemble_inline(cut, iter(self._index.find_all(cut_keys)), values)
             reads = [_array_read(handles[number]) for number in arrays]
             if reads:
-                self._arrays.read(reads, mapped=mapped)
+                self._arrays.read(reads, self.meter, mapped=mapped)
             for number, read in zip(arrays, reads, strict=True):
                 values[number] = self._decoded(handles[number], read.array)
         if aggregated and self._aggregate is not None:
+            self._aggregate.reader.meter = self.meter
             found = self._aggregate.reader.read([one for _, one in aggregated], mapped=mapped)
             for (number, _), value in zip(aggregated, found, strict=True):
                 values[number] = value

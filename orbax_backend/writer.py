@@ -30,6 +30,7 @@ from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
@@ -62,7 +63,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     begin(path, plan, options)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    with writing_arrays(path, arrays, encoding_of(options), record) as database:
+    with writing_arrays(path, arrays, encoding_of(options), record, meter=options.meter) as database:
         files = write_metadata(path, plan, options, 0)
         if record is not None:
             record.add_files(path, files)
@@ -156,13 +157,14 @@ def writing_arrays(
     encoding: Encoding,
     record: Record | None,
     is_primary: bool = True,
+    meter: Meter = OFF,
 ) -> Iterator[Database]:
     """Write arrays to a new database in ``path``, beside what the block does; sync it at the end of the block.
 
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
     metadata. Without arrays there are no files.
     """
-    database = Database(path, None if record is None else record.chunks)
+    database = Database(path, None if record is None else record.chunks, meter)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):

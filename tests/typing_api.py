@@ -53,3 +53,16 @@ def names(folder: Path) -> Any:
     with config.override(must_exist=True), config.defaults(config.STRICT) as settings:
         strict: bool = settings.must_exist
     return flax_ckpt_compat.restore(folder), strict
+
+
+def reports(folder: Path, tree: Any) -> list[float]:
+    """A callback takes a `Progress`, and returns anything; "bar" is one, too."""
+    found: list[flax_ckpt_compat.Progress] = []
+    save(folder, tree, progress=found.append)
+    restore(folder, progress="bar")
+    restore(folder, progress=lambda report: report.done / report.total)
+    restore(folder, progress="bars")  # type: ignore[arg-type]
+    save(folder, tree, progress=lambda: None)  # type: ignore[arg-type, misc]
+    with config.override(progress=found.append):
+        config.update(progress=None)
+    return [one.seconds for one in found if one.finished]

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core import array_boxes, progress
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._core.upload import Upload
@@ -126,6 +126,7 @@ class Reader(Protocol):
     # Arrays go to the devices of the target's; else only those of ``_gda`` folders do, as in Flax.
     places_on_device: bool
     keeps_lists: bool  # stored lists are the caller's own, and stay lists
+    meter: progress.Meter = progress.OFF  # counts the bytes that `read` reads
 
     @property
     def path(self) -> str:
@@ -193,6 +194,7 @@ class WriteOptions:
     # Bytes of the largest part of an array that is stored as one, in a format that has such parts; None for its own
     # limit. A store takes and gives several parts at once, each by a connection of its own.
     part_bytes: int | None = None
+    meter: progress.Meter = progress.OFF  # counts the bytes that are written, and sent
     # Key path → the process that writes the values of an array which several processes hold whole, where that is not
     # process 0; only for a backend that `splits_replicas`.
     writers: Mapping[Path, int] = dataclasses.field(default_factory=dict)

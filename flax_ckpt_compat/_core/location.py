@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import OpenedFile, RemoteStorage, Storage
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -249,9 +250,11 @@ class Location:
             atomic.remove_temporary(found)
             raise
 
-    def publish(self, temporary: str, *, new: bool = False, after: AfterCommit | None = None) -> None:
+    def publish(
+        self, temporary: str, *, new: bool = False, after: AfterCommit | None = None, meter: Meter = OFF
+    ) -> None:
         """Give a finished temporary this path; see `Storage.publish`."""
-        self.storage.publish(temporary, self.path, new=new, listing=self.listing, after=after)
+        self.storage.publish(temporary, self.path, new=new, listing=self.listing, after=after, meter=meter)
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         """Remove checkpoints of these names from this folder durably; return name → failure."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.upload import Upload
 
 # What is read with the request that opens a file.
@@ -186,11 +187,12 @@ class Storage(abc.ABC):
         new: bool = False,
         listing: Listing | None = None,
         after: AfterCommit | None = None,
+        meter: Meter = OFF,
     ) -> None:
         """Publish a finished temporary under its final name; no reader sees a part of it.
 
         With ``new`` a checkpoint that has this name by now is not replaced. ``listing`` is one of the folder that was
-        just made, and ``after`` takes what those who come next can use."""
+        just made, ``after`` takes what those who come next can use, and ``meter`` the bytes that are sent."""
 
     @abc.abstractmethod
     def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:

@@ -34,11 +34,16 @@ class Stopwatch:
         """Log what was ``done`` ("Saved" or "Restored") at INFO, with the bytes of arrays or leaf handles."""
         if not _log.isEnabledFor(logging.INFO):
             return
-        nbytes = sum(map(_nbytes, leaves))
+        nbytes = nbytes_of(leaves)
         seconds = self._last - self._start
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
         rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
         _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(nbytes), seconds, rate, phases)
+
+
+def nbytes_of(leaves: Iterable[Any]) -> int:
+    """Return the bytes of arrays or leaf handles."""
+    return sum(map(_nbytes, leaves))
 
 
 def _nbytes(leaf: Any) -> int:

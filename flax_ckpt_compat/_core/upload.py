@@ -6,6 +6,7 @@ import abc
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.listing import AfterCommit
+from flax_ckpt_compat._core.progress import OFF, Meter
 
 
 class Upload(abc.ABC):
@@ -39,7 +40,7 @@ class Upload(abc.ABC):
         """Write one file below the folder."""
 
     @abc.abstractmethod
-    def upload_files(self, directory: str, names: Collection[str], last: str) -> None:
+    def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
         """Upload this process's files under the same names; ``last`` tells others that all are complete.
 
         Raise ConcurrentWriteError if process 0 has aborted the save."""

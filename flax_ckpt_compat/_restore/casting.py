@@ -89,7 +89,7 @@ def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
     batch: list[Readable] = []
     room, last = _AT_ONCE, None
     for one in wanted:
-        size, handle = _nbytes(one), one.handle if isinstance(one, ArraySlice) else one
+        size, handle = nbytes_of(one), one.handle if isinstance(one, ArraySlice) else one
         if batch and room < size and handle is not last:
             yield batch
             batch, room = [], _AT_ONCE
@@ -99,7 +99,8 @@ def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
         yield batch
 
 
-def _nbytes(one: Readable) -> int:
+def nbytes_of(one: Readable) -> int:
+    """Return the bytes of a leaf, or of a slice, in memory."""
     if isinstance(one, LeafHandle):
         return one.nbytes
     assert one.handle.dtype is not None

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import bounded_reads, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
@@ -25,19 +26,10 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, sh
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def read(plan: TreePlan, *, together: str = "") -> ReadLeaves:
-    """Read the values of a plan's leaves; all processes of the job may read each array once.
-
-    ``together`` is then the path of the checkpoint."""
+def read(plan: TreePlan) -> ReadLeaves:
+    """Read the values of a plan's leaves."""
     run = ReadLeaves(plan)
-    if together and jax.process_count() > 1:
-        from flax_ckpt_compat._restore import read_once  # few restores need it
-
-        run.values = read_once.read(plan, run.reads, run.casts_at_read, run.mapped, together)
-    elif run.casts_at_read or run.mapped:
-        run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
-    elif run.reads:
-        run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))
+    run.read()
     return run
 
 
@@ -98,6 +90,28 @@ class ReadLeaves:
         self._left = Counter(reads if self.has_shared else ())
         if self.has_shared:
             self.casts_at_read.clear()  # each user of a shared leaf casts it
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all arrays that are read."""
+        arrays = [one for one in self.reads if isinstance(one, ArraySlice) or one.dtype is not None]
+        return sum(map(casting.nbytes_of, arrays))
+
+    def read(self, *, together: str = "", meter: Meter = OFF) -> None:
+        """Read the values; all processes of the job may read each array once.
+
+        ``together`` is then the path of the checkpoint."""
+        plan, reads = self.plan, self.reads
+        for reader in set(map(bounded_reads.reader_of, reads)) if meter.is_on else ():
+            reader.meter = meter
+        if together and jax.process_count() > 1:
+            from flax_ckpt_compat._restore import read_once  # few restores need it
+
+            self.values = read_once.read(plan, reads, self.casts_at_read, self.mapped, together, meter)
+        elif self.casts_at_read or self.mapped:
+            self.values = casting.read(plan.reader, reads, self.casts_at_read, self.mapped)
+        elif reads:
+            self.values = dict(zip(reads, plan.reader.read(reads), strict=True))
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
         source = leaf.source

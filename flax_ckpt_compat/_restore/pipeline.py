@@ -11,7 +11,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import memory, progress_bar
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -20,6 +20,7 @@ from flax_ckpt_compat._core.errors import (
     add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
@@ -47,7 +48,7 @@ def restore(
     one.agreement = process_agreement.begin(checkpoint_dir, step)
     if key_value_store.is_connected():  # processes on several machines have to find the same latest one
         locating.refresh(checkpoint_dir)
-    with depth.limited("restored", target):
+    with one.meter.reporting(), depth.limited("restored", target):
         otherwise = None if options.settings.must_exist else one.unrestored
         try:
             return locating.read_found(checkpoint_dir, step, one.at, otherwise)
@@ -77,6 +78,7 @@ class _Restore:
         # The next attempt reads together with the other processes; a second one is of this process only.
         self.together = options.settings.read_once and checkpointer is None
         self.agreement: process_agreement.Agreement | None = None
+        self.meter = Meter(progress_bar.callback_of(options.settings.progress), "restore")
 
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""
@@ -96,10 +98,14 @@ class _Restore:
             # Long reads do not pause the garbage collector, nor do waits for other processes.
             if together or not all(plan.is_short for plan in plans.items.values()):
                 pause.close()
+            runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
+            if self.meter.is_on:
+                self.meter.begin(location.path, sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
-                read = execute.read(plan, together=location.path if together else "")
+                run = runs.pop(name)
+                run.read(together=location.path if together else "", meter=self.meter)
                 watch.lap("read")
-                values[name] = rebuild(plan, *execute.place(read))
+                values[name] = rebuild(plan, *execute.place(run))
                 watch.lap("place and rebuild")
         watch.log("Restored", location.path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)

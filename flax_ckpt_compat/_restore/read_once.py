@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessRestoreError, ProcessTimeoutError
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._restore import casting
 from flax_ckpt_compat._restore.device_exchange import exchange
 from flax_ckpt_compat._restore.plan import TreePlan
@@ -72,6 +73,7 @@ def read(
     casts: Mapping[casting.Readable, casting.Cast],
     mapped: Set[casting.Readable],
     path: str,
+    meter: Meter,
 ) -> dict[casting.Readable, Any]:
     """Read and cast as `casting.read`, in all processes of the job at once: what several want, in one of them.
 
@@ -104,6 +106,8 @@ def read(
             rest = wanted if shares is None or not values else list(shares.others)
             return {**values, **casting.read(plan.reader, rest, casts, mapped)}
         exchange(path, arrays, timeout, coordinator.name)
+        if meter.is_on:
+            meter.add(sum([casting.nbytes_of(one) for one in shares.others]), "arrays of other processes")
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,10 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import multiprocess_staging
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
 from flax_ckpt_compat._core.storage_errors import writing
+from flax_ckpt_compat._core.timing import nbytes_of
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator
@@ -47,6 +50,8 @@ def save(request: SaveRequest, target: Any) -> None:
     )  # fmt: skip
     if coordinator.agrees and own.backend.splits_replicas:
         own.options = dataclasses.replace(own.options, writers=replicas.writers())
+    if own.options.meter.is_on:
+        own.nbytes = _own_nbytes(tree, own.options.writers, coordinator.process.index)
     if request.async_manager:
         own.start(request.async_manager, staging_json)
     else:
@@ -71,6 +76,7 @@ class _OwnSave:
     backend: Backend
     options: WriteOptions
     prepared: Any = None
+    nbytes: int = 0  # of what this process writes, if that is reported
 
     def begin(self) -> str:
         """Create the staging area that all processes write to, in process 0; return it as JSON."""
@@ -113,13 +119,23 @@ class _OwnSave:
     def write_and_commit(self, staging_json: str, failed: BaseException | None = None) -> None:
         """Write this process's part, unless it has failed; then wait for all, and commit in process 0."""
         request, staged, is_primary = self.request, None, self.coordinator.process.index == 0
-        try:
-            staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
-            if failed is None:
-                with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
-                    self.backend.write_process_part(self._part(staged))
-        except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
-            failed = error
+        meter = self.options.meter
+        with meter.reporting():
+            try:
+                staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
+                if meter.is_on:
+                    meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if staged.upload else 1.0)
+                if failed is None:
+                    with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
+                        self.backend.write_process_part(self._part(staged))
+            except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
+                failed = error
+            self._commit(staged, failed)
+        meter.settle(in_background=request.async_manager is not None)
+
+    def _commit(self, staged: multiprocess_staging.Staging | None, failed: BaseException | None) -> None:
+        """Wait for all processes, and commit in process 0."""
+        request, is_primary = self.request, self.coordinator.process.index == 0
 
         def commit() -> str:
             assert staged is not None
@@ -142,6 +158,21 @@ class _OwnSave:
                 staged.remove_local()
             # This machine has not seen what process 0 did.
             request.directory.refresh()
+
+
+def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:
+    """Return the bytes of arrays that a process writes: its shards of those that are spread, and others of its own."""
+    found = 0
+    for path, leaf in iter_leaves(tree):
+        array = leaf.data if isinstance(leaf, KeyData) else leaf
+        sharding = getattr(array, "sharding", None)
+        if sharding is None or isinstance(array, StoredArray) or sharding.is_fully_addressable:
+            found += nbytes_of([array]) if writers.get(path, 0) == process else 0
+        elif isinstance(array, HostCopy):
+            found += sum(shard.data.nbytes for shard in array.shards)
+        else:
+            found += sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
+    return found
 
 
 def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coordinator) -> None:

@@ -13,8 +13,10 @@ from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.location import LOCAL, Location
+from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
 from flax_ckpt_compat._core.storage_errors import writing
-from flax_ckpt_compat._core.timing import Stopwatch
+from flax_ckpt_compat._core.timing import Stopwatch, nbytes_of
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import (
@@ -76,30 +78,41 @@ def _write(
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    request.directory.with_listing(listing).prepare_directory()
-    for left in reversed(range(_TRIALS)):
-        with AfterCommit(request.directory.path) as after:
-            _publish(request, backend, prepared, tree, watch, None if request.step is None else after)
-            try:
-                retain(request, after.listing)
-                break
-            except ConcurrentWriteError:
-                if not left:
-                    raise
-    watch.lap("retain")
+    with request.options.meter.reporting():
+        request.directory.with_listing(listing).prepare_directory()
+        for left in reversed(range(_TRIALS)):
+            with AfterCommit(request.directory.path) as after:
+                _publish(request, backend, prepared, tree, watch, None if request.step is None else after)
+                try:
+                    retain(request, after.listing)
+                    break
+                except ConcurrentWriteError:
+                    if not left:
+                        raise
+        watch.lap("retain")
     watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
     if request.shadow:
         shadow.compare(request, tree, watch.seconds("write", "publish"))
+    request.options.meter.settle(in_background=request.async_manager is not None)
 
 
 def _publish(
     request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, after: AfterCommit | None
 ) -> None:
-    location = request.location
+    location, meter = request.location, request.options.meter
+    if meter.is_on:
+        nbytes = nbytes_of(leaf for _, leaf in iter_leaves(tree))
+        meter.begin(request.path, nbytes, until=PART_BEFORE_UPLOAD if location.is_remote else 1.0)
     with interrupted_saves.named_on_full_disk(location), location.temporary(locked=True) as temporary:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)
         watch.lap("write")
-        validation.publish(request, lambda location, new: location.publish(temporary, new=new, after=after))
+        if meter.is_on and location.is_remote:
+            meter.begin_rest(LOCAL.total_size(temporary))
+
+        def publish(location: Location, new: bool) -> None:
+            location.publish(temporary, new=new, after=after, meter=meter)
+
+        validation.publish(request, publish)
     watch.lap("publish")

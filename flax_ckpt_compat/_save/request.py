@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, steps
+from flax_ckpt_compat._core import arguments, progress_bar, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._core.location import Location, local, normal, of_text
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -137,11 +138,12 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
     settings = config.current()
     if async_manager:  # as Flax asks
         _check_manager(async_manager)
+    meter = Meter(progress_bar.callback_of(settings.progress), "save")
     request = SaveRequest(
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=write_options(settings, fields["checkpoint_dir"].directory),
+        options=write_options(settings, fields["checkpoint_dir"].directory, meter),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         reuse_host_memory=settings.reuse_host_memory,
@@ -160,7 +162,7 @@ def _check_manager(manager: Any) -> None:
         )
 
 
-def write_options(settings: config.Settings, destination: Location) -> WriteOptions:
+def write_options(settings: config.Settings, destination: Location, meter: Meter = OFF) -> WriteOptions:
     """Return a backend's options by the settings and the storage."""
     return WriteOptions(
         settings.compression,
@@ -168,6 +170,7 @@ def write_options(settings: config.Settings, destination: Location) -> WriteOpti
         for_old_orbax=settings.oldest_orbax != "0.6",
         unique_files=destination.is_remote,
         part_bytes=_PART_OF_STORE if destination.is_remote else None,
+        meter=meter,
     )
 
 

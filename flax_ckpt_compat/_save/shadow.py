@@ -6,6 +6,7 @@ removed when it was compared; what stays is a small JSON record of each save, wh
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -21,6 +22,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.equality import differences
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.progress import OFF
 from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.request import SaveRequest
@@ -66,7 +68,7 @@ def _write(request: SaveRequest, tree: Node, copy: Location) -> float:
     start = time.perf_counter()
     with copy.temporary(locked=True) as temporary:  # on a full disk, one that stays would make the next saves fail
         with jax.transfer_guard_device_to_host("allow"):
-            backend.write(temporary, backend.prepare(tree), request.options)
+            backend.write(temporary, backend.prepare(tree), dataclasses.replace(request.options, meter=OFF))
         copy.publish(temporary)
     return time.perf_counter() - start
 

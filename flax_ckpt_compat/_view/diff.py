@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, SupportsFloat
 
 import numpy as np
 
 from flax_ckpt_compat._core import arguments, bounded_reads
+from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
@@ -65,8 +66,25 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
+    return run(a, b, step, prefix, item, rtol, atol)
+
+
+def run(
+    path_a: str | os.PathLike[str],
+    path_b: str | os.PathLike[str],
+    step: SupportsFloat | str | None,
+    prefix: str,
+    item: str | None,
+    rtol: float | None,
+    atol: float | None,
+    begin: Callable[[Callable[[], int]], Callable[[int], None]] = lambda _: lambda _: None,
+) -> Diff:
+    """Compare as `diff`.
+
+    ``begin`` takes a function that returns the bytes to compare, and returns one that takes those that are, in threads.
+    """
     name = arguments.item_name(item)
-    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
+    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (path_a, path_b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     wait_for_pending_saves(first)
     wait_for_pending_saves(second)
@@ -77,7 +95,7 @@ def diff(
             if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
                 raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
             a, b = (StoredLeaves(opened) for opened in both)
-            return _Comparison(a, b, tolerance).result()
+            return _Comparison(a, b, tolerance).result(begin)
 
     def with_first(one: Location) -> Diff:
         return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
@@ -111,11 +129,13 @@ class _Comparison:
         self._formats = a.format, b.format
         self._found: dict[Path, LeafDifference] = {}
         self._tolerated = 0
+        self._count: Callable[[int], None]
 
-    def result(self) -> Diff:
+    def result(self, begin: Callable[[Callable[[], int]], Callable[[int], None]]) -> Diff:
         a, b = self._a, self._b
         self._compare_structure()
         pairs = [(path, handle, b.leaves[path]) for path, handle in a.leaves.items() if path in b.leaves]
+        self._count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
         in_parallel(self._compare_batch, list(_batches(pairs)), _AT_ONCE)
         order = {path: number for number, path in enumerate([*a.leaves, *a.empty, *b.leaves, *b.empty])}
         found = tuple(self._found[path] for path in sorted(self._found, key=order.__getitem__))
@@ -148,14 +168,21 @@ class _Comparison:
         firsts, seconds = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
         for (path, a, b), first, second in zip(batch, firsts, seconds, strict=True):
             self._compare(path, a, b, [(first, second)])
+            self._count(a.nbytes)
 
     def _compare_large(self, path: Path, a: LeafHandle, b: LeafHandle) -> None:
         if a.kind is not LeafKind.ARRAY or b.kind is not LeafKind.ARRAY or a.shape != b.shape or not a.nbytes:
             self._compare(path, a, b, ((read_all([a])[0], read_all([b])[0]) for _ in range(a.shape == b.shape)))
+            self._count(a.nbytes)
             return
         # Chunks that decode only as a whole make fewer boxes.
         boxes = min((list(one.reader.boxes(one, bounded_reads.BATCH_BYTES)) for one in (a, b)), key=len)
-        self._compare(path, a, b, (tuple(read_all([ArraySlice(one, box)])[0] for one in (a, b)) for box in boxes))
+        self._compare(path, a, b, (self._read_both(a, b, box) for box in boxes))
+
+    def _read_both(self, a: LeafHandle, b: LeafHandle, box: Box) -> tuple[Any, Any]:
+        first, second = (read_all([ArraySlice(one, box)])[0] for one in (a, b))
+        self._count(first.nbytes)
+        return first, second
 
     def _compare(self, path: Path, a: LeafHandle, b: LeafHandle, values: Any) -> None:
         """Compare a leaf; ``values`` are pairs of its values, or of slices."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, SupportsFloat
 
@@ -70,14 +70,35 @@ def verify(
         >>> verify("runs").ok
         True
     """
-    root, prefix = location_of(path), as_text(prefix, "prefix")
     arguments.check_function(progress, "progress")
-    found = _found(saved_steps.checkpoint_dir(root.path, prefix), step)
+    root, found = checkpoints_at(path, step=step, prefix=prefix)
+    return verify_all(root, found, is_named=found == [root] or step is not None, progress=progress)
+
+
+def checkpoints_at(
+    path: str | os.PathLike[str], *, step: SupportsFloat | str | None, prefix: str
+) -> tuple[Location, list[Location]]:
+    """Return the location of a path, and the checkpoints to verify there; arguments as for `verify`."""
+    root = location_of(path)
+    return root, _found(saved_steps.checkpoint_dir(root.path, as_text(prefix, "prefix")), step)
+
+
+def verify_all(
+    root: Location,
+    found: Sequence[Location],
+    *,
+    is_named: bool,
+    progress: Callable[[VerifiedCheckpoint], None] | None = None,
+    count: Callable[[int], None] = lambda _: None,
+) -> Verification:
+    """Verify checkpoints at or below a location, which the caller named if ``is_named``.
+
+    ``count`` takes the bytes of each leaf that is verified, in several threads."""
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
     results = []
     with Pool(_AT_ONCE, "flax-ckpt") as pool:
-        verify_one = functools.partial(_verify, is_named=found == [root] or step is not None)
+        verify_one = functools.partial(_verify, is_named=is_named, count=count)
         tasks = [pool.submit(verify_one, one) for one in found]
         for result in filter(None, (task.result() for task in tasks)):
             results.append(result)
@@ -99,14 +120,14 @@ def _found(checkpoint_dir: saved_steps.CheckpointDir, step: Any) -> list[Locatio
     return found
 
 
-def _verify(location: Location, *, is_named: bool) -> VerifiedCheckpoint | None:
+def _verify(location: Location, *, is_named: bool, count: Callable[[int], None]) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
     for left in reversed(range(_ROUNDS)):
         before = _paths_in(location)
         try:
             listed = location.listed()
             with locating.unchanged(listed), locating.reporting_removal(listed):
-                found = _verify_files(listed)
+                found = _verify_files(listed, count)
             if is_named or found.state in ("ok", "unverified") or not _is_being_removed(location, before):
                 return found
         except UnrecognizedFormatError as error:
@@ -143,13 +164,13 @@ def _is_being_removed(location: Location, before: set[str]) -> bool:
     return is_removed or not locating.is_there(location)
 
 
-def _verify_files(location: Location) -> VerifiedCheckpoint:
+def _verify_files(location: Location, count: Callable[[int], None]) -> VerifiedCheckpoint:
     try:
         opened = opening.Opened(location, verify=True)
     except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
         return _unopened(location, error)
     with closing(opened):
-        found = _Findings(_strange_names(opened))
+        found = _Findings(_strange_names(opened), count)
         for name, item in opened.items.items():
             found.add_item(name, item, (name,) if opened.is_mapping else ())
     # A block of bytes that is damaged makes all leaves in it so, for the same reason.
@@ -163,6 +184,7 @@ class _Findings:
     """Findings in the items of one checkpoint so far."""
 
     unexpected: list[str]
+    count: Callable[[int], None]
     damage: list[str] = dataclasses.field(default_factory=list)
     leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
     any_opened: bool = False
@@ -194,7 +216,9 @@ class _Findings:
         inspection = reader.inspect()
         self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
         self.damage += inspection.damaged
-        self.leaves += _verify_leaves(reader, prefix, inspection.contradictions)
+        for leaf in _verify_leaves(reader, prefix, inspection.contradictions):
+            self.leaves.append(leaf)
+            self.count(leaf.nbytes)
         try:
             reader.verify_checksums()
         except CorruptCheckpointError as error:

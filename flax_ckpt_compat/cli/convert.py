@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flax_ckpt_compat._core import progress_bar
 from flax_ckpt_compat._core.import_by_name import load_name
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
@@ -146,7 +147,7 @@ def _converted(
     results: list[Conversion] = []
     with ExitStack() as stack:
         bar = stack.enter_context(
-            _progress(jobs) if is_terminal(sys.stderr) and not dry_run else nullcontext(_Silent())
+            _progress(jobs) if progress_bar.is_shown() and not (dry_run or as_json) else nullcontext(_Silent())
         )
         executor = stack.enter_context(_executor(workers, dask))
         stack.callback(bar.stop)  # first, as the executor waits for its threads
@@ -279,7 +280,7 @@ class _Bar(_Silent):
         # Each byte is written and compared. On disk some have another size, so the sum is approximate.
         self._sizes = {job.source: 2 * of_text(job.source).total_size() for job in jobs}
         self._finished, self._count, self._progress = 0, 0, progress
-        self._task = progress.add_task("", total=sum(self._sizes.values()), count=f"0/{len(jobs)}")
+        self._task = progress.add_task(f"0/{len(jobs)}", total=sum(self._sizes.values()))
 
     def advance(self, nbytes: int) -> None:
         super().advance(nbytes)
@@ -288,7 +289,7 @@ class _Bar(_Silent):
     def done(self, result: Conversion) -> None:
         self._finished += self._sizes[result.source]
         self._count += 1
-        self._progress.update(self._task, completed=self._finished, count=f"{self._count}/{len(self._sizes)}")
+        self._progress.update(self._task, completed=self._finished, description=f"{self._count}/{len(self._sizes)}")
 
     def print(self, line: str) -> None:
         if is_terminal(sys.stdout):
@@ -299,9 +300,5 @@ class _Bar(_Silent):
 
 @contextmanager
 def _progress(jobs: Sequence[Job]) -> Iterator[_Bar]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.fields[count]}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar.display() as progress:
         yield _Bar(progress, jobs)

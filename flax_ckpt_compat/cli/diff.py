@@ -37,6 +37,10 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
     """
     from flax_ckpt_compat._view import diff_report
-    from flax_ckpt_compat._view.diff import diff
+    from flax_ckpt_compat._view.diff import run
 
-    return print_report(diff_report.report(diff(a, b, **options)), as_json=as_json)
+    from ._progress_bar import progress_shown
+
+    with progress_shown(as_json=as_json) as begin:
+        found = run(a, b, **options, begin=begin)
+    return print_report(diff_report.report(found), as_json=as_json)

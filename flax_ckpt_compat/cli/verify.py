@@ -34,8 +34,18 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     """
     from flax_ckpt_compat._view import verify, verify_report
 
+    from ._progress_bar import progress_shown
+
     def show_one(checkpoint: verify_report.VerifiedCheckpoint) -> None:
         print_lines(() if as_json else verify_report.lines_of(checkpoint))
 
-    found = [verify.verify(path, step=step, prefix=prefix, progress=show_one) for path in paths]
+    with progress_shown(as_json=as_json) as begin:
+        places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
+        count = begin(lambda: sum(one.total_size() for _, inside in places for one in inside))
+        found = [
+            verify.verify_all(
+                root, inside, is_named=step is not None or inside == [root], count=count, progress=show_one
+            )
+            for root, inside in places
+        ]
     return print_report(verify_report.report(found, strict=strict), as_json=as_json)

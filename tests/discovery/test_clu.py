@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import serialization
@@ -56,3 +57,15 @@ def test_saves_leave_it_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*before, "checkpoint_2"}
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
     assert_same(flax_ckpt_compat.restore(tmp_path), state(2))
+
+
+def test_what_clu_wrote() -> None:
+    """The files are those of clu 0.0.12 with TensorFlow 2.21, which saved steps 1 and 2 of a class of flax.struct."""
+    folder = Path(__file__).parents[1] / "data" / "layouts" / "clu_0.0.12"
+    params = {"kernel": np.full((2, 3), 2, np.float32), "bias": np.zeros(3, ml_dtypes.bfloat16)}
+    opt_state = {"0": np.ones(2, np.float32), "1": np.array(2, np.int32)}
+    expected = {"step": 2, "params": {"dense": params}, "opt_state": opt_state}
+    assert_same(flax_ckpt_compat.restore(folder), expected)
+    assert flax_ckpt_compat.restore(folder / "ckpt-2.flax")["step"] == 1
+    target = {**expected, "opt_state": (np.zeros(2, np.float32), np.array(0, np.int32))}
+    assert_same(flax_ckpt_compat.restore(folder, target)["opt_state"], tuple(opt_state.values()))

@@ -13,7 +13,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.object_store import client, conditional_deletion, retrying
+from flax_ckpt_compat._core.object_store import client, retrying, s3_requests
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease
 from flax_ckpt_compat.errors import StorageError
 from tests.stores.test_faults import state
@@ -34,9 +34,9 @@ def deletions(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         return store(method, path, headers, body)
 
     monkeypatch.setattr(bucket.proxy, "store", record)
-    conditional_deletion._client.cache_clear()
+    s3_requests._client.cache_clear()
     yield seen
-    conditional_deletion._client.cache_clear()
+    s3_requests._client.cache_clear()
 
 
 def written(bucket: Bucket) -> tuple[str, bytes]:
@@ -65,7 +65,7 @@ def test_a_version_that_was_replaced_stays(bucket: Bucket, deletions: list[str])
 
 def test_without_botocore(bucket: Bucket, deletions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves remove as much as with it, without conditions, and ask for no versions."""
-    monkeypatch.setattr(conditional_deletion, "is_installed", lambda: False)
+    monkeypatch.setattr(s3_requests, "is_installed", lambda: False)
     for step in (1, 2):
         flax_ckpt_compat.save(f"{bucket.url}/run", state(step), step=step, format="orbax", keep=1)
     assert checkpoints.available_steps(f"{bucket.url}/run") == [2]

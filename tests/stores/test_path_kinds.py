@@ -25,7 +25,7 @@ def _cases() -> Iterator[Any]:
     """Rows and stores: by default the quick ones, by turns in one store and the other."""
     for number, row in enumerate(row for row in path_kinds.rows() if row["places"] != ["disk"]):
         stores = [store for store in ("s3", "gs") if {"store", store}.intersection(row["places"])]
-        others = ["shelf", *(["az"] if row["quick_in_store"] else [])] if "store" in row["places"] else []
+        others = ["shelf", "az"] if "store" in row["places"] else []
         for store in [*stores, *others]:
             is_quick = row["quick_in_store"] and store == stores[number % len(stores)]
             marks = [] if is_quick else [pytest.mark.slow]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
@@ -41,6 +42,11 @@ TREE = {"params": PARAMS, "step": 6}
 EMA = {"w": PARAMS["w"] + 100}
 SMALL = {"params": {"w": np.arange(6, dtype=np.float32)}, "step": 6}
 OLDER = {"params": {"w": np.full((2, 3), 5, np.float32)}, "step": 5}
+JAX_PYTREE = {  # of the files in tests/data/layouts/jax_0.10/dicts
+    "params": {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}, "a.b": np.ones(2, np.int8)},
+    "half": np.ones(3, ml_dtypes.bfloat16),
+    "step": np.array(7, np.int32),
+}
 NOTES = {"epoch": 3, "names": ["a", "b"]}
 KEY_SEED = 7
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
@@ -362,6 +368,11 @@ def _levanter(path: Path) -> None:
     (path / "metadata.json").write_text('{"step": 6, "timestamp": "2024-05-01T12:00:00"}')
 
 
+def _jax_pytree(path: Path) -> None:
+    """A directory that jax's own pytree_serialization wrote."""
+    shutil.copytree(Path(__file__).parents[1] / "data" / "layouts" / "jax_0.10" / "dicts", path)
+
+
 def _msgpack(path: Path, tree: Any = TREE) -> None:
     path.write_bytes(serialization.to_bytes(tree))
 
@@ -538,6 +549,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
     "Pax": _pax,
     "levanter": _levanter,
+    "jax pytree": _jax_pytree,
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
@@ -584,6 +596,7 @@ def values() -> dict[str, dict[str, Any]]:
         "npz": {"this": {"w": PARAMS["w"]}},
         "Pax": {"this": {"mdl_vars": {"params": {"w": PARAMS["w"]}}, "step": np.array(6, np.int32)}},
         "levanter": {"this": {"model": {"w": PARAMS["w"]}, "opt_state": {"0": {"m": EMA["w"]}}}},
+        "jax pytree": {"this": JAX_PYTREE},
         "msgpack, one array": bare,
         "orbax, small": {"this": SMALL},
         "gda": {"this": _gda_values("two_processes_tree")},

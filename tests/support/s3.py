@@ -29,7 +29,7 @@ _ANSWERS = {
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
 _SLOW = 0.3  # s
-_SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
+SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
 # One of FAULTS or of LATE; or "429", too many requests; "403", denied for good; "501", not known here; "stall", no
@@ -351,7 +351,7 @@ class Bucket(Folders):
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
         """The server's own answer, past the proxy."""
-        answer = self.proxy.store(method, f"/{self.name}{path}", dict(_SIGNED), body)
+        answer = self.proxy.store(method, f"/{self.name}{path}", dict(SIGNED), body)
         assert answer[0] < 300, (method, path, answer)
         return answer
 

@@ -25,6 +25,7 @@ from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.writer_markers import is_expired
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
@@ -213,24 +214,27 @@ class EpathStorage(RemoteStorage):
         new: bool = False,
         listing: Listing | None = None,  # noqa: ARG002  (what it shows may be old, and no write has a condition)
         after: AfterCommit | None = None,
+        meter: Meter = OFF,
     ) -> None:
         inside, is_file = self._files.below(path), self._is_file(path, None)
         is_there = is_file and self.size(path) > 0
         if new and (is_there or (bool(inside) and not commit.is_unfinished(inside))):
             raise _taken(path)
         with translated(path, "written"):
-            self._replace(temporary, path, inside, is_file=is_file, new=new)
+            self._replace(temporary, path, inside, meter, is_file=is_file, new=new)
         if after is not None:
             after.listing = self.listing(after.folder)
         atomic.delete(temporary)
 
-    def _replace(self, temporary: str, path: str, inside: Iterable[str], *, is_file: bool, new: bool) -> None:
+    def _replace(
+        self, temporary: str, path: str, inside: Iterable[str], meter: Meter, *, is_file: bool, new: bool
+    ) -> None:
         is_folder, both = presence.isdir(temporary), self._files.holds_both
         if not both:  # what has the name goes first
             self._remove_folder(path, [] if is_folder else inside)
             self._delete_file(path, is_file and is_folder)
         if is_folder:
-            self._publish_folder(temporary, path, inside)
+            self._publish_folder(temporary, path, inside, meter)
             self._delete_file(path, is_file and both)
         else:
             self._publish_file(temporary, path, new=new and not is_file)
@@ -247,13 +251,17 @@ class EpathStorage(RemoteStorage):
         except FileExistsError as error:
             raise _taken(path) from error
 
-    def _publish_folder(self, temporary: str, path: str, inside: Iterable[str]) -> None:
+    def _publish_folder(self, temporary: str, path: str, inside: Iterable[str], meter: Meter) -> None:
         names = [name for name in files_below(temporary) if name != COMMIT_FILE]
         marker = self._begin(path)
         self._delete_committed(path, [name for name in inside if name not in names])
-        in_parallel(
-            lambda name: self._files.put(os.path.join(temporary, name), f"{path}/{name}", new=False), names, _AT_ONCE
-        )
+
+        def put(name: str) -> None:
+            file = os.path.join(temporary, name)
+            self._files.put(file, f"{path}/{name}", new=False)
+            meter.add(os.path.getsize(file), name)
+
+        in_parallel(put, names, _AT_ONCE)
         self._write(f"{path}/{COMMIT_FILE}", f"All files of this checkpoint were written before this one.\n{path}\n")
         self._files.delete(f"{path}/{marker}")
 

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic, directories, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, Storage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.upload import Upload
@@ -178,6 +179,7 @@ class LocalStorage(Storage):
         new: bool = False,
         listing: Listing | None = None,  # noqa: ARG002
         after: AfterCommit | None = None,  # noqa: ARG002
+        meter: Meter = OFF,  # noqa: ARG002  (a rename takes no time)
     ) -> None:
         atomic.publish(temporary, path, new=new)
 

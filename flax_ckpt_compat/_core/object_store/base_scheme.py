@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flax_ckpt_compat._core.object_store import retrying
+from flax_ckpt_compat._core.progress import Meter
 
 
 class StoreScheme:
@@ -42,6 +43,19 @@ class StoreScheme:
         _, bucket, key = retrying.split(url)
         stamp = retrying.retry(url, "deleted", lambda: self.open(bucket).write(key, None, if_equal=version))
         return bool(stamp.generation)
+
+    def write_in_parts(self, url: str, content: Any, version: bytes, meter: Meter) -> bool | None:  # noqa: ARG002
+        """Write a large object by several connections if it has this version; ``meter`` counts the bytes.
+
+        Return False if it has another one, and None, having written nothing, where that is not possible."""
+        return None
+
+    def unfinished_uploads(self, url: str) -> dict[str, float]:  # noqa: ARG002  (stores without parts have none)
+        """Return names in a folder to which parts were sent and are not an object yet → when the first upload began."""
+        return {}
+
+    def abort_uploads(self, url: str, before: float) -> None:
+        """Delete the parts of all unfinished uploads of an object that began before a time."""
 
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """List keys by TensorStore; see `list_keys`."""

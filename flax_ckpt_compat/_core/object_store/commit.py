@@ -22,6 +22,7 @@ from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import WriteLease, after_commit, is_expired
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import at_once
@@ -73,7 +74,13 @@ def staging_path(url: str, *, locked: bool = False) -> str:
 
 
 def publish(
-    staged: str, url: str, *, new: bool = False, known: Listing | None = None, after: AfterCommit | None = None
+    staged: str,
+    url: str,
+    *,
+    new: bool = False,
+    known: Listing | None = None,
+    after: AfterCommit | None = None,
+    meter: Meter = OFF,
 ) -> None:
     """Upload a local checkpoint, replace what has its name, and remove the local copy.
 
@@ -87,10 +94,10 @@ def publish(
         if lease is None:
             replaced, initial, arrays = _what_is_there(url, known, new=new)
             lease = WriteLease(url, replaces=not new, initial=initial)
-        lease.after = after
+        lease.after, lease.meter = after, meter
         publish_folder(staged, lease, replaced, new=new)
     else:
-        arrays = publish_object(staged, url, new=new, known=known, after=after)
+        arrays = publish_object(staged, url, new=new, known=known, after=after, meter=meter)
     if arrays:
         with after_commit(url):
             remove_arrays_beside(url)
@@ -121,7 +128,13 @@ def _what_is_there(url: str, known: Listing | None, *, new: bool) -> tuple[bytes
 
 
 def publish_object(
-    staged: str, url: str, *, new: bool, known: Listing | None = None, after: AfterCommit | None = None
+    staged: str,
+    url: str,
+    *,
+    new: bool,
+    known: Listing | None = None,
+    after: AfterCommit | None = None,
+    meter: Meter = OFF,
 ) -> list[str]:
     """Upload a msgpack file, and remove a folder of its name; see `publish`. Return the names of its old arrays."""
     # A committed folder of that name takes precedence.
@@ -130,7 +143,7 @@ def publish_object(
         hidden, arrays = client.known_keys(url, known) or [], _arrays_beside(url, known)
     elif not new:
         hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
-    if not uploads.publish_file(staged, url, new=new):
+    if not uploads.publish_file(staged, url, meter, new=new):
         raise ConcurrentWriteError(
             f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
             "replace it",
@@ -147,7 +160,7 @@ def publish_object(
                 lease.release()
         # A concurrent writer of the folder may have removed our object as the one that it replaced.
         if not client.is_object(url):
-            uploads.publish_file(staged, url, new=new)
+            uploads.publish_file(staged, url, meter, new=new)
     return arrays
 
 

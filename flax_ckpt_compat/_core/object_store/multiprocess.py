@@ -23,6 +23,7 @@ from flax_ckpt_compat._core.object_store.writer_markers import (
     warn_of_leftovers,
 )
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
 from flax_ckpt_compat._core.upload import Upload
@@ -60,8 +61,8 @@ class MultiprocessUpload(Upload):
     def write(self, name: str, data: bytes) -> None:
         client.write(f"{self.folder}/{name}", data)
 
-    def upload_files(self, directory: str, names: Collection[str], last: str) -> None:
-        uploads.upload(directory, self.folder, [name for name in names if name != last], {})
+    def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
+        uploads.upload(directory, self.folder, [name for name in names if name != last], {}, meter)
         uploads.upload_file(posixpath.join(directory, last), f"{self.folder}/{last}")
         self.check_active(names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
@@ -10,8 +11,10 @@ from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
 from flax_ckpt_compat._core.object_store.writer_markers import (
+    EXPIRES_AFTER,
     WriteLease,
     is_expired,
+    is_old,
     tag_of,
     warn_of_leftovers,
 )
@@ -66,6 +69,17 @@ def stale_names(directory: str, known: Listing | None = None) -> dict[str, list[
         if markers and all(map(is_expired, markers)) and (main == name or main not in there):
             found[name] = markers
     return found
+
+
+def stale_uploads(directory: str) -> list[str]:
+    """Return the names in a folder to which dead writers sent parts that are no object yet."""
+    return [name for name, began in client.scheme_of(directory).unfinished_uploads(directory).items() if is_old(began)]
+
+
+def abort_stale_uploads(directory: str, names: Collection[str]) -> None:
+    """Delete the parts that dead writers sent under these names of a folder."""
+    for name in names:
+        client.scheme_of(directory).abort_uploads(f"{directory}/{name}", time.time() - EXPIRES_AFTER)
 
 
 def is_removed_whole(directory: str, name: str, known: Listing | None = None) -> bool:

@@ -42,7 +42,7 @@ def replace(lease: WriteLease, staged: str, names: Collection[str], uploaded: Co
             lambda: shared_versions(lease, shared), lambda: client.write(data_list, "\n".join(data).encode())
         )
         at_once(
-            lambda: uploads.upload(staged, lease.url, data, {}),
+            lambda: uploads.upload(staged, lease.url, data, {}, lease.meter),
             lambda: uploads.upload(staged, f"{lease.url}/{next_folder}", shared, {}),
         )
         if not {*data, *uploaded, *(f"{next_folder}/{name}" for name in shared)} <= lease.list_others():
@@ -97,7 +97,7 @@ def upload_all(
     pending = list(names)
     for _ in range(_ROUNDS):
         conflicts, _ = at_once(
-            functools.partial(uploads.upload, staged, lease.url, pending, versions),
+            functools.partial(uploads.upload, staged, lease.url, pending, versions, lease.meter),
             functools.partial(lease.remove, extra),
         )
         versions |= uploads.versions(lease.url, conflicts)

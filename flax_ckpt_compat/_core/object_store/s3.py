@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import conditional_deletion, retrying
+from flax_ckpt_compat._core.object_store import conditional_deletion, parts_upload, retrying, s3_requests
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
+from flax_ckpt_compat._core.progress import Meter
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -32,7 +33,7 @@ class S3(StoreScheme):
 
     def deletes_versions(self) -> bool:
         """See `StoreScheme.deletes_versions`."""
-        return conditional_deletion.is_installed()
+        return s3_requests.is_installed()
 
     def delete_version(self, url: str, version: bytes) -> bool:
         """See `StoreScheme.delete_version`; without a condition, and True, where botocore cannot ask the store."""
@@ -41,6 +42,18 @@ class S3(StoreScheme):
         if deleted is None:
             retrying.retry(url, "deleted", lambda: self.open(bucket).write(key, None))
         return deleted is not False
+
+    def write_in_parts(self, url: str, content: Any, version: bytes, meter: Meter) -> bool | None:
+        """See `StoreScheme.write_in_parts`."""
+        return parts_upload.write(url, content, version, self.bucket_spec(retrying.split(url)[1]), meter)
+
+    def unfinished_uploads(self, url: str) -> dict[str, float]:
+        """See `StoreScheme.unfinished_uploads`."""
+        return parts_upload.unfinished(url, self.bucket_spec(retrying.split(url)[1]))
+
+    def abort_uploads(self, url: str, before: float) -> None:
+        """See `StoreScheme.abort_uploads`."""
+        parts_upload.abort_all(url, self.bucket_spec(retrying.split(url)[1]), before)
 
 
 def _first_set(names: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.object_store import (
     retrying,
     uploads,
 )
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -126,10 +127,13 @@ class ObjectStorage(RemoteStorage):
 
     def leftovers(self, path: str) -> dict[str, bool]:
         known = client.listing(path)
-        return {name: removal.is_removed_whole(path, name, known) for name in removal.stale_names(path, known)}
+        found = {name: removal.is_removed_whole(path, name, known) for name in removal.stale_names(path, known)}
+        # Parts that are no object yet are in no listing; an object of that name, which is complete, stays.
+        return {name: not client.is_object(f"{path}/{name}") for name in removal.stale_uploads(path)} | found
 
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
         removal.remove_stale(path, names)
+        removal.abort_stale_uploads(path, names)
 
     def temporary_path(self, path: str, *, locked: bool = False) -> str:
         return commit.staging_path(path, locked=locked)
@@ -142,9 +146,10 @@ class ObjectStorage(RemoteStorage):
         new: bool = False,
         listing: Listing | None = None,
         after: AfterCommit | None = None,
+        meter: Meter = OFF,
     ) -> None:
         uploads.check_sizes(temporary, path)  # before anything in the store changes
-        commit.publish(temporary, path, new=new, known=listing, after=after)
+        commit.publish(temporary, path, new=new, known=listing, after=after, meter=meter)
 
     def discard_one(self, path: str, listing: Listing | None) -> None:
         removal.discard(path, listing)

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # listings of checkpoints do without it
 # S3's limit for one request; an object from a single request appears whole or not at all.
 MAX_OBJECT = 5 * 2**30
 _MIN_MAPPED_BYTES = 2**20
+PARTS_FROM_BYTES = 64 * 2**20  # a connection sends less in the time of some requests
 _COMPARE_BYTES = 8 * 2**20
 _TIMEOUT = 60.0  # s; TensorStore also retries by itself
 # Key of the array's only chunk in the key-value store that maps it to the object.
@@ -51,7 +53,9 @@ def download(url: str, directory: str, names: Collection[str]) -> None:
             file.write(client.read(f"{url}/{name}"))
 
 
-def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
+def upload(
+    directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes], meter: Meter = OFF
+) -> list[str]:
     """Upload files of a local directory as objects below ``url``, in parallel.
 
     Of the objects in ``replaced``, which other writers may write too, only these versions are replaced; return the
@@ -62,6 +66,7 @@ def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[s
         path, to = os.path.join(directory, name), f"{url}/{name}"
         if name not in replaced:
             upload_file(path, to)
+            meter.add(os.path.getsize(path), name)
         elif not write_if(to, _read(path), replaced[name]):
             conflicts.append(name)
 
@@ -85,14 +90,14 @@ def upload_file(path: str, url: str) -> None:
     _check_arrived(url, content)
 
 
-def publish_file(path: str, url: str, *, new: bool) -> bool:
+def publish_file(path: str, url: str, meter: Meter = OFF, *, new: bool) -> bool:
     """Upload a local file in place of the object that is found, or, with ``new``, of none with content.
 
     Each request has the version that it replaces as its condition: one that the store executes late, or twice, brings
     nothing back. Return False if other writers replaced what was found, each time that it was looked for."""
     content = _memory_map(path)
     for _ in range(1 if new else _TRIALS):
-        if _write_if(url, content, client.NO_OBJECT if new else client.version(url)):
+        if _write_if(url, content, client.NO_OBJECT if new else client.version(url), meter):
             if content.nbytes >= _MIN_MAPPED_BYTES:
                 _check_arrived(url, content)
             return True
@@ -137,10 +142,10 @@ def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     return _write_if(url, np.frombuffer(data, np.uint8), version)
 
 
-def _write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> bool:
+def _write_if(url: str, content: np.ndarray[Any, Any], version: bytes, meter: Meter = OFF) -> bool:
     only_new = version == client.NO_OBJECT
     for _ in range(_TRIALS):
-        if _was_written(url, content, version):
+        if _was_written(url, content, version, meter):
             return True
         if not only_new or _has_bytes(url):
             return _has_content(url, content)
@@ -148,9 +153,13 @@ def _write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> bool:
     return False
 
 
-def _was_written(url: str, content: np.ndarray[Any, Any], version: bytes) -> bool:
+def _was_written(url: str, content: np.ndarray[Any, Any], version: bytes, meter: Meter) -> bool:
     """Run a conditional write; False if its condition did not hold, maybe because of a try whose answer was lost."""
     try:
+        if content.nbytes >= PARTS_FROM_BYTES:
+            written = client.scheme_of(url).write_in_parts(url, content, version, meter)
+            if written is not None:
+                return written
         stamp = retry(url, "written", lambda: _start_write_if(url, content, version), content.nbytes)
         return stamp is None or bool(stamp.generation)
     except _ReplacedError:

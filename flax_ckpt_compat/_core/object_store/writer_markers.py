@@ -21,13 +21,14 @@ from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, St
 from flax_ckpt_compat._core.listing import AfterCommit
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
 _MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Seconds after which a writer without a commit counts as dead.
-_EXPIRES_AFTER = 24 * 3600
+EXPIRES_AFTER = 24 * 3600
 _POLLS_OF_LOSER = 10
 _warned: set[str] = set()  # folders of checkpoints of which `warn_of_leftovers` has warned
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
@@ -35,7 +36,12 @@ _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has 
 
 def is_expired(marker: str) -> bool:
     """Return whether the writer of a marker counts as dead."""
-    return time.time() - _order(marker)[0] > _EXPIRES_AFTER
+    return is_old(_order(marker)[0])
+
+
+def is_old(began: float) -> bool:
+    """Return whether what began at a time, in seconds since 1970, and has not ended, counts as dead."""
+    return time.time() - began > EXPIRES_AFTER
 
 
 def tag_of(marker: str) -> str:
@@ -82,6 +88,7 @@ class WriteLease:
         # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
         self.after: AfterCommit | None = None  # takes what those who come next can use
+        self.meter = OFF  # counts the bytes of the files that are uploaded
         self.is_alone = False  # whether a list after the marker showed nothing else
         # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)

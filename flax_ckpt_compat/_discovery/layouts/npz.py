@@ -106,6 +106,7 @@ class NpzReader(Reader):
             return raw_arrays.read(self.location, offset, one)
         with self._naming_damage(handle.name), self._archive.open(member) as stream:
             whole = npy_header.read_array(stream, handle)
+        self.meter.add(whole.nbytes, handle.path)
         return whole if isinstance(one, LeafHandle) else one.cut(whole)
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:

@@ -34,4 +34,5 @@ def _rows(file: Location, offset: int, handle: LeafHandle, rows: slice) -> np.nd
     if len(data) != found.nbytes:
         raise damaged(file, f"{handle.name} ends after {len(data)} of {found.nbytes} bytes", handle.name)
     memory.as_bytes(found)[:] = data
+    handle.reader.meter.add(len(data), handle.path)
     return found

@@ -1,0 +1,176 @@
+"""Report the progress of saves and restores: `Meter` counts bytes, the user's callback gets a `Progress`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from flax_ckpt_compat._core.tree import Path, show_path
+
+_log = logging.getLogger("flax_ckpt_compat")
+_EVERY_SECONDS = 0.2
+# Of a save to a store: the part for writing the local files that are then uploaded.
+PART_BEFORE_UPLOAD = 0.5
+_TURN_SECONDS = 1.0  # how long the report of a failure waits for a call of the callback that is under way
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """One report of a save or restore: what its ``progress`` callback gets.
+
+    Attributes:
+        doing: ``"save"`` or ``"restore"``.
+        path: path of the checkpoint.
+        name: leaf or file in work; empty in the last report.
+        done: bytes of arrays that are done, fewer than ``total`` until the last report.
+        total: bytes of all arrays that this process saves or restores.
+        seconds: seconds since it began.
+        error: the failure with which it ended, else None.
+    """
+
+    doing: Literal["save", "restore"]
+    path: str
+    name: str
+    done: int
+    total: int
+    seconds: float
+    error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Return whether this is the last report of a save or restore that succeeded."""
+        return self.done == self.total and self.error is None
+
+
+Callback = Callable[[Progress], object]
+
+
+class Stopped(BaseException):
+    """The callback raised an error, which ends a restore; no handler of damage or lost requests may take it for one."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(error)
+        self.error = error
+
+
+class Meter:
+    """Counter of the bytes of one save or restore; without a callback it counts nothing.
+
+    Threads call `add`. One of them at a time calls the callback, at most five times a second. What it raises is raised
+    by a restore at once, and kept by a save until `settle`; it is not called again."""
+
+    def __init__(self, callback: Callback | None = None, doing: Literal["save", "restore"] = "save"):
+        self._callback, self._doing = callback, doing
+        self._failure: BaseException | None = None  # of the callback
+        self._path = ""
+        self._total: int | None = None  # None until it begins
+        self._start = self._due = 0.0  # when it began, and when the next report is due
+        self._done = self._counted = 0  # bytes that were reported, and those of the phase
+        self._added = collections.deque[int]()  # bytes of the phase that are not counted yet
+        self._phase = (0.0, 1.0, 1)  # where it begins and ends, as parts of the whole, and its bytes
+        self._turn = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether anybody asked for reports."""
+        return self._callback is not None
+
+    def begin(self, path: str, total: int, *, until: float = 1.0) -> None:
+        """Begin a phase of all bytes of a checkpoint, or begin anew; it is this part of the whole."""
+        if self._total is None:
+            self._start = time.monotonic()
+            self._due = self._start + _EVERY_SECONDS
+        if (path, total) != (self._path, self._total):
+            self._path, self._total, self._done = path, total, 0
+        self._begin_phase(0.0, until, total)
+
+    def begin_rest(self, nbytes: int) -> None:
+        """Begin the rest, a phase of so many bytes."""
+        self._begin_phase(self._phase[1], 1.0, nbytes)
+
+    def _begin_phase(self, start: float, stop: float, nbytes: int) -> None:
+        self._added.clear()
+        self._counted, self._phase = 0, (start, stop, max(1, nbytes))
+
+    def add(self, nbytes: int, name: str | Path) -> None:
+        """Count bytes of a leaf, or of a file, that were read or written."""
+        if self._callback is None:
+            return
+        self._added.append(nbytes)
+        if time.monotonic() >= self._due and self._turn.acquire(blocking=False):
+            try:
+                self._report(name)
+            finally:
+                self._turn.release()
+
+    def _report(self, name: str | Path) -> None:
+        if self._total is None or time.monotonic() < self._due:
+            return
+        while self._added:
+            self._counted += self._added.popleft()
+        start, stop, nbytes = self._phase
+        part = start + (stop - start) * min(1.0, self._counted / nbytes)
+        # Never less than before, though something is read or written again; all of it is reported by `_end` alone.
+        self._done = max(self._done, min(int(self._total * part), self._total - 1))
+        if self._done < self._total:
+            self._call(self._done, name if isinstance(name, str) else show_path(name))
+        self._due = time.monotonic() + _EVERY_SECONDS
+
+    def _call(self, done: int, name: str, error: BaseException | None = None) -> None:
+        """Call the callback unless it has failed; keep its failure, and stop a restore that has no other."""
+        assert self._callback is not None
+        assert self._total is not None
+        if self._failure is None:
+            seconds = time.monotonic() - self._start
+            try:
+                self._callback(Progress(self._doing, self._path, name, done, self._total, seconds, error))
+            except (Exception, SystemExit) as failure:  # noqa: BLE001  (it is the user's)
+                self._failure = failure
+        if self._failure is not None and self._doing == "restore" and error is None:
+            raise Stopped(self._failure)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report how the block ended, if it had begun; raise what the callback of a restore raised."""
+        try:
+            yield
+            self._end(None)
+        except Stopped as stopped:
+            raise stopped.error from None
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._callback is None or self._total is None:
+            return
+        # After an interrupt, a thread may still be in the callback.
+        if self._turn.acquire(timeout=-1 if error is None else _TURN_SECONDS):
+            try:
+                self._call(self._total if error is None else self._done, "", error)
+            finally:
+                self._turn.release()
+        if error is not None and self._failure is not None:
+            _log.error("The progress callback failed, and so did the %s", self._doing, exc_info=self._failure)
+
+    def settle(self, *, in_background: bool) -> None:
+        """Raise what the callback raised during a save, now that the checkpoint is complete.
+
+        Log it in the background, where it would be taken for a failure of the save."""
+        if self._failure is None:
+            return
+        saved = f"{self._path} is saved, and complete"
+        if in_background:
+            _log.error("%s, but its progress callback failed", saved, exc_info=self._failure)
+            return
+        self._failure.add_note(f"The progress callback raised this. {saved}.")
+        raise self._failure
+
+
+OFF = Meter()

@@ -1,0 +1,342 @@
+"""``progress=``: what the callback is told, from which threads, and what its own errors do."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import Progress, checkpoints, config, errors, restore, rules, save
+from flax_ckpt_compat._core import progress, progress_bar
+from tests.guide import terminal
+from tests.support.layouts import assert_same
+
+ROOT = Path(__file__).parents[2]
+# Several parts of 16 MiB, and small arrays, which are inline in a database.
+TREE = {
+    "layer": {"kernel": np.arange(3_000_000.0), "bias": np.ones(3)},
+    "table": np.ones((1000, 1000), np.int8),
+    "n": 1,
+}
+NBYTES = 8 * 3_000_000 + 8 * 3 + 1000 * 1000
+NAMES = {"layer/kernel", "layer/bias", "table", "layer.kernel"}  # those of Orbax have dots
+Format = Any
+
+
+@pytest.fixture(params=["msgpack", "orbax"])
+def format(request: pytest.FixtureRequest) -> Format:
+    """Each format."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each count of bytes be a report."""
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+
+
+def check(reports: list[Progress], doing: str, path: Path, total: int = NBYTES) -> None:
+    """Assert what holds of the reports of a success: they never fall, and the last alone has all bytes."""
+    assert {(one.doing, one.path, one.total) for one in reports} == {(doing, str(path), total)}
+    done = [one.done for one in reports]
+    assert done == sorted(done)
+    assert [one.finished for one in reports] == [False] * (len(reports) - 1) + [True]
+    assert done[-1] == total > done[-2] > 0
+    assert reports[-1].name == ""
+    assert {one.name for one in reports[:-1]} <= NAMES
+    seconds = [one.seconds for one in reports]
+    assert seconds == sorted(seconds)
+
+
+def test_reports(tmp_path: Path, format: Format) -> None:
+    """A save and a restore tell of all bytes of the arrays, with the names of leaves, and end with all of them."""
+    reports: list[Progress] = []
+    path = tmp_path / "c"
+    save(path, TREE, format=format, progress=reports.append)
+    check(reports, "save", path)
+    reports.clear()
+    assert_same(restore(path, progress=reports.append), TREE)
+    check(reports, "restore", path)
+    reports.clear()
+    target = {"layer": {"weight": np.zeros(3_000_000, np.float32), "bias": np.ones(3)}}
+    moved = [rules.rename("kernel", "weight")]
+    restore(path, target, transforms=moved, dtype="target", progress=reports.append)
+    check(reports, "restore", path, 8 * 3_000_000 + 8 * 3)
+
+
+@pytest.mark.parametrize("compression", ["zstd", pytest.param("crc32c", marks=pytest.mark.slow)])
+def test_with_a_codec(tmp_path: Path, compression: Any) -> None:
+    """What is compressed counts by the size of the arrays."""
+    reports: list[Progress] = []
+    save(tmp_path / "c", TREE, format="orbax", compression=compression, progress=reports.append)
+    check(reports, "save", tmp_path / "c")
+    reports.clear()
+    restore(tmp_path / "c", progress=reports.append)
+    check(reports, "restore", tmp_path / "c")
+
+
+def test_the_setting(tmp_path: Path, flag: bool) -> None:
+    """Flax's own functions report by the setting, background saves too; an argument takes precedence."""
+    reports: list[Progress] = []
+    manager = checkpoints.AsyncManager()
+    with config.override(progress=reports.append):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1, async_manager=manager)
+    manager.wait_previous_save()
+    check(reports, "save", tmp_path / "checkpoint_1")
+    reports.clear()
+    with config.override(progress=reports.append):
+        checkpoints.restore_checkpoint(tmp_path, TREE)
+        check(reports, "restore", tmp_path / "checkpoint_1")
+        reports.clear()
+        restore(tmp_path, progress=lambda report: None)
+        assert not reports
+    with pytest.raises(errors.SettingError, match="or a function"):
+        restore(tmp_path, progress="bars")  # type: ignore[arg-type]
+
+
+def test_nothing_to_do(tmp_path: Path, format: Format) -> None:
+    """Without arrays there is one report, of 0 bytes of 0; without a checkpoint there is none."""
+    reports: list[Progress] = []
+    save(tmp_path / "c", {"n": 1}, format=format, progress=reports.append)
+    restore(tmp_path / "c", progress=reports.append)
+    assert [(one.doing, one.done, one.total, one.finished) for one in reports] == [
+        ("save", 0, 0, True),
+        ("restore", 0, 0, True),
+    ]
+    reports.clear()
+    assert restore(tmp_path / "nowhere", 5, must_exist=False, progress=reports.append) == 5
+    assert not reports
+
+
+def test_a_restore_raises_what_its_callback_raises(tmp_path: Path, format: Format) -> None:
+    """The error itself, of whatever type: none is taken for damage, for a replaced file, or for a lost request."""
+    save(tmp_path / "c", TREE, format=format)
+    for error in (FileNotFoundError("no log"), ValueError("no"), TimeoutError(), errors.StorageError("x")):
+        calls: list[Progress] = []
+
+        def fail(report: Progress, error: Exception = error, calls: list[Progress] = calls) -> None:
+            calls.append(report)
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            restore(tmp_path / "c", progress=fail)
+        assert raised.value is error
+        assert len(calls) == 1
+    with pytest.raises(KeyError):
+        restore(tmp_path / "c", progress=raising_at_the_end)
+
+
+def raising_at_the_end(report: Progress) -> None:
+    """Raise once all is done."""
+    if report.finished:
+        raise KeyError("at the end")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no space for the log"), pytest.param(SystemExit(3), marks=pytest.mark.slow)]
+)
+def test_a_save_is_complete_whatever_its_callback_raises(tmp_path: Path, format: Format, error: BaseException) -> None:
+    """The checkpoint is whole, the callback is not called again, and the error is raised with a note that says so."""
+    calls: list[Progress] = []
+
+    def fail(report: Progress) -> None:
+        calls.append(report)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        save(tmp_path / "c", TREE, format=format, progress=fail)
+    assert raised.value is error
+    assert "c is saved, and complete" in raised.value.__notes__[0]
+    assert len(calls) == 1
+    assert_same(restore(tmp_path / "c"), TREE)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_in_the_background_it_is_logged(tmp_path: Path, format: Format, caplog: pytest.LogCaptureFixture) -> None:
+    """Raised at the next save, it would look like a lost checkpoint, and prevent that save."""
+    manager = checkpoints.AsyncManager()
+    save(tmp_path, TREE, step=1, format=format, async_manager=manager, progress=raising_at_the_end)
+    save(tmp_path, TREE, step=2, format=format, async_manager=manager)
+    manager.wait_previous_save()
+    assert_same(restore(tmp_path, step=1), TREE)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "checkpoint_1 is saved, and complete, but its progress callback failed" in record.getMessage()
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
+
+
+def test_failures_are_reported(tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last report has the error that is raised; if the callback fails there too, the failure stays the error."""
+    reports: list[Progress] = []
+    with monkeypatch.context() as broken, pytest.raises(errors.StorageError) as raised:
+        broken.setattr(os, "writev", full_disk)
+        save(tmp_path / "c", TREE, format=format, progress=reports.append)
+    assert reports[-1].error is raised.value
+    assert not any(one.finished for one in reports)
+    assert all(one.done < one.total for one in reports)
+
+    def fail(report: Progress) -> None:
+        raise KeyError(report.name)
+
+    with monkeypatch.context() as broken, pytest.raises(errors.StorageError):
+        broken.setattr(os, "writev", full_disk)
+        save(tmp_path / "c", TREE, format=format, progress=fail)
+    assert not os.listdir(tmp_path)
+
+
+def test_one_thread_at_a_time(tmp_path: Path, format: Format) -> None:
+    """Threads that read meanwhile do not wait for a slow callback, and do not call it either."""
+    save(tmp_path / "c", TREE, format=format)
+    turn = threading.Lock()
+
+    def slow(_: Progress) -> None:
+        assert turn.acquire(blocking=False)
+        time.sleep(0.01)
+        turn.release()
+
+    restore(tmp_path / "c", progress=slow)
+
+
+def test_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often bytes are counted, reports are so far apart, also after a callback that takes long."""
+    now = [100.0]
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.25)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    reports: list[Progress] = []
+
+    def take_a_second(report: Progress) -> None:
+        reports.append(report)
+        now[0] += 1
+
+    meter = progress.Meter(take_a_second, "save")
+    with meter.reporting():
+        meter.begin("/c", 1000)
+        for _ in range(10):
+            now[0] += 0.125
+            meter.add(50, ("a", "b"))
+    # The first is due a quarter of a second after the beginning, the others as long after one has returned.
+    assert [(one.done, one.name, one.seconds) for one in reports] == [
+        (100, "a/b", 0.25),
+        (200, "a/b", 1.5),
+        (300, "a/b", 2.75),
+        (400, "a/b", 4.0),
+        (500, "a/b", 5.25),
+        (1000, "", 6.25),
+    ]
+
+
+def test_what_is_done_again_counts_once() -> None:
+    """A second try does not go back, the parts of a save to a store are halves, and more bytes than planned are all."""
+    reports: list[Progress] = []
+    meter = progress.Meter(reports.append, "save")
+    with meter.reporting():
+        for _ in range(2):
+            meter.begin("/c", 100, until=0.5)
+            meter.add(60, "a")
+        meter.begin_rest(10)
+        meter.add(5, "d/1")
+        meter.add(50, "d/2")
+    assert [one.done for one in reports] == [30, 30, 75, 99, 100]
+
+
+def test_without_a_callback(tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is counted, and no clock is read, where nobody asked."""
+    save(tmp_path / "c", TREE, format=format)
+    monkeypatch.delattr(progress, "time")
+    save(tmp_path / "d", TREE, format=format)
+    assert_same(restore(tmp_path / "d"), TREE)
+
+
+SLOW = """
+import sys, time
+import numpy as np
+from flax_ckpt_compat import restore, save
+from flax_ckpt_compat._core import progress
+progress._EVERY_SECONDS = 0.0
+save("run", {"kernel": np.zeros(3_000_000)}, step=1, format="msgpack", progress="bar")
+restore("run", progress="bar")
+print("done")
+"""
+
+
+class Terminal(io.StringIO):
+    """What a program takes for a terminal."""
+
+    def isatty(self) -> bool:
+        """Pretend."""
+        return True
+
+
+def test_the_bar_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn on standard error by each report, also of a failure, after which nothing is left of it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Terminal())
+        with config.override(progress="bar"):
+            checkpoints.save_checkpoint(tmp_path, TREE, 1)
+        written = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "saving checkpoint_1" in written
+    assert "━" in written
+    assert terminal.plain(terminal.shown(written)).strip() == ""
+    with monkeypatch.context() as patched, pytest.raises(errors.StorageError):
+        patched.setattr(sys, "stderr", Terminal())
+        patched.setattr(os, "fsync", full_disk)
+        save(tmp_path / "c", TREE, format="msgpack", progress="bar")
+    assert not progress_bar._bars()._tasks
+
+
+def full_disk(*_: Any) -> int:
+    """Fail as on a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.slow
+def test_the_bar(tmp_path: Path) -> None:
+    """``"bar"`` draws on a terminal what is in work, and is gone at the end; not into a pipe, nor with NO_COLOR."""
+    words = [sys.executable, "-c", SLOW]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("NO_COLOR", None)
+    code, written = terminal.raw(words, str(tmp_path), environment)
+    assert code == 0
+    for what in ("saving checkpoint_1", "restoring checkpoint_1", "kernel", "━"):
+        assert what in written
+    assert terminal.shown(written).strip() == "done"
+    (tmp_path / "piped").mkdir()
+    piped = subprocess.run(
+        words, cwd=tmp_path / "piped", env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (piped.stdout, piped.stderr) == ("done\n", "")
+    (tmp_path / "plain").mkdir()
+    _, written = terminal.raw(words, str(tmp_path / "plain"), environment | {"NO_COLOR": "1"})
+    assert written == "done\r\n"
+
+
+def test_a_bar_that_a_signal_handler_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that saves while the main thread draws ends, although its save has threads; no bar is left."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(progress_bar, "_LOCKED_SECONDS", 0.01)
+    shown = progress_bar._Bars._show
+
+    def interrupted(bars: Any, key: Any, report: Progress) -> None:
+        shown(bars, key, report)
+        if report.doing == "restore" and not (tmp_path / "handler").exists():
+            save(tmp_path / "handler", TREE, format="orbax", progress="bar")
+
+    save(tmp_path / "c", TREE, format="msgpack")
+    monkeypatch.setattr(progress_bar._Bars, "_show", interrupted)
+    assert_same(restore(tmp_path / "c", progress="bar"), TREE)
+    assert_same(restore(tmp_path / "handler"), TREE)
+    assert not progress_bar._bars()._tasks
