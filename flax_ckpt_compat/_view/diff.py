@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, SupportsFloat
 
@@ -22,7 +22,7 @@ from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat._view.diff_report import Diff, Kind, LeafDifference
-from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
+from flax_ckpt_compat._view.stored_leaves import Begin, Count, StoredLeaves, describe, uncounted, wait_for_pending_saves
 
 _Pair = tuple[Path, LeafHandle, LeafHandle]
 _AT_ONCE = 2
@@ -77,12 +77,9 @@ def run(
     item: str | None,
     rtol: float | None,
     atol: float | None,
-    begin: Callable[[Callable[[], int]], Callable[[int], None]] = lambda _: lambda _: None,
+    begin: Begin = uncounted,
 ) -> Diff:
-    """Compare as `diff`.
-
-    ``begin`` takes a function that returns the bytes to compare, and returns one that takes those that are, in threads.
-    """
+    """Compare as `diff`; ``begin`` is that of `stored_leaves`."""
     name = arguments.item_name(item)
     first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (path_a, path_b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
@@ -129,9 +126,9 @@ class _Comparison:
         self._formats = a.format, b.format
         self._found: dict[Path, LeafDifference] = {}
         self._tolerated = 0
-        self._count: Callable[[int], None]
+        self._count: Count
 
-    def result(self, begin: Callable[[Callable[[], int]], Callable[[int], None]]) -> Diff:
+    def result(self, begin: Begin) -> Diff:
         a, b = self._a, self._b
         self._compare_structure()
         pairs = [(path, handle, b.leaves[path]) for path, handle in a.leaves.items() if path in b.leaves]

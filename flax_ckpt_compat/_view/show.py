@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, SupportsFloat
 
@@ -20,7 +19,7 @@ from flax_ckpt_compat._core.tree import Path, from_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
-from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
+from flax_ckpt_compat._view.stored_leaves import Begin, StoredLeaves, describe, uncounted, wait_for_pending_saves
 
 _AT_ONCE = 2
 
@@ -70,18 +69,18 @@ def contents(
     item: str | None = None,
     pattern: str | None = None,
     stats: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    begin: Begin = uncounted,
 ) -> Contents:
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
-    paths, or from the root if it begins with ``^``. ``progress`` takes the bytes read so far, and the bytes to read."""
+    paths, or from the root if it begins with ``^``. ``begin`` is that of `stored_leaves`."""
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     wait_for_pending_saves(checkpoint_dir)
 
     def read(found: Location) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True, item=item)) as opened:
-            return contents_of(opened, pattern=pattern, stats=stats, progress=progress)
+            return contents_of(opened, pattern=pattern, stats=stats, begin=begin)
 
     return locating.read_found(checkpoint_dir, step, read, doing="show")
 
@@ -91,12 +90,12 @@ def contents_of(
     *,
     pattern: str | None = None,
     stats: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    begin: Begin = uncounted,
 ) -> Contents:
     """Return what is in an open checkpoint; the arguments are those of `contents`."""
     stored = StoredLeaves(opened)
     chosen, empty = _chosen(stored, pattern)
-    values = _stats(chosen, progress or (lambda *_: None)) if stats else {}
+    values = _stats(chosen, begin) if stats else {}
     leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
     nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
     return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
@@ -126,25 +125,21 @@ def _shown(path: Path, handle: LeafHandle, stats: Stats | None) -> ShownLeaf:
     )
 
 
-def _stats(chosen: dict[Path, LeafHandle], progress: Callable[[int, int], None]) -> dict[LeafHandle, Stats]:
+def _stats(chosen: dict[Path, LeafHandle], begin: Begin) -> dict[LeafHandle, Stats]:
     """Read leaves, and return the statistics of those that are numbers."""
     by_reader: dict[Reader, list[LeafHandle]] = {}
     for handle in chosen.values():
         if handle.kind not in (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY):
             by_reader.setdefault(handle.reader, []).append(handle)
     found: dict[LeafHandle, Stats] = {}
-    lock, done = threading.Lock(), 0
-    total = sum(handle.nbytes for handles in by_reader.values() for handle in handles)
+    count = begin(lambda: sum(handle.nbytes for handles in by_reader.values() for handle in handles))
 
     def read(batch: Sequence[LeafHandle]) -> None:
-        nonlocal done
         for handle, value in _values(batch):
             array = np.asarray(value)
             if is_numeric(array):
                 found.setdefault(handle, Stats()).add(array)
-            with lock:
-                done += array.nbytes
-                progress(done, total)
+            count(array.nbytes)
 
     in_parallel(read, [batch for handles in by_reader.values() for batch in bounded_reads.batches(handles)], _AT_ONCE)
     return found

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+
+Count = Callable[[int], None]  # takes numbers of bytes, in any thread
+# Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
+Begin = Callable[[Callable[[], int]], Count]
 
 
 class StoredLeaves:
@@ -44,6 +49,11 @@ def describe(node: LeafHandle | str) -> str:
         shape = ",".join(map(str, node.shape))
         return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{shape}]"
     return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
+
+
+def uncounted(_: Callable[[], int]) -> Count:
+    """Show no progress: the default of ``begin``."""
+    return lambda _: None
 
 
 def wait_for_pending_saves(checkpoint_dir: CheckpointDir) -> None:

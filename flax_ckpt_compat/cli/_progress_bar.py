@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flax_ckpt_compat._core import progress_bar
+from flax_ckpt_compat._view.stored_leaves import Begin, Count, uncounted
 
 from ._command_base import is_terminal
 
-Count = Callable[[int], None]  # takes numbers of bytes, in any thread
-
 
 @contextmanager
-def progress_shown(*, as_json: bool) -> Iterator[Callable[[Callable[[], int]], Count]]:
-    """Yield a function that begins a bar, given what returns the bytes in all, and returns what counts them.
+def progress_shown(*, as_json: bool) -> Iterator[Begin]:
+    """Yield what begins a bar.
 
     It is shown where both streams are a terminal, above which results are printed meanwhile; else it counts nothing."""
     if as_json or not (is_terminal(sys.stdout) and progress_bar.is_shown()):
-        yield lambda _: lambda _: None
+        yield uncounted
         return
     with progress_bar.display() as display:
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -14,7 +11,6 @@ from ._command_base import (
     FailedError,
     checkpoint_options,
     complete_files,
-    is_terminal,
     json_option,
     path_argument,
     print_report,
@@ -59,9 +55,10 @@ def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_j
     """
     from flax_ckpt_compat._view import show, show_report
 
-    with ExitStack() as stack:
-        progress = stack.enter_context(_progress()) if stats and is_terminal(sys.stderr) else None
-        found = show.contents(path, stats=stats, progress=progress, **options)
+    from ._progress_bar import progress_shown
+
+    with progress_shown(as_json=as_json or not stats) as begin:
+        found = show.contents(path, stats=stats, begin=begin, **options)
     if html is None or as_json:
         print_report(show_report.report(found, depth), as_json=as_json)
     if html is not None:
@@ -83,21 +80,3 @@ def _write_page(file: str, found: Any) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise FailedError(f"cannot write the page to {file}: {error}; choose another FILE") from None
     click.echo(f"Wrote {file}.", err=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show on standard error how much is read; without the escape sequences of a progress bar."""
-    shown = ""
-
-    def advance(done: int, total: int) -> None:
-        nonlocal shown
-        text = f"reading: {100 * done // max(total, 1)} %"
-        if text != shown:
-            click.echo(f"\r{text}", nl=False, err=True)
-            shown = text
-
-    try:
-        yield advance
-    finally:
-        click.echo(f"\r{'':{len(shown)}}\r" if shown else "", nl=False, err=True)
