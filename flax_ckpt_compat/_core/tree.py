@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
@@ -174,11 +175,17 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if not isinstance(node, Branch) or not node.children:
         yield path, node
         return
-    for name, child in node.children.items():
-        if isinstance(child, Branch):
-            yield from iter_leaves(child, (*path, name))
-        else:
+    # Not recursive: each leaf would pass through a generator per level.
+    open_branches = [(path, iter(node.children.items()))]
+    while open_branches:
+        path, children = open_branches[-1]
+        for name, child in children:
+            if isinstance(child, Branch) and child.children:
+                open_branches.append(((*path, name), iter(child.children.items())))
+                break
             yield (*path, name), child
+        else:
+            open_branches.pop()
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
@@ -254,6 +261,22 @@ def key_name(key: Any) -> str:
     return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))
 
 
+def joined(path: Path) -> str:
+    """Return the text that patterns are matched with: names joined with ``/``, of which names may have some, too."""
+    return "/".join(path)
+
+
 def show_path(path: Path) -> str:
-    """Format a key path for messages: names joined with ``/``; the whole tree is ``<root>``."""
-    return "/".join(path) if path else "<root>"
+    """Format a key path for messages and reports: names joined with ``/``; the whole tree is ``<root>``.
+
+    A slash within a name is ``\\/``, a backslash there ``\\\\``, so that no two paths look alike; as a regular
+    expression, this still matches `joined`."""
+    text = "/".join(path)
+    if "\\" in text or text.count("/") >= len(path) > 0:
+        text = "/".join(name.replace("\\", r"\\").replace("/", r"\/") for name in path)
+    return text if path else "<root>"
+
+
+def shown_names(text: str) -> list[str]:
+    """Split what `show_path` returned into the names, as they are shown."""
+    return re.sub(r"(\\.)|/", lambda match: match[1] or "\0", text).split("\0") if "\\" in text else text.split("/")

@@ -8,15 +8,15 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Node, node_at, show_path
+from flax_ckpt_compat._core.tree import Node, Path, joined, node_at, topmost
 from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived
 
 _KEYS = (
-    "The checkpoint holds raw keys where the target has typed ones: add rules.wrap_key_data(pattern) to the "
-    "transforms, or give the target jax.random.key_data(key)."
+    "The checkpoint holds raw keys where the target has typed ones: add rules.wrap_key_data({!r}) to the transforms, "
+    "or give the target jax.random.key_data(key)."
 )
 _MAX_TOPS = 6
 
@@ -52,7 +52,7 @@ def of_shapes(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> s
     # Raw keys that are replicated, too, have the axis of the replicas first.
     copies = [one for one in rest if _is_raw_replica(one, target)]
     if keys and not rest:
-        return _KEYS
+        return _KEYS.format(_pattern_of([path for path, _, _ in keys], target))
     plain = [one for one in rest if one not in copies]
     if len(shapes) < arrays or (not plain and not copies):
         return ""
@@ -65,13 +65,20 @@ def of_shapes(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> s
     tops = "" if not keys else repr("|".join(sorted({literal(path[0]) for path, _, _ in rest})))
     if keys and {path[0] for path, _, _ in keys} & {path[0] for path, _, _ in rest}:
         return ""
-    pattern = "|".join(f"^{literal(show_path(path))}$" for path, _, _ in (keys or copies)[:_MAX_TOPS])
+    pattern = _pattern_of([path for path, _, _ in (keys or copies)], target)
     where = "but its PRNG keys " if keys else ""
     return (
         f"Every stored array {where}has a leading axis of {count} that the target's lacks, as of a state saved without "
         f"flax.jax_utils.unreplicate, and its PRNG keys are raw where the target has typed ones: add "
         f"rules.unreplicate({tops}), rules.wrap_key_data({pattern!r}) to the transforms."
     )
+
+
+def _pattern_of(keys: Sequence[Path], target: Node) -> str:
+    """Return a pattern for keys and no other leaf of the target: whole paths if they are few, else those above them."""
+    wanted = set(keys)
+    places = list(topmost(target, wanted)) if len(keys) > _MAX_TOPS else list(keys)
+    return "|".join(f"^{literal(joined(path))}" + ("$" if path in wanted else "/.*") for path in places)
 
 
 def is_raw_key(one: ShapeDifference, target: Node) -> bool:

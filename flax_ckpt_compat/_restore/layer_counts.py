@@ -8,7 +8,7 @@ from typing import Any
 from flax_ckpt_compat._core.fold_names import Row, fold
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _MAX_PLACES = 4
@@ -34,7 +34,7 @@ def stacked(shapes: Sequence[ShapeDifference], target: Node) -> str:
         f"number of layers, experts or ensemble members that nn.scan or nn.vmap stacks. Build the model with {was}"
     )
     places = {top[-1] for top in tops}
-    pattern = literal(places.pop()) if len(places) == 1 else "|".join(literal(show_path(top)) for top in tops)
+    pattern = literal(places.pop()) if len(places) == 1 else "|".join(literal(joined(top)) for top in tops)
     if len(tops) > _MAX_PLACES and "|" in pattern:
         return f"{lines}; rules.pad and rules.cut change the number."
     where = f"{pattern!r}, {want}{f', axis={axis}' if axis else ''}"
@@ -119,13 +119,13 @@ def _rows(branch: Branch) -> dict[str, set[int]]:
 
 def _names_of_row(stem: str, count: int, places: list[Path]) -> tuple[str, str]:
     """Return the names of a row's layers in the first place, and in how many more places they are."""
-    above = "/".join(places[0])
+    above = show_path(places[0]) if places[0] else ""
     shown = fold(Row((f"{above}/{stem}{number}".lstrip("/"),)) for number in range(count))[0].names[0]
     return shown, f", and as many in {len(places) - 1} more places" if len(places) > 1 else ""
 
 
 def _of_row(stem: str, count: int, wanted: int, places: list[Path]) -> str:
-    above = ["/".join(place) for place in places]
+    above = [joined(place) for place in places]
     shown, more = _names_of_row(stem, count, places)
     text = (
         f"The checkpoint has {shown} ({count}{more}), the target {wanted} of them. Build the model with {count}, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import Row, listed
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, KeyData, Path, joined, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
@@ -58,6 +59,7 @@ class KindDifference:
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
     is_longer: bool = False  # a longer sequence is stored, which is cut
     box: str = ""  # name of the only stored child, if that is such an array as the target has
+    is_one: bool = False  # the stored array has one element, which is the number that the target has
 
     @property
     def what(self) -> str:
@@ -100,9 +102,20 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     if not path and isinstance(target, str):
         hint = "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     is_leaf = wanted is not TargetKind.OTHER
+    is_one = _is_one(stored) and wanted is TargetKind.NUMBER
+    if is_one:
+        hint = (
+            f"To take the only element of {show_path(path)}, add rules.reshape({f'^{literal(joined(path))}$'!r}, [])."
+        )
+    box = _box(stored, target)
     return KindDifference(
-        path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf, box=_box(stored, target)
+        path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf, box=box, is_one=is_one
     )
+
+
+def _is_one(stored: Any) -> bool:
+    is_array = isinstance(stored, LeafHandle) and stored.kind is LeafKind.ARRAY
+    return is_array and bool(stored.shape) and math.prod(stored.shape) == 1
 
 
 def _box(stored: Any, target: Any) -> str:
@@ -211,9 +224,9 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
     lines += [cause] if cause else dict.fromkeys(one.hint for one in differences if one.hint)
     lines += [] if cause else _unboxing(differences)
     if refused and not cause:
-        leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box]
+        leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box and not one.is_one]
         if leaves and len(leaves) <= _MAX_NAMED:
-            named = ", ".join(repr(literal(show_path(path))) for path in leaves)
+            named = ", ".join(repr(literal(joined(path))) for path in leaves)
             lines.append(f"Where the target is right, rules.from_target({named}) keeps its own values.")
         wanted = "the entries that fit" if are_cut else "what is stored all the same"
         lines.append(f"To get {wanted}, set kind_mismatch='warn'{'' if are_cut else ', or restore without a target'}.")

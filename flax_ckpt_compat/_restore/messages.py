@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.fold_names import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import common_causes, layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
@@ -117,7 +117,7 @@ def unused_leaves(plan: TreePlan) -> str:
         lines.append(layers)
     else:
         lines.append("If the target should be what was saved, correct the configuration that it is made from.")
-    tops = [literal(show_path(path)) for path in topmost(plan.tree, set(unused))]
+    tops = [literal(joined(path)) for path in topmost(plan.tree, set(unused))]
     rule = f"name them, orbax_transforms=[rules.drop({', '.join(map(repr, tops))})] (transforms= in restore), or "
     lines.append(
         f"To drop them all the same, {rule if 0 < len(tops) <= _MAX_TOPS else ''}pass unused_leaves='ignore' to "
@@ -145,7 +145,7 @@ def _is_count(leaf: Any) -> bool:
 
 def _from_target(target: Node, paths: Iterable[Path]) -> str:
     """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
-    tops = [literal(show_path(path)) for path in topmost(target, set(paths))]
+    tops = [literal(joined(path)) for path in topmost(target, set(paths))]
     return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
 

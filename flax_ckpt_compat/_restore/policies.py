@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from flax_ckpt_compat import config
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
@@ -13,7 +14,7 @@ from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Number of stored leaves above which errors carry no suggestion.
-_MANY = 1500
+_MANY = 20_000
 # Length of a proposal, in characters, beyond which errors carry none.
 _MAX_TEXT = 4000
 
@@ -71,6 +72,19 @@ def unused_policy(plan: TreePlan) -> str:
         return "ignore"
     is_error = settings.kind_mismatch == "error" and not plan.options.transforms.lenient
     return "error" if is_error else "warn"
+
+
+def refused_by_flax_name(plan: TreePlan) -> bool:
+    """Return whether ``restore_checkpoint``, which takes the settings as they are, refuses the plan, too."""
+    settings, transforms = config.current(), plan.options.transforms
+    unused = messages.unused_values(plan) if settings.unused_leaves == "error" and plan.target is not None else []
+    return bool(
+        (plan.missing and not transforms.orbax_semantics and settings.missing_leaves == "error")
+        or (plan.kinds and settings.kind_mismatch == "error")
+        or (plan.shapes and settings.shape_mismatch == "error")
+        or unused
+        or plan.problems
+    )
 
 
 def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:

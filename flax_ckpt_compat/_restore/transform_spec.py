@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.similar_names import Names
-from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, map_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._save import async_saves
@@ -110,13 +110,13 @@ class TransformSpec:
         """Return a message about transforms that match no leaf of the target, most likely misspelt; empty if none."""
         if not self._transforms:
             return ""
-        wanted = ["/".join(path) for path, _ in iter_leaves(target)]
+        wanted = [joined(path) for path, _ in iter_leaves(target)]
         unmatched = self._transforms.unmatched(wanted)
         if not unmatched:
             return ""
         message = f"transforms whose keys match no leaf of the target do nothing: {one_line(unmatched)}"
         reversed_names = self._transforms.reversed_one(
-            ["/".join(path) for path, _ in iter_leaves(tree)], frozenset(wanted)
+            [joined(path) for path, _ in iter_leaves(tree)], frozenset(wanted)
         )
         if reversed_names is None:
             return message
@@ -172,7 +172,7 @@ def _step(given: Any) -> Rule:
         if target is None:
             raise TransformError("transforms say what becomes of a target's leaves; pass a target, or use rules")
         wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}
-        if unmatched := transforms.unmatched(["/".join(path) for path in wanted]):
+        if unmatched := transforms.unmatched(list(map(joined, wanted))):
             raise TransformError(
                 f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are its names, and "
                 "original_key is the stored one"
@@ -199,7 +199,7 @@ class _Chooser:
         self._inputs: dict[str, dict[Path, Derived | FunctionInput]] = {}
 
     def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
-        key = "/".join(path)
+        key = joined(path)
         outcome = self._resolve(key)
         if isinstance(outcome, Call):
             return self._derive(key, outcome, leaf)
@@ -219,7 +219,7 @@ class _Chooser:
         try:
             return self._given.resolve(key, self._leaves.has, self._default_to_original)
         except AbsentSourceError as error:
-            source = "/".join(error.source) if isinstance(error.source, tuple) else error.source
+            source = joined(error.source) if isinstance(error.source, tuple) else error.source
             raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
 
     def _like(self, name: str) -> str:
@@ -252,7 +252,7 @@ class _Chooser:
         found: dict[Path, Derived | FunctionInput] = {}
         unmatched = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
-            matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
+            matching = [pattern for pattern in wanted if re.fullmatch(pattern, joined(path))]
             for pattern in matching:
                 unmatched.pop(pattern, None)
             if matching:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts
 from flax_ckpt_compat._suggest.layouts import laid_out
@@ -78,6 +79,11 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     ``target`` is a tree of `flax_ckpt_compat._trees.state_dict.describe`. No array data is read."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
+    with memory.pause_gc():
+        return _suggested(stored, target)
+
+
+def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     # Formats keep names in different orders, and what is proposed must not depend on it.
     stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
     pairing = Pairing(target)
@@ -95,8 +101,9 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None
     for state in found:
-        # Fewer leaves found is no better way, however sure.
-        if state.matched < max(found[0].matched, 1):
+        # Fewer leaves found is no better way, however sure; nor are more steps than those of what is certain.
+        is_best = best is not None and best.confident and len(best.steps) <= len(state.steps)
+        if is_best or state.matched < max(found[0].matched, 1):
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
@@ -111,7 +118,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
 def _here(path: Path, leaf: Any) -> Any:
     """Return a leaf that is named after its place, wherever it was before rules that were given, or in its item."""
     if isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None:
-        kind, name = LeafKind.ARRAY, "/".join(path)
+        kind, name = LeafKind.ARRAY, joined(path)
         return LeafHandle(path, kind, leaf.shape, leaf.dtype, 0, name, leaf.handles[0].reader, None)
     return dataclasses.replace(leaf, path=path) if isinstance(leaf, LeafHandle) and leaf.path != path else leaf
 

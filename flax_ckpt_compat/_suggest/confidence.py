@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest import moved_layers
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
@@ -24,6 +24,7 @@ from flax_ckpt_compat._suggest.leaf_features import (
     bare,
     fits,
     flatten,
+    is_t5x,
     leaves_at,
     look,
 )
@@ -37,6 +38,7 @@ _HEADS = frozenset(
     ("head", "heads", "classifier", "logits", "out", "output", "prediction", "predictor", "predictions", "score")
 )
 _VOCABULARIES = frozenset(("lm", "mlm", "vocab", "vocabulary", "token", "tokens", "embed", "embedding", "embedder"))
+_TABLES = frozenset(("embed", "embedding", "embeddings", "table"))
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 
 
@@ -77,15 +79,17 @@ def doubts(
     idle = {path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
+    as_named, looks = _as_named(own, outcome, stored)
     judges = [
-        *moved_layers.judges(own, outcome.stored, outcome.goal, idle, fresh),
+        *moved_layers.judges(as_named, looks, outcome.goal, idle, fresh),
         *(
             _same_size(fresh, idle),
             _resized(outcome, fresh),
             _copies(outcome, fresh, target),
             _foreign(outcome, fresh, idle),
+            _untied(outcome, fresh),
         ),
-        *(_apart(outcome), _twice(outcome), _dropped(outcome)),
+        *(_exchanged(outcome), _apart(outcome), _twice(outcome), _dropped(outcome)),
     ]
     found = dict.fromkeys(step.doubt for step in steps if step.doubt)
     return [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]  # one doubt of each kind says enough
@@ -120,6 +124,28 @@ def _outcome(stored: Node, target: Node, tree: Node, named: Node) -> Outcome:
             result.pairs[new] = new
             result.stored.setdefault(new, result.stored[old])
     return result
+
+
+def _as_named(pairs: dict[Path, Path], outcome: Outcome, stored: Node) -> tuple[dict[Path, Path], dict[Path, Look]]:
+    """Return the pairs and the stored looks with the names that stored leaves would have in a linen state.
+
+    A name that holds a key path is that path, and T5X's ``target`` holds the parameters."""
+    named: dict[Path, Path] = {}
+    looks = dict(outcome.stored)
+    from_t5x = is_t5x(stored)
+    for new, old in pairs.items():
+        in_target = from_t5x and old[:1] == ("target",) != new[:1]
+        named[new] = ("params", *old[1:]) if in_target else old
+        parts = _names_in(named[new])
+        if len(old) != len(new) and new[:-1] in (parts[:-1], parts[1:-1]) and len(parts) > len(old):
+            named[new] = (*new[:-1], parts[-1])
+        looks[named[new]] = outcome.stored[old]
+    return named, looks
+
+
+def _names_in(path: Path) -> Path:
+    """Return the names of a key path that names hold, joined with slashes, dots, or as Haiku does."""
+    return tuple(joined(path).replace("/~/", "/").replace(".", "/").split("/"))
 
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
@@ -163,6 +189,28 @@ def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
             yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
 
 
+def _untied(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
+    """Yield a doubt if a new kernel has the shape of an embedding transposed: logits may have been made with that."""
+    tables = {
+        outcome.goal[new][0][::-1]: new
+        for new in outcome.pairs
+        if len(outcome.goal[new][0]) == 2 and words(bare(new)[-1]) & _TABLES and not outcome.has.is_optimizer(new)
+    }
+    for path, (shape, _) in fresh.items():
+        table = tables.get(shape)
+        if table is not None and shape[0] != shape[1] and path not in outcome.other_shapes:
+            yield f"{show_path(path)} has the shape of {show_path(table)} transposed, and may begin as a copy of it"
+
+
+def _exchanged(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if a parameter becomes an optimizer's moment, or the other way round."""
+    for new, old in outcome.pairs.items():
+        is_moment, was_moment = outcome.has.spot(new).field in MOMENTS, outcome.had.spot(old).field in MOMENTS
+        if is_moment != was_moment and (outcome.has.is_optimizer(new) or outcome.had.is_optimizer(old)):
+            what = "a moment" if is_moment else "no moment"
+            yield f"{show_path(new)} is {what}, unlike the stored {show_path(old)}"
+
+
 def _axes(stored: tuple[int, ...], target: tuple[int, ...]) -> list[int]:
     """Return the axes on which two shapes differ; none if their ranks differ."""
     same_rank = len(stored) == len(target)
@@ -177,10 +225,11 @@ def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], o
         return False
     if words(layer[-1]) & _HEADS:
         return True
-    # Every numbered name has the highest number of its row, in both trees.
+    # It has the highest number of its row, in both trees, and is in no row of several modules: these are no heads.
     rows = [(place, found) for place, name in enumerate(layer) if (found := numbered(name))]
     last = outcome.last_numbers if numbered(layer[-1]) else {}
-    return bool(last) and all(last[path[:place], stem] <= number for place, (stem, number) in rows)
+    alone = all(last.get((path[:place], stem), 0) <= 0 for place, (stem, _) in rows[:-1])
+    return bool(last) and alone and all(last[path[:place], stem] <= number for place, (stem, number) in rows)
 
 
 def _copies(outcome: Outcome, fresh: dict[Path, Look], target: Node) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.text_formatting import count_of_leaves
-from flax_ckpt_compat._core.tree import Branch, Node, Path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
@@ -135,19 +135,26 @@ class Gap:
                     continue
                 layer, axes = self.memo.contents(row.nodes[0]), {}
                 looks = stacked_layers.leaves_of_stack(layer, len(row.nodes))
+                looks |= stacked_layers.leaves_of_groups(layer, len(row.nodes))
                 likely = dict.fromkeys(name for leaf in looks for name in wholes.get(leaf, ())[:_MAX_LIKELY])
+                groups: dict[str, tuple[int, int]] = {}
                 for name in natural(name for name in likely if name in others):
-                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(others[name])):
+                    whole = self.memo.contents(others[name])
+                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), whole):
                         axes[name] = axis
-                if not axes:
+                    elif found_groups := stacked_layers.groups_of(layer, len(row.nodes), whole):
+                        groups[name] = found_groups
+                if not axes and not groups:
                     continue
-                name = _nearest(row.stem, list(axes))
+                name = _nearest(row.stem, list(axes or groups))
+                axis = axes.get(name, (0, ""))
+                self._take(*((row.siblings, [name]) if stacking else ([name], row.siblings)))
                 if stacking:
-                    self._take(row.siblings, [name])
-                    yield stacked_layers.stacked(row, name, *axes[name])
+                    split = [stacked_layers.split_groups(name, groups[name])] if name in groups else []
+                    yield [*stacked_layers.stacked(row, name, *axis), *split]
                 else:
-                    self._take([name], row.siblings)
-                    yield stacked_layers.unstacked(name, row, *axes[name])
+                    merged = [stacked_layers.merge_groups(name, groups[name])] if name in groups else []
+                    yield [*merged, *stacked_layers.unstacked(name, row, *axis)]
         yield from self._restacks()
 
     def _by_leaf(self, children: dict[str, Node]) -> dict[tuple[str, Look], list[str]]:
@@ -160,22 +167,25 @@ class Gap:
 
     def _restacks(self) -> Iterator[list[ProposedRule]]:
         """Yield the steps for stacks whose layers moved to another axis."""
-        layers: dict[object, list[str]] = {}
+        layers: dict[object, dict[str, None]] = {}
+        keys: dict[str, list[object]] = {}
         for name, node in self.new.items():
-            for axis, layer in stacked_layers.layers_by_axis(self.memo.contents(node)).items():
-                layers.setdefault((axis, layer), []).append(name)
+            keys[name] = list(stacked_layers.layers_by_axis(self.memo.contents(node)).items())
+            for key in keys[name]:
+                layers.setdefault(key, {})[name] = None
         for old in list(self.gone):
             ours = self.memo.contents(self.gone[old])
             found = stacked_layers.layers_by_axis(ours)
-            near = [
-                name for axis, layer in found.items() for name in layers.get((1 - axis, layer), ()) if name in self.new
-            ]
+            near = (name for axis, layer in found.items() for name in layers.get((1 - axis, layer), ()))
             moved = {
-                name: stacked_layers.moved_axis(ours, self.memo.contents(self.new[name])) for name in near[:_MAX_LIKELY]
+                name: stacked_layers.moved_axis(ours, self.memo.contents(self.new[name]))
+                for name in itertools.islice(near, _MAX_LIKELY)
             }
             if clear := [name for name, axes in moved.items() if axes]:
                 new = _nearest(old, clear)
                 self._take([old], [new])
+                for key in keys[new]:
+                    del layers[key][new]
                 yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
     def _fusions(self) -> Iterator[list[ProposedRule]]:
@@ -216,7 +226,9 @@ class Gap:
 
     def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:
         """Return the step for a level: renames if it is below a collection, or holds some of the children only."""
-        reason = f"{name} holds what {'/'.join(self.path) or 'the whole tree'} holds: {', '.join(held[:4])}"
+        reason = (
+            f"{name} holds what {show_path(self.path) if self.path else 'the whole tree'} holds: {', '.join(held[:4])}"
+        )
         top = name.split("/")[0]
         if is_new and self.common:
             return Change(self.path, tuple(held), (top,), {f"({either(held)})": rf"{plain(name)}/\1"}, reason)
@@ -250,7 +262,7 @@ class Gap:
         leaves = {path: seen for path, seen in flatten(self.theirs[new]).items() if seen != EMPTY}
         if len(leaves) > 3:
             return f"both hold the same {len(leaves)} leaves"
-        return "both hold " + " and ".join(f"{'/'.join(path)} {seen[0]}".strip() for path, seen in leaves.items())
+        return "both hold " + " and ".join(f"{joined(path)} {seen[0]}".strip() for path, seen in leaves.items())
 
     def _aligned(self) -> list[tuple[str, str]]:
         """Return the pairs of old and new names: equal contents first, then the most similar."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._core.tree import Node, Path, joined, show_path
 from flax_ckpt_compat._suggest.leaf_features import MOMENTS, Roles, bare, leaves_at
 from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, merge_groups, split_groups
 from flax_ckpt_compat._suggest.torch_layouts import TORCH_ORDERS, is_torch_name, permuted
 
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
@@ -36,12 +36,15 @@ def laid_out(pairing: Pairing, state: State) -> State:
         for path, leaf in leaves_at(state.tree)
         if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY and path in pairing.goal
     ]
-    odd = [one for one in arrays if one.handle.shape != one.wanted and one.wanted]
+    odd = [one for one in arrays if one.handle.shape != one.wanted]
     odd = [one for one in odd if math.prod(one.handle.shape) == math.prod(one.wanted)]
     more = list(_moments(state.tree, odd, {one.path for one in arrays})) if odd else []
     arrays, odd = [*arrays, *more], [*odd, *more]
-    for steps in (_without_units(odd, arrays), _transposed(odd, arrays), _heads(odd, arrays)) if odd else ():
-        for step in steps:
+    grouped = list(_grouped(odd, arrays))
+    rest = [one for one in odd if not any(name in one.path for name, _ in grouped)]
+    steps = [_without_units(rest, arrays), _transposed(rest, arrays), _heads(rest, arrays)] if odd else []
+    for proposed in ([step for _, step in grouped], *steps):
+        for step in proposed:
             after = pairing.tried(state, [step])
             if after is not None and after.matched > state.matched:
                 state = after
@@ -112,6 +115,29 @@ def _keeps_bias(one: Misshapen, arrays: Sequence[Misshapen]) -> bool:
     return bool(biases) and all(other.handle.shape == other.wanted for other in biases)
 
 
+def _grouped(odd: Sequence[Misshapen], arrays: Iterable[Misshapen]) -> Iterator[tuple[str, ProposedRule]]:
+    """Yield the steps for stacks of layers in groups, or no longer in groups, with the names of the stacks."""
+    changes: dict[str, set[tuple[tuple[int, int], bool]]] = {}
+    ranks: dict[str, set[int]] = {}
+    for one in odd:
+        for wide, is_split in ((one.wanted, True), (one.handle.shape, False)):
+            other = one.handle.shape if is_split else one.wanted
+            if len(wide) == len(other) + 1 and (wide[0] * wide[1], *wide[2:]) == other:
+                for name in set(one.path[:-1]):
+                    changes.setdefault(name, set()).add((wide[:2], is_split))  # type: ignore[arg-type]
+                    ranks.setdefault(name, set()).add(len(wide))
+    members = {one.path for one in odd}
+    mixed = {name for one in arrays if one.path not in members for name in one.path}
+    done = set[str]()
+    # The innermost name that all arrays of one stack have in common; arrays of one rank may be split anywhere.
+    for one in odd:
+        clear = [n for n in one.path[:-1] if len(changes.get(n, ())) == 1 and len(ranks[n]) > 1 and n not in mixed]
+        if clear and not done.intersection(clear):
+            done.add(clear[-1])
+            ((groups, is_split),) = changes[clear[-1]]
+            yield clear[-1], (split_groups if is_split else merge_groups)(clear[-1], groups)
+
+
 def _heads(odd: Iterable[Misshapen], arrays: Sequence[Misshapen]) -> Iterator[ProposedRule]:
     """Yield the steps for an axis that became two, or two that became one, such as heads of attention."""
     groups: dict[tuple[int, ...], list[Misshapen]] = {}
@@ -146,7 +172,7 @@ def pattern_of(group: Iterable[Misshapen], arrays: Iterable[Misshapen]) -> str:
 
 def _pattern(ends: set[Path], wanted: set[Path], count: int, *, as_row: bool) -> str:
     if as_row and len({path[-count:] for path in wanted}) > len(ends):
-        texts = [literal("/".join(end)).replace("#", r"\d+") for end in ends]
+        texts = [literal(joined(end)).replace("#", r"\d+") for end in ends]
     else:
-        texts = [literal("/".join(end)) for end in {path[-count:] for path in wanted}]
+        texts = [literal(joined(end)) for end in {path[-count:] for path in wanted}]
     return "|".join(sorted(texts)) if len(texts) <= _MAX_NAMES else ""

@@ -118,8 +118,17 @@ class Roles:
         return Spot(bare(path)[-1], ())
 
 
+def is_t5x(tree: Node) -> bool:
+    """Return whether a checkpoint is laid out as T5X does: parameters in ``target``, the optimizer in ``state``."""
+    state = tree.children.get("state") if isinstance(tree, Branch) and "target" in tree.children else None
+    return isinstance(state, Branch) and "param_states" in state.children
+
+
 def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
     if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
+        return
+    if path[-1:] == ("param_states",):
+        yield path
         return
     named = bool(path) and _OPTIMIZER.fullmatch(path[-1]) is not None
     if named and (_has_marks(tree) or all(look(leaf) == EMPTY for _, leaf in leaves_at(tree))):
@@ -136,6 +145,11 @@ def _has_marks(tree: Branch) -> bool:
     return pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
 
 
+@functools.lru_cache(10_000)
+def _of_leaf(name: str, seen: Look) -> Contents:
+    return Counter() if seen == EMPTY else Counter({(name, seen): 1})
+
+
 class SubtreeMemo:
     """Cache of the contents of subtrees."""
 
@@ -144,10 +158,7 @@ class SubtreeMemo:
 
     def contents(self, node: Node, name: str = "") -> Contents:
         """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
-        if not isinstance(node, Branch):
-            seen = look(node)
-            return Counter() if seen == EMPTY else Counter({(name, seen): 1})
-        return self._facts(node)[1]
+        return self._facts(node)[1] if isinstance(node, Branch) else _of_leaf(name, look(node))
 
     def print(self, node: Node) -> int:
         """Return a number that is equal for equal contents."""
@@ -162,7 +173,8 @@ class SubtreeMemo:
         if known is None:
             found: Contents = Counter()
             for name, child in node.children.items():
-                found.update(self.contents(child, name))
+                for leaf, count in self.contents(child, name).items():
+                    found[leaf] += count
             named = hash(frozenset((name, self.named(child)) for name, child in node.children.items()))
             known = self._known[id(node)] = (node, found, hash(frozenset(found.items())), named)
         return known

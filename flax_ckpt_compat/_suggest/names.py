@@ -61,7 +61,7 @@ _SHORT = {
 _PROJECTIONS = (("query", "key", "value"), ("gate", "up"))
 _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
-    _set("bias beta b"),
+    _set("bias beta b offset"),
 )  # fmt: skip
 _MAX_PAIRS = 2500
 
@@ -71,7 +71,7 @@ def unnumbered(path: Path) -> Path:
     return tuple(map(_unnumbered, path))
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
@@ -81,13 +81,13 @@ def natural(names: Iterable[str]) -> list[str]:
     return sorted(names, key=_natural_key)
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def _natural_key(name: str) -> tuple[list[tuple[float, str]], str]:
     parts = filter(None, re.split(r"(\d+)", name))
     return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def words(name: str) -> frozenset[str]:
     """Return the lower-case words of a name in snake or camel case."""
     return frozenset(word.lower() for word in _WORDS.findall(name))
@@ -101,7 +101,7 @@ def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
     return _initials(one) in words(other) or _initials(other) in words(one)
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def _initials(name: str) -> str:
     """Return ``bn`` for ``BatchNorm_0``; nothing for single words."""
     found = _WORDS.findall(name)
@@ -122,7 +122,7 @@ def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
     return pairs + list(zip(left, right, strict=False))
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(100_000)
 def _read(name: str) -> tuple[str, frozenset[str]]:
     """Return the class of layer in a name, if any, and its other meaningful words."""
     found = words(name)

@@ -10,8 +10,8 @@ import numpy as np
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, topmost
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, leaves_at, look
+from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
 from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
@@ -32,18 +32,31 @@ def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
     ours, theirs = (
         {path: seen for path, seen in tree.items() if seen != EMPTY} for tree in (pairing.looks(stored), pairing.goal)
     )
+    if is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and not {("step",)} & ours.keys():
+        yield ProposedRule(rules.move("state/step", "step"), "state/step is T5X's")
     yield from _nested(ours, theirs)
     yield from _boxes(ours, theirs)
 
 
 def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
     """Yield the step for names that hold a whole key path, as in torch's state dicts."""
-    for separator in ("/", "."):
-        joined = [path for path in stored if separator in "".join(path)]
-        found = [tuple(part for name in path for part in name.split(separator)) in target for path in joined]
-        if joined and sum(found) * 2 >= len(joined):
-            yield ProposedRule(rules.nest(separator), f"stored names are key paths joined with {separator}")
+    modules = {path[start:-1] for path in target for start in (0, 1) if len(path) > start + 1}
+    for separators in (("/~/", "/"), ("/~/",), ("/",), (".",)):
+        held = [path for path in stored if any(separator in "".join(path) for separator in separators)]
+        held = [path for path in held if MOMENTS.isdisjoint(path)] or held
+        nested = [tuple(part for name in path for part in _parts(name, separators)) for path in held]
+        found = sum(path in target or not modules.isdisjoint((path[:-1], path[1:-1])) for path in nested)
+        # Names that are as they are in the target would be lost.
+        if found * 2 >= len(held) and found > 2 * sum(path in target for path in held):
+            for one in separators:
+                yield ProposedRule(rules.nest(one), f"stored names are key paths joined with {one}")
             return
+
+
+def _parts(name: str, separators: Sequence[str]) -> list[str]:
+    for separator in separators:
+        name = name.replace(separator, "\0")
+    return name.split("\0")
 
 
 def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
@@ -52,18 +65,20 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
         boxed = [path for path, seen in outer.items() if len(path) > 1 and inner.get(path[:-1]) == seen]
         names = {path[-1] for path in boxed}
         everywhere = [sum(path[-1:] == ("value",) for path in tree) / max(len(tree), 1) for tree in (inner, outer)]
-        if everywhere[0] < 0.5 and everywhere[1] > 0.9:
-            pattern, name = "([^/]+)", "value"
-        elif boxed and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
+        pattern, name = "", "value"
+        if everywhere[1] < 1 and len(names) == 1 and not any(path in inner for path in outer if path[:-1] in inner):
             name = names.pop()
-            pattern = _ends_of([path[:-1] for path in boxed], [path for path in inner if (*path, name) not in outer])
-        else:
+            others = [path for path in inner if (*path, name) not in outer]
+            pattern = _ends_of([path[:-1] for path in boxed], others) or _below([path[:-1] for path in boxed], others)
+        if not pattern and everywhere[0] < 0.5 and everywhere[1] > 0.9:
+            pattern, name = "([^/]+)", "value"
+        if not pattern:
             continue
-        if pattern and is_new:
+        if is_new:
             yield ProposedRule(
                 rules.rename(f"{pattern}$", rf"\1/{plain(name)}"), f"the target has {name} around arrays"
             )
-        elif pattern:
+        else:
             yield ProposedRule(
                 rules.rename(f"{pattern}/{literal(name)}$", r"\1"), f"the checkpoint has {name} around arrays"
             )
@@ -73,10 +88,18 @@ def _boxes(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[Propo
 def _ends_of(paths: Sequence[Path], others: Sequence[Path]) -> str:
     """Return a pattern, with a group, for the ends of some key paths and no others; empty if there is no short one."""
     for count in (1, 2):
-        ends = {"/".join(path[-count:]) for path in paths}
-        if len(ends) <= _MAX_ENDS and ends.isdisjoint("/".join(path[-count:]) for path in others):
+        ends = {joined(path[-count:]) for path in paths}
+        if len(ends) <= _MAX_ENDS and ends.isdisjoint(joined(path[-count:]) for path in others):
             return f"({either(ends)})"
     return ""
+
+
+def _below(paths: Sequence[Path], others: Sequence[Path]) -> str:
+    """Return a pattern, with a group, for all key paths below some of the names at the root; empty if others are."""
+    tops = {path[0] for path in paths if len(path) > 1}
+    exact = len(tops) <= _MAX_ENDS and tops.isdisjoint(path[0] for path in others)
+    alternatives = either(tops) if len(tops) == 1 else f"(?:{either(tops)})"
+    return rf"^({alternatives}/.+)" if exact and tops and all(len(path) > 1 for path in paths) else ""
 
 
 def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[ProposedRule, ...]]:
@@ -117,7 +140,7 @@ def finished(pairing: Pairing, state: State) -> State:
     for at in sorted(pairing.roles.roots):
         if not pairing.missing(state.tree, at):
             continue
-        text, fields = literal("/".join(at)), _fields(node_at(pairing.target, at))
+        text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
         if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
             continue  # numbers alone, of which `_kept` names those that are new
         if at not in roles.roots and len(roles.roots) != len(pairing.roles.roots):
@@ -126,7 +149,7 @@ def finished(pairing: Pairing, state: State) -> State:
                 state = parts
                 continue
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
-            extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
+            extra = {} if stored_at == at else {"stored_at": literal(joined(stored_at))}
             tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
             if tried and not pairing.missing(tried.tree, at):
                 state = tried if tried.matched >= state.matched else state
@@ -151,10 +174,10 @@ def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -
         found: list[tuple[bool, int, State]] = []
         for part in parts:
             is_named = akin(at[-1], part) or akin(root[-1], part)
-            doubt = "" if is_named else f"only shapes say that {'/'.join(root)}, for {'/'.join(at)}, is of {part}"
+            doubt = "" if is_named else f"only shapes say that {show_path(root)}, for {show_path(at)}, is of {part}"
             if not doubt and state is not before:
-                doubt = f"{'/'.join(at)} has one count, and would not take that of {'/'.join(root)}"
-            rule = rules.optimizer_state(literal("/".join(at)), literal("/".join(root)), subtree=part)
+                doubt = f"{show_path(at)} has one count, and would not take that of {show_path(root)}"
+            rule = rules.optimizer_state(literal(joined(at)), literal(joined(root)), subtree=part)
             after = pairing.tried(state, [ProposedRule(rule, f"the moments of {part}", doubt)])
             if after is not None and after.matched > state.matched:
                 found.append((bool(doubt), -after.matched, after))
@@ -177,10 +200,10 @@ def _counted(pairing: Pairing, state: State) -> State:
         for path in kept:
             siblings = node_at(pairing.target, path[:-1])
             if path in inside and list(siblings.children) == ["count"]:
-                count = "/".join(path)
+                count = joined(path)
                 doubt = f"{count} would begin anew, and begins at the stored step if each step was one update"
                 reason = "a new schedule goes on at the stored step"
-                copied = ProposedRule(rules.copy(literal("/".join(step)), plain(count)), reason, doubt)
+                copied = ProposedRule(rules.copy(literal(joined(step)), plain(count)), reason, doubt)
                 state = pairing.tried(state, [copied]) or state
     return state
 
@@ -191,9 +214,7 @@ def _typed_keys(pairing: Pairing, state: State) -> State:
     for path, leaf in leaves_at(state.tree):
         shape, kind = pairing.goal.get(path, EMPTY)
         if kind == "key" and is_array(leaf) and (leaf.shape, leaf.dtype) == ((*shape, 2), np.uint32):
-            steps.append(
-                ProposedRule(rules.wrap_key_data(f"^{literal('/'.join(path))}$"), "the target has a typed key")
-            )
+            steps.append(ProposedRule(rules.wrap_key_data(f"^{literal(joined(path))}$"), "the target has a typed key"))
     return pairing.tried(state, steps) or state
 
 
@@ -219,7 +240,7 @@ def _kept(pairing: Pairing, state: State) -> State:
         else:
             reason = f"stored {look(there)[0]}, target {look(wanted)[0]}"
         is_whole = isinstance(wanted, Branch) and any(isinstance(one, Branch) for one in wanted.children.values())
-        groups.setdefault((reason, is_whole or there is not None), []).append(literal("/".join(path)))
+        groups.setdefault((reason, is_whole or there is not None), []).append(literal(joined(path)))
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
     steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]

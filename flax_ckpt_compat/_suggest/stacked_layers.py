@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat import rules
@@ -94,20 +94,32 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
 
 def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that stack a row."""
-    stem = f"{into.rpartition('/')[2]}_" if old.is_list or not old.stem else old.stem
+    stem = old.stem or f"{into.rpartition('/')[2]}_"
     reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
-    from_0 = LayerRow(stem, False, 0, old.nodes)
-    first = [rename(renamed(old, from_0), "stacks are made of rows from 0")] if old.is_list or old.first else []
-    return [*first, ProposedRule(rules.stack(rf"{literal(stem)}(\d+)", into, **_axis(axis)), reason, doubt)]
+    # Names that are numbers alone may be those of other things, too.
+    named = [] if old.stem else [rename(renamed(old, LayerRow(stem, False, old.first, old.nodes)), f"layers of {into}")]
+    pattern = rf"{literal(stem)}{'/' if old.is_list else ''}(\d+)"
+    more = _axis(axis) | ({"first": old.first} if old.first else {})
+    return [*named, ProposedRule(rules.stack(pattern, into, **more), reason, doubt)]
 
 
 def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that unstack a stack into a row."""
     into = f"{new.stem}{'/' if new.is_list else ''}{{}}"
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
-    step = ProposedRule(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
-    from_0 = dataclasses.replace(new, first=0)
-    return [step, *([rename(renamed(from_0, new), f"numbered from {new.first}")] if new.first else [])]
+    more = _axis(axis) | ({"first": new.first} if new.first else {})
+    return [ProposedRule(rules.unstack(literal(name), into, **more), reason, doubt)]
+
+
+def split_groups(name: str, groups: tuple[int, int]) -> ProposedRule:
+    """Return the rule that makes groups of the layers of a stack."""
+    reason = f"the target's {name} has {groups[0]} groups of {groups[1]} layers"
+    return ProposedRule(rules.split_axis(literal(name), groups), reason)
+
+
+def merge_groups(name: str, groups: tuple[int, int]) -> ProposedRule:
+    """Return the rule that makes one row of the groups of layers of a stack."""
+    return ProposedRule(rules.merge_axes(literal(name)), f"{name} has {groups[0]} groups of {groups[1]} layers")
 
 
 def joined_axes(parts: Sequence[Node], whole: Node, memo: SubtreeMemo) -> dict[int, list[int]]:
@@ -195,6 +207,29 @@ def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] 
     ranks = {len(shape) for _, (shape, _) in layer}
     is_clear = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
     return axes[0], "" if is_clear else "the shapes do not tell on which axis the layers lie"
+
+
+def groupings(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the lengths of two axes that make up a number of layers."""
+    yield from ((groups, count // groups) for groups in range(2, count // 2 + 1) if count % groups == 0)
+
+
+def leaves_of_groups(layer: Contents, count: int) -> set[tuple[str, Look]]:
+    """Return the leaves that a stack of so many layers can have in groups."""
+    return {(name, ((*groups, *shape), kind)) for groups in groupings(count) for name, (shape, kind) in layer}
+
+
+def groups_of(layer: Contents, count: int, whole: Contents) -> tuple[int, int] | None:
+    """Return the lengths of the first two axes of a subtree that holds the layers of a row in groups."""
+    for groups in groupings(count) if layer.total() == whole.total() and len(_ranks(layer)) > 1 else ():
+        if Counter({(name, ((*groups, *shape), kind)): many for (name, (shape, kind)), many in layer.items()}) == whole:
+            return groups
+    return None
+
+
+def _ranks(layer: Contents) -> set[int]:
+    """Return the numbers of axes of the arrays; where they differ, the first axes in common are those of the layers."""
+    return {len(shape) for _, (shape, _) in layer}
 
 
 def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:

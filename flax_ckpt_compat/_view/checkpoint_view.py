@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, Nam
 from flax_ckpt_compat._core.fold_names import Row, shown
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -120,7 +120,7 @@ class Checkpoint:
         """
         found: dict[str, LeafHandle] = {}
         for path, handle in self._handles():
-            shown = "/".join(path)
+            shown = joined(path)
             if shown in found:
                 raise NameCollisionError(
                     f"{self.path}: two leaves are both written {shown!r}; use .tree, and tuples as paths",
@@ -172,9 +172,9 @@ class Checkpoint:
         wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
         found: set[str | Path] = set()
         root = _pruned(self._root, (), wanted.keys(), found)
-        missing = tuple(path if isinstance(path, str) else "/".join(path) for path in wanted if path not in found)
+        missing = tuple(path if isinstance(path, str) else show_path(path) for path in wanted if path not in found)
         if missing:
-            names = similar_names.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
+            names = similar_names.Names([show_path(path) for path, _ in iter_leaves(self._root)])
             rows, more = shown([Row((path,)) for path in missing])
             lines = [f"{self.path} has no leaf and no subtree of these paths:"]
             for row in rows:
@@ -202,7 +202,7 @@ _NOTHING = object()
 
 def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Path]) -> Node:
     """Return the part of a tree at the wanted key paths, or `_NOTHING`; add those that are there to ``found``."""
-    here = wanted & {path, "/".join(path)}
+    here = wanted & {path, joined(path), show_path(path)}
     found |= here
     if not isinstance(node, Branch):
         return node if here else _NOTHING

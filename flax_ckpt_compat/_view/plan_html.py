@@ -7,9 +7,22 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from flax_ckpt_compat._core.fold_names import Row, fold
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
+from flax_ckpt_compat._core.tree import shown_names
 from flax_ckpt_compat._view.plan_rows import PlannedLeaf, cells_of, row_of
-from flax_ckpt_compat._view.tree_html import COLORS, MAX_OPEN, STYLE, folder_item, leaf_item, search_box
+from flax_ckpt_compat._view.tree_html import (
+    COLORS,
+    MAX_OPEN,
+    MOST_STATIC,
+    STYLE,
+    TreeData,
+    folder_item,
+    leaf_item,
+    search_box,
+)
+
+_MAX_UNUSED = 1000
 
 
 def render(head: str, leaves: Sequence[PlannedLeaf], unused: Sequence[str]) -> str:
@@ -17,13 +30,52 @@ def render(head: str, leaves: Sequence[PlannedLeaf], unused: Sequence[str]) -> s
     tree: dict[str, Any] = {}
     for leaf in leaves:
         node = tree
-        for name in leaf.path.split("/")[:-1]:
+        *above, last = shown_names(leaf.path)
+        for name in above:
             node = node.setdefault(f"{name}/", {})
-        node[leaf.path.rpartition("/")[2]] = leaf
-    paths = "".join(leaf_item(path, _text(path)) for path in unused)
-    rest = f"<details><summary>Stored, but not used: {len(unused)}</summary><ul>{paths}</ul></details>"
-    body = f"<ul>{_items(tree, is_open=len(leaves) <= MAX_OPEN)}</ul>{rest if unused else ''}"
+        node[last] = leaf
+    is_large = len(leaves) > MOST_STATIC
+    listed = _large(tree) if is_large else f"<ul>{_items(tree, is_open=len(leaves) <= MAX_OPEN)}</ul>"
+    body = f"{listed}{_unused(unused)}"
     return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{_text(head)}</pre>{search_box()}{body}</div>'
+
+
+def _unused(paths: Sequence[str]) -> str:
+    """Return the list of what is stored and not used; of many, numbered layers are one line."""
+    if not paths:
+        return ""
+    lines, more = list(paths), 0
+    if len(paths) > MOST_STATIC:
+        rows = fold(Row((path,)) for path in paths)
+        lines = [f"{row.names[0]}{row.note}" for row in rows[:_MAX_UNUSED]]
+        more = sum(row.count for row in rows[_MAX_UNUSED:])
+    items = "".join(leaf_item(path, _text(path)) for path in lines)
+    items += f"<li>… and {more} more</li>" if more else ""
+    return f"<details><summary>Stored, but not used: {len(paths)}</summary><ul>{items}</ul></details>"
+
+
+def _large(tree: dict[str, Any]) -> str:
+    """Return the list of many leaves, as data and a script."""
+    data, known = TreeData(), dict[Any, int]()
+
+    def row(name: str, node: Any, above: tuple[str, ...]) -> list[Any]:
+        shown, names = printable(name.removesuffix("/"), one_line=True), (*above, name.removesuffix("/"))
+        if isinstance(node, dict):
+            return [shown, ~form(node, names)]
+        _, source, what = cells_of(row_of(node))
+        return [shown, data.type_of(_state(node), what), *data.source_of(source, names)]
+
+    def form(node: dict[str, Any], above: tuple[str, ...]) -> int:
+        rows = [row(name, child, above) for name, child in node.items()]
+        states = Counter(map(_state, _leaves(node)))
+        notes = [[state, f"{states[state]} {state}"] for state in COLORS if states[state]]
+        key = (*map(tuple, rows), *states.items())
+        if key not in known:
+            known[key] = len(data.forms)
+            data.forms.append([count_of_leaves(states.total()), notes, states.total(), rows])
+        return known[key]
+
+    return data.html(form(tree, ()), "Without scripts, print the plan.")
 
 
 def _items(tree: dict[str, Any], *, is_open: bool) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 from flax_ckpt_compat._restore.plan import TreePlan
+from flax_ckpt_compat._restore.policies import refused_by_flax_name
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._view.plan_rows import MAX_ROWS, PlannedLeaf, cells_of, rows_of, topmost_subtrees
 from flax_ckpt_compat._view.report import Line, Report
@@ -21,6 +22,13 @@ from flax_ckpt_compat._view.report import Line, Report
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+# What restore_checkpoint does instead of an error of restore.
+_MILD = {
+    "ShapeMismatchError": "warns, and returns what is stored",
+    "KindMismatchError": "warns, and returns what is stored",
+    "UnusedLeavesError": "warns, and drops them",
+    "MissingLeavesError": "keeps the target's values",
+}
 _MAX_STEPS = 12
 _MAX_WIDTH = 80
 _FRAME = 10  # characters of a table of three columns
@@ -66,6 +74,12 @@ class Plan:
         """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None."""
         found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
         return next(found, None)
+
+    @property
+    def flax_succeeds(self) -> bool:
+        """Return whether ``restore_checkpoint`` with these arguments succeeds although this restore raises."""
+        plans = self._plans if self.raises is not None and self.function == "restore" else ()
+        return bool(plans) and not any(map(refused_by_flax_name, plans))
 
     def __repr__(self) -> str:
         title = " ".join(_title(self).replace("\n", ";", 1).split())
@@ -216,8 +230,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 def _unlike(plan: Plan) -> str:
     """Return in which way ``restore_checkpoint``, whose defaults are milder, does something else; or empty."""
-    is_mild = plan.raises in ("ShapeMismatchError", "KindMismatchError") and plan.function == "restore"
-    return " (restore_checkpoint warns, and returns what is stored)" if is_mild else ""
+    return f" (restore_checkpoint {_MILD[plan.raises]})" if plan.raises in _MILD and plan.flax_succeeds else ""
 
 
 def _rest(plan: Plan, more: str) -> Iterator[str]:
@@ -243,7 +256,18 @@ def _nbytes(leaf: PlannedLeaf) -> int:
 
 def _to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as what JSON holds; dtypes are texts."""
-    fields = ("path", "format", "nbytes", "raises", "why", "missing", "unused", "unused_nbytes")
+    fields = (
+        "path",
+        "format",
+        "nbytes",
+        "function",
+        "raises",
+        "flax_succeeds",
+        "why",
+        "missing",
+        "unused",
+        "unused_nbytes",
+    )
     leaves = [dataclasses.asdict(leaf) for leaf in plan.leaves]
     for leaf in leaves:
         leaf.update({name: None if leaf[name] is None else str(leaf[name]) for name in ("dtype", "target_dtype")})

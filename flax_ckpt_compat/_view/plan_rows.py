@@ -11,6 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.fold_names import Row, fold
 from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.tree import shown_names
 
 # Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
 MAX_ROWS = 24
@@ -94,7 +95,7 @@ def _subtree_rows(rows: Sequence[Row]) -> Iterator[Row]:
 
 def _without_common_end(path: str, source: str) -> tuple[str, str]:
     """Return the subtrees of a leaf and of its source below which the names are the same."""
-    ours, theirs = path.split("/"), source.split("/")
+    ours, theirs = shown_names(path), shown_names(source)
     while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
         ours, theirs = ours[:-1], theirs[:-1]
     end = "/…" if len("/".join(ours)) < len(path) else ""
@@ -115,7 +116,7 @@ def topmost_subtrees(keys: dict[str, Any]) -> dict[str, str]:
 
 
 def _prefixes(path: str) -> list[str]:
-    parts = path.split("/")
+    parts = shown_names(path)
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 

@@ -12,6 +12,7 @@ from flax_ckpt_compat._view.show import Contents
 from flax_ckpt_compat._view.show_report import Subtree
 from flax_ckpt_compat._view.tree_html import (
     MAX_OPEN,
+    MOST_STATIC,
     STYLE,
     folder_item,
     leaf_item,
@@ -28,8 +29,8 @@ _LEAST_AREA, _MOST_BOXES = 40.0, 3000
 _HEADER, _LEAST_WIDTH, _LEAST_HEIGHT, _LETTER = 15.0, 60.0, 40.0, 6.7
 # Black text is legible on all of them.
 _FILLS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4")
-# Of more leaves the list is data, and equal numbered subtrees are one box of the treemap, which then has a label.
-_MAX_STATIC, _MAX_UNFOLDED = 2000, 500
+# Of more leaves, equal numbered subtrees are one box of the treemap, which then has a label.
+_MAX_UNFOLDED = 500
 _PAGE_STYLE = (
     ":root { color-scheme: light dark } body { margin: 16px; font: 13px/1.5 ui-monospace, monospace }"
     "h1 { font-size: 15px; overflow-wrap: anywhere }"
@@ -63,8 +64,7 @@ def render(contents: Contents) -> str:
     )
     mapped = show_report.folded(root) if root.count > _MAX_UNFOLDED else root
     boxes = "".join(_boxes(mapped, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
-    is_large = root.count > _MAX_STATIC
-    listed = search_box() + listed_by_script(root, has_stats=contents.has_stats) if is_large else _tree(root)
+    listed = _listed(root, contents)
     title = _text(show_report.title(contents))
     return (
         f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -80,8 +80,14 @@ def render(contents: Contents) -> str:
 @depth.limited("shown")
 def fragment(contents: Contents) -> str:
     """Return the tree without the page around it; names from the checkpoint are escaped."""
-    title, tree = _text(show_report.title(contents)), _tree(show_report.tree_of(contents))
-    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{tree}</div>'
+    title, listed = _text(show_report.title(contents)), _listed(show_report.tree_of(contents), contents)
+    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{listed}</div>'
+
+
+def _listed(root: Subtree, contents: Contents) -> str:
+    if root.count <= MOST_STATIC:
+        return _tree(root)
+    return search_box() + listed_by_script(root, has_stats=contents.has_stats)
 
 
 def _tree(root: Subtree) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -31,33 +34,46 @@ _SEARCH = (
     "if (words) root.querySelectorAll('details').forEach(one => one.open = true);"
     "this.nextElementSibling.hidden = !words || !!root.querySelector('li:not([hidden])');"
 )
+# Beyond so many leaves, a list is data.
+MOST_STATIC = 2000
 _LISTING = """
-const {types, forms, root, stats} = JSON.parse(document.getElementById("leaves").textContent);
-const list = document.getElementById("tree"), box = document.querySelector("input"), note = box.nextElementSibling;
+for (const list of document.querySelectorAll("ul.ckpt-leaves:not([data-filled])")) {
+list.dataset.filled = "";
+const data = list.parentNode.querySelector("script[type='application/json']");
+const {types, forms, root, starts, stats} = JSON.parse(data.textContent);
+const box = list.parentNode.querySelector("input"), note = box.nextElementSibling;
 const make = (name, text = "") => Object.assign(document.createElement(name), {textContent: text});
-const leafItem = (name, ref, at) => {
-  const item = make("li", name);
-  for (const text of [...types[ref], ...(stats ? [stats[at]] : [])]) if (text) item.append(" ", make("small", text));
+const leafItem = (path, row, at, shown = row[0]) => {
+  const [, ref, start, names] = row, [kind, ...texts] = types[ref], item = make("li", shown);
+  item.className = kind;
+  if (start !== undefined) {
+    const end = names ? path.split(SPLIT).slice(-names).join("/") : "", numbers = path.match(/[0-9]+/g);
+    const text = starts[start].replace(/MARK([0-9]+)MARK/g, (_, number) => numbers[number]);
+    item.append(" ", make("small", "←"), " ", text + end);
+  }
+  for (const text of [...texts, ...(stats ? [stats[at]] : [])]) if (text) item.append(" ", make("small", text));
   return item;
 };
-const fill = (ul, form, at) => {
-  for (const [name, ref] of forms[form][3]) {
-    if (ref >= 0) { ul.append(leafItem(name, ref, at)); at += 1; continue; }
-    const [count, size, leaves] = forms[~ref], item = make("li"), details = make("details"), inner = make("ul");
+const fill = (ul, form, at, above) => {
+  for (const row of forms[form][3]) {
+    const [name, ref] = row, path = above + name;
+    if (ref >= 0) { ul.append(leafItem(path, row, at)); at += 1; continue; }
+    const [count, notes, leaves] = forms[~ref], item = make("li"), details = make("details"), inner = make("ul");
     const summary = make("summary", `${name}/`), first = at;
-    summary.append(" ", make("small", count), " ", make("small", size));
+    summary.append(" ", make("small", count));
+    for (const [kind, text] of notes) summary.append(" ", Object.assign(make("small", text), {className: kind}));
     details.append(summary, inner);
-    details.ontoggle = () => { if (details.open && !inner.childElementCount) fill(inner, ~ref, first); };
+    details.ontoggle = () => { if (details.open && !inner.childElementCount) fill(inner, ~ref, first, `${path}/`); };
     item.append(details);
     ul.append(item);
     at += leaves;
   }
 };
-const matches = (words, form, at, path, found) => {
-  for (const [name, ref] of forms[form][3]) {
-    const here = path + name;
-    if (ref < 0) { matches(words, ~ref, at, `${here}/`, found); at += forms[~ref][2]; continue; }
-    if (here.toLowerCase().includes(words)) found.push([here, ref, at]);
+const matches = (words, form, at, above, found) => {
+  for (const row of forms[form][3]) {
+    const [name, ref] = row, path = above + name;
+    if (ref < 0) { matches(words, ~ref, at, `${path}/`, found); at += forms[~ref][2]; continue; }
+    if (path.toLowerCase().includes(words)) found.push([path, row, at, path]);
     at += 1;
   }
   return found;
@@ -65,14 +81,19 @@ const matches = (words, form, at, path, found) => {
 box.oninput = () => {
   const words = box.value.toLowerCase(), found = words ? matches(words, root, 0, "", []) : [];
   list.replaceChildren();
-  if (!words) fill(list, root, 0);
+  if (!words) fill(list, root, 0, "");
   found.slice(0, MOST).forEach(one => list.append(leafItem(...one)));
   if (found.length > MOST) list.append(make("li", `… and ${found.length - MOST} more`));
   note.hidden = !words || found.length > 0;
 };
-fill(list, root, 0);
+fill(list, root, 0, "");
+}
 """
 _MOST_FOUND = 500
+# A slash that parts names: one within a name follows a backslash.
+_NUMBERS = re.compile("[0-9]+")
+_MARK = "\ue000"  # around the place of a number among those of the leaf's own path
+_SPLIT = r"/(?<!\\)\//"
 
 
 def leaf_item(path: str, shown: str, kind: str = "") -> str:
@@ -98,52 +119,85 @@ def search_box() -> str:
     return f'{box}<p hidden="">No leaf has this in its path.</p>'
 
 
+@dataclasses.dataclass
+class TreeData:
+    """What the script lists: each text once, and equal subtrees once."""
+
+    types: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)  # class, then texts, of a leaf
+    starts: dict[str, int] = dataclasses.field(default_factory=dict)  # beginnings of the paths of sources
+    # Of a subtree: number of leaves, in words; notes, each a class and a text; number of lines; and a row for each
+    # child: name, number of its type or ~number of its form, and, of leaves with a source, number of its start and how
+    # many names of the leaf's own path follow.
+    forms: list[list[Any]] = dataclasses.field(default_factory=list)
+    stats: list[str] | None = None  # of each leaf
+
+    def type_of(self, *texts: str) -> int:
+        """Return the number of a type."""
+        return self.types.setdefault(texts, len(self.types))
+
+    def source_of(self, source: str, names: Sequence[str]) -> list[int]:
+        """Return what a leaf's row holds of its source; ``names`` are those of the leaf's own path."""
+        ends, count = source.split("/"), 0
+        while count < min(len(ends), len(names)) - 1 and ends[-1 - count] == names[-1 - count]:
+            count += 1
+        start = source[: len(source) - len("/".join(names[len(names) - count :]))] if count else source
+        own = _NUMBERS.findall("/".join(names))
+        # Layers that got another name have one form, too: their numbers are those of the leaf's own path.
+        start = _NUMBERS.sub(
+            lambda match: f"{_MARK}{own.index(match[0])}{_MARK}" if match[0] in own else match[0], start
+        )
+        return [self.starts.setdefault(start, len(self.starts)), count]
+
+    def html(self, root: int, without_scripts: str) -> str:
+        """Return the list, empty at first, its data, and the script that fills and searches it."""
+        fields = {
+            "types": list(self.types),
+            "starts": list(self.starts),
+            "forms": self.forms,
+            "root": root,
+            "stats": self.stats,
+        }
+        # "<" ends a script only as "</script", but begins a comment in it, too.
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        script = _LISTING.replace("MOST", str(_MOST_FOUND)).replace("SPLIT", _SPLIT).replace("MARK", _MARK)
+        return (
+            f'<ul class="ckpt-leaves"></ul><noscript>{without_scripts}</noscript>'
+            f'<script type="application/json">{text}</script><script>{script}</script>'
+        )
+
+
 def listed_by_script(root: Subtree, *, has_stats: bool) -> str:
     """Return a tree of many leaves as an empty list, its data, and the script that fills and searches it.
 
-    As HTML, 50,000 leaves take 7 MB. As data, equal subtrees are one *form* (names, types and shardings), and equal
-    types one entry, so it takes a few bytes a leaf, and the browser has only those elements that somebody looks at."""
-    data = _data(root, has_stats=has_stats)
-    # "<" ends a script only as "</script", but begins a comment in it, too.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    script = _LISTING.replace("MOST", str(_MOST_FOUND))
-    return (
-        f'<ul id="tree"></ul><noscript>Without scripts, `flax-ckpt show` lists the leaves.</noscript>'
-        f'<script type="application/json" id="leaves">{text}</script><script>{script}</script>'
-    )
-
-
-def _data(root: Subtree, *, has_stats: bool) -> dict[str, Any]:
-    types: dict[tuple[str, ...], int] = {}
-    forms: dict[str, int] = {}
-    rows: list[list[Any]] = []
-    stats: list[str] = []
+    As HTML, 50,000 leaves take 7 MB, in each output of a notebook. As data, equal subtrees are one *form* (names, types
+    and shardings), and equal types one entry, so it takes a few bytes a leaf, and the browser has only those elements
+    that somebody looks at."""
+    data, known = TreeData(), dict[str, int]()
 
     def reference(node: Subtree) -> int:
         """Return the number of a leaf's type, or ``~number`` of a subtree's form."""
+        size = format_size(node.nbytes) if node.nbytes else ""
         if node.leaf is not None:
-            size = format_size(node.nbytes) if node.nbytes else ""
-            key = (node.leaf.type, size, printable(show_report.sharding(node.leaf.sharding), one_line=True))
-            return types.setdefault(key, len(types))
-        if node.form not in forms:
-            number = forms[node.form] = len(rows)
-            size = format_size(node.nbytes) if node.nbytes else ""
-            rows.append([count_of_leaves(node.count), size, _places(node), []])
-            rows[number][3] = [
-                [printable(name, one_line=True), reference(child)] for name, child in node.children.items()
-            ]
-        return ~forms[node.form]
+            sharding = printable(show_report.sharding(node.leaf.sharding), one_line=True)
+            return data.type_of("", node.leaf.type, size, sharding)
+        if node.form not in known:
+            rows: list[Any] = []
+            known[node.form] = len(data.forms)
+            data.forms.append([count_of_leaves(node.count), [["", size]], _places(node), rows])
+            rows += [[printable(name, one_line=True), reference(child)] for name, child in node.children.items()]
+        return ~known[node.form]
 
-    def add_stats(node: Subtree) -> None:
+    def add_stats(node: Subtree, stats: list[str]) -> None:
         if node.leaf is not None:
             stats.append(", ".join(filter(None, show_report.stats_words(node.leaf.stats))))
         for child in node.children.values():
-            add_stats(child)
+            add_stats(child, stats)
 
     number = ~reference(root)
     if has_stats:
-        add_stats(root)
-    return {"types": list(types), "forms": rows, "root": number, "stats": stats if has_stats else None}
+        data.stats = []
+        add_stats(root, data.stats)
+    return data.html(number, "Without scripts, `flax-ckpt show` lists the leaves.")
 
 
 def _places(node: Subtree) -> int:

@@ -23,6 +23,7 @@ from flax_ckpt_compat._view.report import Line, Report
 from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_report, wrapped
 
 if TYPE_CHECKING:
+    from flax_ckpt_compat._convert.estimate import Estimate
     from flax_ckpt_compat._convert.jobs import Conversion, Job
 
 _HEADINGS = ("status", "leaves", "size", "source", "result")
@@ -82,12 +83,19 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 @click.option("--all", "every", is_flag=True, help="All checkpoints, as without --step.")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Function that returns the saved state, for its containers.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to apply, with the target's structure.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show what would be done, and about how long it takes and how much space; write nothing.",
+)
 @click.option("--resume", is_flag=True, help="Keep results that are there and equal to their sources.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Checkpoints at the same time.")
 @click.option("--dask", metavar="ADDRESS", help="Run on the workers of this Dask scheduler, which see the same paths.")
 @click.option("--shard", metavar="I/N", callback=_shard, help="Every N-th checkpoint from the I-th, counted from 0.")
-@json_option("a list with source, destination, status, leaves, bytes, seconds, notes and error of each")
+@json_option(
+    "a list with source, destination, status, leaves, bytes, seconds, notes and error of each; with --dry-run also "
+    "estimated_seconds and free_bytes"
+)
 def command(
     src: str,
     dst: str,
@@ -169,8 +177,26 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> 
         more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
         lines.append(Line(f"Note: {printable(mine[0].source)}{more}: {note}", hang=2, is_note=True))
     lines.append(Line(_summary(results, seconds, dry_run=dry_run)))
+    found = _estimate(results) if dry_run else None
+    lines += [Line(printable(line), hang=2) for line in (found.lines() if found is not None else ())]
     errors = [Line(f"Error: {printable(str(one.error))}", hang=2) for one in results if one.error is not None]
-    return Report(lines, lambda: list(map(_as_json, results)), errors, found=bool(errors))
+    rows = [_as_json(result) | (_estimated(result, found) if dry_run else {}) for result in results]
+    return Report(lines, lambda: rows, errors, found=bool(errors))
+
+
+def _estimate(results: Sequence[Conversion]) -> Estimate | None:
+    from flax_ckpt_compat._convert import estimate
+
+    return estimate.estimate(results)
+
+
+def _estimated(result: Conversion, found: Estimate | None) -> dict[str, Any]:
+    """Return what a dry run adds to a result: the time it may take, and the bytes that are free for all results."""
+    seconds = found.seconds(result.nbytes) if found is not None and result.status == "planned" else None
+    return {
+        "estimated_seconds": None if seconds is None else round(seconds, 3),
+        "free_bytes": None if found is None else found.free,
+    }
 
 
 def _rows(results: Sequence[Conversion]) -> list[Line]:

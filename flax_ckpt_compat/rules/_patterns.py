@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.regex_templates import compile_template, literal
 from flax_ckpt_compat._core.similar_names import Names
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
 from flax_ckpt_compat.rules._rule import RuleError
 
 # Global flags, which Python requires at the beginning of an expression.
@@ -90,9 +90,10 @@ def matches(
 ) -> Iterator[tuple[int, int, int, re.Match[str]]]:
     """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
 
-    Yields the index of the pattern, the first that matches there; of the first name; after the last name; and the
-    match. A ``/`` inside a name is an ordinary character, at which no match begins or ends."""
-    text = "/".join(path)
+    Yields the index of the pattern; of the first name; after the last name; and the match. Of several that match from
+    one name on, the one with the most names is taken, then the first. A ``/`` inside a name is an ordinary character,
+    at which no match begins or ends."""
+    text = joined(path)
     searched = range(len(patterns)) if plain is None else plain.others
     able = [number for number in searched if patterns[number].search(text)]
     if plain is not None:
@@ -105,13 +106,12 @@ def matches(
     ends = {start - 1: number for number, start in enumerate(starts)}
     first = 0
     while first < len(path):
-        after = first
-        for number in able:
-            match = patterns[number].match(text, starts[first])
-            after = ends.get(match.end(), 0) if match else 0
-            if match and after > first:
-                yield number, first, after, match
-                break
+        found = [(number, match) for number in able if (match := patterns[number].match(text, starts[first]))]
+        lengths = [ends.get(match.end(), 0) for _, match in found]
+        after = max(lengths, default=0)
+        if after > first:
+            number, match = found[lengths.index(after)]
+            yield number, first, after, match
         first = max(after, first + 1)
 
 
@@ -119,10 +119,10 @@ def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
     The pattern does not match names of the branch's own key path."""
-    start = len("/".join(path)) + bool(path)
+    start = len(joined(path)) + bool(path)
 
     def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-        match = pattern.fullmatch("/".join((*path, *level)), start) if level else None
+        match = pattern.fullmatch(joined((*path, *level)), start) if level else None
         if match:
             yield level, match
         elif isinstance(node, Branch):
@@ -145,7 +145,7 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
         paths = iter([()]) if pattern.fullmatch("") else paths
         seen: dict[str, re.Match[str]] = {}
         for path in paths:
-            shown = "/".join(path)
+            shown = joined(path)
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
                 raise RuleError(
@@ -163,7 +163,7 @@ def select_one(tree: Node, pattern: str, *, whose: str = "the checkpoint") -> Pa
     """Return the only key path that `select` finds; raise RuleError if it finds several, or as in `select`."""
     first, *others = select(tree, [pattern], whose=whose)
     if others:
-        shown = one_line("/".join(path) for path in (first, *others))
+        shown = one_line(map(show_path, (first, *others)))
         raise RuleError(f"{pattern!r} must match one place in {whose}, found {shown}")
     return first
 
@@ -193,7 +193,7 @@ def names_in(text: str) -> Path:
 def near_names(wanted: str, tree: Node) -> str:
     """Return the end of a message: similar paths of a tree, or its top-level names."""
     names = list(
-        dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
+        dict.fromkeys(show_path(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
     )
     if close := Names(names).nearest(wanted):
         return f"near it: {', '.join(close)}"

@@ -22,8 +22,8 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
     Args:
         pattern: regular expression that matches one or several whole names (``layer_(\\d+)``, ``params/Dense_0``)
             anywhere in a key path, or from its root if it begins with ``^``. A mapping of patterns to replacements
-            applies them all at once, so that ``rename({"a": "b", "b": "a"})`` swaps two names; where several match,
-            the first is taken.
+            applies them all at once, so that ``rename({"a": "b", "b": "a"})`` swaps two names; of those that
+            overlap, the one that begins first is taken, then the one that matches the most names, then the first.
         replacement: the new names, as in ``re.sub``: text that may refer to groups (``block_\\1``) and contain ``/``,
             or a function that takes the match and returns such text.
 
@@ -60,7 +60,8 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
                     raise RuleError(
                         f"{text!r} matches only where {winner!r} matches, too, which is taken, as in "
                         f"{show_path(path)}: of overlapping patterns the one that begins first counts, then the one "
-                        "that is given first. Give it in a rule of its own, or one pattern for both"
+                        "with the most names, then the one that is given first. Give it in a rule of its own, or one "
+                        "pattern for both"
                     )
             raise RuleError(f"{what} nothing in the checkpoint; {_patterns.near_names(text, stored)}")
         return tree

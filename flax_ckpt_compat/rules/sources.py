@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.location import as_text
-from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves, node_at
+from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
@@ -76,11 +76,11 @@ def from_checkpoint(
             other = one.apply_to(other, target, open_tree)
         whole, whose = (other, located) if target is None else (target, "the target")
         for place in _patterns.select(whole, patterns, whose=whose):
-            start = next(_patterns.paths_of(other, "/".join(place)), None)
+            start = next(_patterns.paths_of(other, joined(place)), None)
             if start is None:
-                text = "/".join(place)
-                near = _patterns.near_names(text, other)
-                raise RuleError(f"{located} has no {text}; {near}", leaf=text)
+                shown = show_path(place)
+                near = _patterns.near_names(shown, other)
+                raise RuleError(f"{located} has no {shown}; {near}", leaf=shown)
             stored = _edit_tree.put(stored, place, node_at(other, start))
         return stored
 
@@ -93,7 +93,7 @@ def _named_after(leaf: Any, located: str) -> Any:
     """Return a leaf handle whose path, which plans and messages show, begins with its checkpoint."""
     if not isinstance(leaf, LeafHandle):
         return leaf
-    return dataclasses.replace(leaf, path=(located, *leaf.path), stored_name=leaf.name)
+    return dataclasses.replace(leaf, path=(*located.split("/"), *leaf.path), stored_name=leaf.name)
 
 
 def from_names(mapping: Mapping[str, Replacement]) -> Rule:
@@ -109,15 +109,27 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
         if target is None:
             raise RuleError("maps names of a target, and there is none; use rules.rename or rules.move")
         places: dict[Path, Path] = {}
+        keys: dict[Path, str] = {}  # by place, of those that match it the last one
+        examples: dict[str, Path] = {}  # a place of each key
         for new, fill in fills.items():
             for place, match in _patterns.select(target, [new], whose="the target").items():
                 old = fill(match)
-                found = list(_patterns.paths_of(stored, old))
+                found = list(_patterns.paths_of(stored, old)) or list(
+                    _patterns.paths_of(stored, old.replace(r"\/", "/"))
+                )
                 if len(found) != 1:
                     problem = f"means {len(found)} things" if found else "is not stored"
                     near = _patterns.near_names(old, stored)
-                    raise RuleError(f"{old}, for the target's {'/'.join(place)}, {problem}; {near}", leaf=old)
+                    raise RuleError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
                 places[place] = found[0]
+                keys[place], examples[new] = new, place
+        for idle in examples.keys() - set(keys.values()):
+            shown = show_path(examples[idle])
+            raise RuleError(
+                f"{idle!r} matches only what {keys[examples[idle]]!r} matches, too, such as {shown}, and the later "
+                "key is taken; leave one of them out",
+                leaf=shown,
+            )
         tree = stored
         for place in sorted(places, key=len):
             tree = _edit_tree.put(tree, place, node_at(stored, places[place]))

@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._core.tree import Path, joined, show_path
 from flax_ckpt_compat.transforms._resolve import (
     Call,
     Keep,
@@ -124,9 +124,9 @@ def apply_transformations(
     if not leaves and not new_tree:
         return {}
     original, prepared = Leaves(named_leaves(original_tree)[0]), Transforms(transformations)
-    new = {"/".join(path): own for path, own in leaves}
+    new = {joined(path): own for path, own in leaves}
     if len(new) < len(leaves):
-        twice = next(name for name, count in Counter("/".join(path) for path, _ in leaves).items() if count > 1)
+        twice = next(name for name, count in Counter(joined(path) for path, _ in leaves).items() if count > 1)
         raise NameCollisionError(f"the new tree has two leaves {twice!r}: a key contains '/'; rename one", leaf=twice)
     values, unknown = [], []
     for key, own in new.items():

@@ -13,7 +13,7 @@ import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.regex_templates import compile_template
-from flax_ckpt_compat._core.tree import Path, key_name, show_path
+from flax_ckpt_compat._core.tree import Path, joined, key_name, show_path
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
@@ -56,7 +56,7 @@ class Leaves(dict[Path, Any]):
         super().__init__(leaves)
         self.names: dict[str, list[Path]] = {}
         for path in self:
-            self.names.setdefault("/".join(path), []).append(path)
+            self.names.setdefault(joined(path), []).append(path)
 
     def has(self, source: str | Path) -> bool:
         return source in self if isinstance(source, tuple) else source in self.names
@@ -126,7 +126,7 @@ class Transforms:
         for old in stored:
             for entry in self._matching(old) if old not in wanted else ():
                 new = entry.transform.original_key and _source(entry, old)
-                new = "/".join(new) if isinstance(new, tuple) else new
+                new = joined(new) if isinstance(new, tuple) else new
                 if new in wanted:
                     return old, new
         return None
@@ -163,7 +163,7 @@ def _of_one(
     if not has(source):
         note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
         raise AbsentSourceError(
-            f"the transform {entry.key!r} takes {_shown(source)} for {show_path((key,) if key else ())}, but no such "
+            f"the transform {entry.key!r} takes {_shown(source)} for {key or show_path(())}, but no such "
             f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value",
             leaf=key,
             source=source,
@@ -201,10 +201,10 @@ def flat_transforms(tree: Any) -> dict[str, Any]:
     Dicts count in the order of their sorted keys. Raise TransformError for another leaf, or an invalid transform."""
     flat: dict[str, Any] = {}
     for path, transform in named_leaves(tree)[0]:
-        key = "/".join(path)
+        key = joined(path)
         if not all(hasattr(transform, name) for name in _FIELDS) or isinstance(transform, type):
             raise TransformError(
-                f"transforms: expected a Transform at {show_path(path)}, found {type(transform).__name__}: "
+                f"transforms: expected a Transform at {key or show_path(())}, found {type(transform).__name__}: "
                 f"{transform!r:.100}; write flax_ckpt_compat.Transform(original_key=…) or the like",
                 leaf=key,
             )

@@ -4,17 +4,20 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import flax_ckpt_compat
+from flax_ckpt_compat._convert import estimate
 from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -38,16 +41,48 @@ def test_a_dry_run_is_a_table(runs: Path, tmp_path: Path) -> None:
     """Status, leaves, size, source and result of each; nothing is written."""
     result = convert(runs, tmp_path / "out", "--to", "orbax", "--dry-run")
     assert result.exit_code == 0
-    heading, *rows, summary = result.stdout.splitlines()
+    heading, *rows, summary, space = result.stdout.splitlines()
     assert heading.split() == ["status", "leaves", "size", "source", "result"]
     assert [row.split() for row in rows] == [
         ["planned", "2", "4.00", "kB", f"{runs}/checkpoint_{step}", f"{tmp_path}/out/checkpoint_{step}"]
         for step in (1, 2)
     ]
     assert summary == "2 planned: 8.00 kB. Nothing was written."
+    assert re.fullmatch(
+        rf"Space: about 8.00 kB, and \d.* are free in {tmp_path}; nothing of the source is removed.", space
+    )
     note = f"Note: {runs}/checkpoint_1 (and 1 more): dicts of 0, 1, … are written as lists"
     assert result.stderr.startswith(note)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_estimates_time_and_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three passes at the rate of a sample that is read; in JSON for each result. Too little space is said."""
+    for step in (1, 2):
+        flax_ckpt_compat.save(tmp_path / "runs", {"a": np.ones(2_000_000, np.float32)}, step=step)
+    # Each read takes 0.5 s by this clock: 8 MB each.
+    ticks = iter(np.arange(0, 100, 0.5).tolist())
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    lines = convert(tmp_path / "runs", tmp_path / "out", "--to", "msgpack", "--dry-run").stdout.splitlines()
+    assert lines[-2].startswith(
+        "Time: about 3 s with one worker: read, written, and read again to compare, each at 16.0 MB/s"
+    )
+    assert lines[-1] == (
+        f"Space: NOT ENOUGH: about 16.0 MB, and 10.0 MB are free in {tmp_path}; nothing of the source is removed."
+    )
+    found = json.loads(convert(tmp_path / "runs", tmp_path / "out", "--to", "msgpack", "--dry-run", "--json").stdout)
+    assert [(one["estimated_seconds"], one["free_bytes"]) for one in found] == [(1.5, 10_000_000)] * 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.1 s"), (9.4, "9.4 s"), (90, "90 s"), (3600, "60 min"), (12_000, "3 h 20 min"), (400_000, "4 days 15 h")],
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    """As one would say them."""
+    assert estimate._duration(seconds) == text
 
 
 def test_a_narrow_terminal_gets_lines_that_keep_their_indent(runs: Path, tmp_path: Path) -> None:

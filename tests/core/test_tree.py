@@ -1,5 +1,6 @@
 """Trees from their leaves, and the files below a directory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError
 from flax_ckpt_compat._core.local.directories import files_below
-from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, topmost
+from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, show_path, shown_names, topmost
 
 LIKE = Branch(
     {
@@ -47,6 +48,29 @@ def test_the_topmost_nodes() -> None:
     every = {path for path, _ in iter_leaves(tree)}
     assert list(topmost(tree, every)) == [("a",), ("b",)]
     assert list(topmost(tree, every - {("b", "y")})) == [("a",), ("b", "x")]
+
+
+PATHS = [
+    ("a/b",),
+    ("a", "b"),
+    ("a\\", "b"),
+    ("a\\/b",),
+    ("a\\\\", "b"),
+    ("a", "/b"),
+    ("a/", "b"),
+    ("/",),
+    ("", ""),
+    ("a\\", "/b"),
+]
+
+
+def test_paths_are_shown_so_that_no_two_look_alike() -> None:
+    """Also where names hold slashes and backslashes; as a regular expression, what is shown matches the joined names."""  # noqa: E501
+    shown = [show_path(path) for path in PATHS]
+    assert len(set(shown)) == len(PATHS) and shown[:2] == [r"a\/b", "a/b"]
+    assert [len(shown_names(text)) for text in shown] == list(map(len, PATHS))
+    assert all(re.fullmatch(text, "/".join(path)) for text, path in zip(shown, PATHS, strict=True))
+    assert show_path(()) == "<root>" and show_path(("a", "b", "0")) == "a/b/0"
 
 
 def test_files_below_a_directory(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.guide.test_readme import PAGES, ROOT, SKIPPED
 
 BLOCK = re.compile(r"^(?:(<!--[^\n]*-->)\n)?```(sh|bash|console|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Seconds and rates, which differ from run to run, and the folders that the pages show.
-VARIES = re.compile(r"\d[\d.]* [kMG]?B/s|\d[\d.e-]* s\b")
+VARIES = re.compile(r"\d[\d.]* [kMG]?B/s|\d[\d.e-]* s\b|\d[\d.]* [kMGT]?B(?= are free)")
 
 
 def state(block: str = "block", seed: int = 0, **more: Any) -> dict[str, Any]:

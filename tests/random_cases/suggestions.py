@@ -11,6 +11,7 @@ import dataclasses
 import random as random_module
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -307,21 +308,37 @@ def check(seed: int) -> None:
 CASES = st.tuples(st.integers(0, 10**9))
 
 
-def main() -> int:
-    """Count the verdicts of many cases."""
-    parser = argparse.ArgumentParser(prog="python -m tests.random_cases.suggestions", description=__doc__)
+def count(
+    name: str,
+    about: str,
+    made: Callable[[Any], Callable[[int], Case]],
+    more: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+    followed: Callable[[Case, Suggestion], str] | None = None,
+) -> int:
+    """Count the verdicts of many cases, for a command with options of its own."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.random_cases.{name}", description=about)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--show", default="certain wrong", help="print the cases of this verdict")
     parser.add_argument("--most", type=int, default=20, help="print at most so many")
     parser.add_argument("--list", help="write the verdict of each seed to this file")
+    more(parser)
     options = parser.parse_args()
+    case_of = made(options)
     counts: Counter[str] = Counter()
     start, shown, lines = time.process_time(), 0, []
     seed = options.seed
     while counts.total() < options.cases:
-        one = case(seed)
+        one = case_of(seed)
         found, suggestion, wrong = verdict(one)
+        if (
+            followed
+            and options.follow
+            and found == "certain right"
+            and suggestion
+            and (wrong := followed(one, suggestion))
+        ):
+            found = "certain wrong"
         lines.append(f"{seed} {found} {one.title}")
         seed += 1
         if found == "same":
@@ -336,6 +353,11 @@ def main() -> int:
             file.write("\n".join(lines) + "\n")
     print(dict(sorted(counts.items())), f"{time.process_time() - start:.1f} s of CPU")
     return counts["certain wrong"]
+
+
+def main() -> int:
+    """Count the verdicts of many cases."""
+    return count("suggestions", __doc__ or "", lambda _: case)
 
 
 if __name__ == "__main__":

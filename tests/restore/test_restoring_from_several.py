@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ def test_a_mapping_is_strict(path: str) -> None:
         ),
         ({"params/decoder": "params/Dense_0"}, "the target has no params/decoder; near it: params/encoder"),
         ({"params/(": "x"}, "not a regular expression"),
+        (
+            {"params/encoder": "params/Dense_0", "params/enc.*": "params/Dense_0"},
+            "'params/encoder' matches only what 'params/enc.*' matches, too, such as params/encoder",
+        ),
     ):
-        with pytest.raises(errors.TransformError, match=why.replace("(", r"\(")):
+        with pytest.raises(errors.TransformError, match=re.escape(why)):
             restore(path, NEW, transforms=mapping)
     with pytest.raises(errors.MissingLeavesError):
         checkpoints.restore_checkpoint(path, NEW, orbax_transforms={"params/encoder/w": "params/Dense_0/w"})

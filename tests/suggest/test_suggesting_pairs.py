@@ -69,7 +69,7 @@ def stack(axis: int) -> Any:
         (
             {"layers": {str(n): D for n in range(3)}},
             {"layers": stack(0)},
-            [r"rules.rename(r'layers/(\d+)', r'layers_\1')", r"rules.stack(r'layers_(\d+)', 'layers')"],
+            [r"rules.stack(r'layers/(\d+)', 'layers')"],
         ),
         (
             {"layers": stack(0)},

@@ -1,6 +1,7 @@
 """plan_restore: what it says, before it is done, and that just this is what is done."""
 
 import io
+import json
 import logging
 import pickle
 import re
@@ -17,7 +18,7 @@ import rich.console
 from flax import serialization, traverse_util
 from flax.training import train_state
 
-from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
+from flax_ckpt_compat import checkpoints, config, open_checkpoint, plan_restore, restore, rules, save
 from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, ShapeMismatchError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.samples import fingerprint
@@ -195,6 +196,55 @@ def test_a_narrow_table_breaks_names_at_slashes(flag: bool, tmp_path: Path) -> N
         assert {part for cells in table for part in cells[0].split("/")} - {""} == set(new)
         if transforms is not None:
             assert {part for cells in table for part in cells[1].split(": ")[-1].split("/")} - {""} >= set(old)
+
+
+def test_a_slash_within_a_name_is_shown_as_such(flag: bool, tmp_path: Path) -> None:
+    """In plan, page, error and listing; the shown path is a pattern for rules, and a path for reading."""
+    checkpoints.save_checkpoint(tmp_path, {"a/b": np.ones(2), "c": {"d/e": {"w": np.ones(3)}}}, 1)
+    plan = plan_restore(tmp_path, {"a": {"b": np.zeros(2)}, "c": {"d/e": {"w": np.zeros(3)}}})
+    assert plan.unused == (r"a\/b",) and plan.missing == ("a/b",)
+    assert plan.leaves[1].path == r"c/d\/e/w" and "<summary>d\\/e/ " in plan._repr_html_()
+    with pytest.raises(MissingLeavesError, match=re.escape(r"a/b   (stored: a\/b)")):
+        restore(tmp_path, {"a": {"b": np.zeros(2)}})
+    target = {"c": {"d/e": {"w": np.zeros(3)}}, "x": {"w": np.zeros(3)}}
+    for steps in ([rules.copy(r"c/d\/e", "x")], [{"x": r"c/d\/e", "c": "c"}]):
+        assert restore(tmp_path, target, transforms=steps)["x"]["w"].all()
+    with open_checkpoint(tmp_path) as opened:
+        assert opened.read(r"c/d\/e/w")["c"]["d/e"]["w"].all()
+
+
+def test_the_page_of_many_leaves_is_data(tmp_path: Path) -> None:
+    """It names each leaf and its source, also where layers were renamed, in few bytes; what is not used is folded."""
+
+    def tree(stem: str) -> dict[str, Any]:
+        layer = {"a/<b>": {"kernel": np.zeros(2), "bias": np.zeros(2)}}
+        return {f"{stem}_{n}": layer for n in range(2_000)}
+
+    save(tmp_path / "x", {**tree("layer"), **{f"old_{n}": np.zeros(1) for n in range(2_500)}}, format="msgpack")
+    target = {**tree("block"), "new": {"w": np.zeros(3)}}
+    plan = plan_restore(tmp_path / "x", target, transforms=[rules.rename(r"layer_(\d+)", r"block_\1")])
+    page = plan._repr_html_()
+    assert len(page) < 100_000 and "<b>" not in page and "old_{0..2499}   (2500 leaves)" in page
+    data = json.loads(re.findall('<script type="application/json">(.*?)</script>', page)[0])
+    found: list[tuple[str, str, str]] = []
+
+    def walk(form: int, above: tuple[str, ...]) -> None:
+        for name, ref, *source in data["forms"][form][3]:
+            names = (*above, name)
+            if ref < 0:
+                walk(~ref, names)
+            else:
+                start, count = source
+                end = "/".join(names[len(names) - count :])
+                text = data["starts"][start]
+                for place, number in enumerate(re.findall(r"\d+", "/".join(names))):
+                    text = text.replace(f"\ue000{place}\ue000", number)
+                found.append(("/".join(names), text + end, data["types"][ref][1]))
+
+    walk(data["root"], ())
+    expected = [(leaf.path, leaf.sources[0] if leaf.sources else "MISSING") for leaf in plan.leaves]
+    assert [one[:2] for one in found] == expected and {one[2] for one in found} == {"(2,) float64", "(3,) float64"}
+    assert data["forms"][data["root"]][:3] == ["4001 leaves", [["missing", "1 missing"]], 4001]
 
 
 def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path: Path) -> None:

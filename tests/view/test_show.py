@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat import checkpoints, errors, open_checkpoint
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._view import show, show_report
 from flax_ckpt_compat._view.array_values import Stats
@@ -338,7 +338,7 @@ def test_page_of_many_leaves(tmp_path: Path) -> None:
     assert run(tmp_path, "--html", page).exit_code == 0
     text = page.read_text(encoding="utf-8")
     assert len(text) < 2_000_000 and "<out>" not in text
-    data = json.loads(re.findall('<script type="application/json" id="leaves">(.*?)</script>', text)[0])
+    data = json.loads(re.findall('<script type="application/json">(.*?)</script>', text)[0])
     found: dict[str, str] = {}
 
     def walk(form: int, path: str) -> None:
@@ -346,7 +346,7 @@ def test_page_of_many_leaves(tmp_path: Path) -> None:
             if ref < 0:
                 walk(~ref, f"{path}{name}/")
             else:
-                found[f"{path}{name}"] = data["types"][ref][0]
+                found[f"{path}{name}"] = data["types"][ref][1]
 
     walk(data["root"], "")
     expected = {
@@ -354,6 +354,9 @@ def test_page_of_many_leaves(tmp_path: Path) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     assert found == expected
+    with open_checkpoint(tmp_path) as opened:  # the output of a notebook has the same list
+        listed = opened._repr_html_()
+    assert len(listed) < 2_000_000 and re.findall("<ul class=.ckpt-leaves.*?</script>", text, re.DOTALL)[0] in listed
     labels = re.findall("<text[^>]*>([^<]*)</text>", text)
     assert sum(label.startswith("layer_{") for label in labels) == 7
     assert text.count("<rect") < 4_000
