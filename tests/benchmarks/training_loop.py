@@ -32,7 +32,7 @@ WORKLOADS = ("gpt2-jax", "gpt2-numpy", "gpt2+adamw")
 _ROOT = Path(__file__).parents[2]
 _EXPLAINED = """Each system has processes of its own, and systems take turns. A step reads and
 writes every array once, on all cores; those on devices donate the state. *blocked* is how long the call took; *lost* is
-what the call and all steps until the next save took beyond as many steps of the second half of that time, when the save
+what the call and all steps until the next save took beyond as many steps of the last third of that time, when the save
 has long ended."""
 # Seconds from one save to the next: the memory of the one before has gone back to the machine by then.
 _PAUSE = 8.0
@@ -152,7 +152,7 @@ def _loop(workload: Workload, system: Any, workdir: str, saves: int, pause: floa
                 state = step(state)
                 marks.append(time.perf_counter())
             steps = np.diff(marks)
-            quiet = float(np.median(steps[len(steps) // 2 :]))
+            quiet = float(np.median(steps[-max(1, len(steps) // 3) :]))
             waited = time.perf_counter()
             wait()
             late = time.perf_counter() - waited  # a save that has not ended by now goes on costing time
