@@ -25,7 +25,7 @@ _PASSES = 3  # the source is read, the result written, and read again to be comp
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the planned conversions take.
+    """The time and space that planned conversions take.
 
     Attributes:
         nbytes: size of the arrays in memory, in bytes; results take about as much, a little less where they compress.

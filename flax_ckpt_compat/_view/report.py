@@ -1,4 +1,4 @@
-"""What commands show of a result: a title, lines and tables, a verdict; the value for JSON, and the exit code.
+"""A result as commands show it: a title, lines and tables, a verdict; the value for JSON, and the exit code.
 
 A result that users hold, such as a `Diff`, prints as the text of its report."""
 
@@ -22,7 +22,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What is shown of a result.
+    """A result, ready to be shown.
 
     Attributes:
         lines: from the title to the summary; made as they are needed.

@@ -121,7 +121,7 @@ def search_box() -> str:
 
 @dataclasses.dataclass
 class TreeData:
-    """What the script lists: each text once, and equal subtrees once."""
+    """The data that the script lists: each text once, and equal subtrees once."""
 
     types: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)  # class, then texts, of a leaf
     starts: dict[str, int] = dataclasses.field(default_factory=dict)  # beginnings of the paths of sources

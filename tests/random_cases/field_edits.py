@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from tests.random_cases.model_edits import Edit, Module, fresh, is_layer, mapped, modules, stacked, unknown
+from tests.random_cases.model_edits import (
+    Edit,
+    Module,
+    fresh,
+    is_layer,
+    mapped,
+    modules,
+    numbered_rows,
+    put,
+    rename_some,
+    stacked,
+    unknown,
+)
 
 _NEUTRAL = ["alpha", "bravo", "delta", "juno", "kappa", "lumen", "orbit", "pixel", "quartz", "tango", "umbra", "violet"]
 _SYNONYMS = {
@@ -43,22 +55,13 @@ _OTHER = {
 }  # fmt: skip
 
 
-def _put(model: Module, items: list[tuple[str, Any]]) -> None:
-    if len(dict(items)) == len(items):
-        model.clear()
-        model.update(items)
-
-
 def _kernels(model: Module) -> list[Module]:
     return [one for one in modules(model) if is_layer(one) and "kernel" in one]
 
 
 def port(model: Module, r: Any) -> None:
     """Modules get the words of another code base."""
-    names = sorted({name for one in modules(model) for name in one} & _SYNONYMS.keys())
-    chosen = set(r.sample(names, r.randint(1, len(names)))) if names else set()
-    for one in list(modules(model)):
-        _put(one, [(_SYNONYMS[name] if name in chosen else name, child) for name, child in one.items()])
+    rename_some(model, r, _SYNONYMS)
 
 
 def camel(model: Module, r: Any) -> None:
@@ -72,7 +75,7 @@ def camel(model: Module, r: Any) -> None:
                 turned = "".join(w.capitalize() for w in stem.split("_")) if stem.islower() else _snake(stem)
                 name = f"{turned}_{match[2]}"
             found.append((name, child))
-        _put(one, found)
+        put(one, found)
 
 
 def _snake(name: str) -> str:
@@ -85,7 +88,7 @@ def affix(model: Module, r: Any) -> None:
     form = r.choice(["{}_module", "my_{}", "{}_net"])
     if holders:
         holder = r.choice(holders)
-        _put(
+        put(
             holder,
             [(form.format(n) if isinstance(c, dict) and not n[-1:].isdigit() else n, c) for n, c in holder.items()],
         )
@@ -98,21 +101,16 @@ def neutral(model: Module, r: Any) -> None:
         holders = [one for one in modules(model) if any(isinstance(c, dict) for c in one.values())]
         holder = r.choice(holders)
         name = r.choice([n for n, c in holder.items() if isinstance(c, dict)])
-        _put(holder, [(word if n == name else n, c) for n, c in holder.items()])
+        put(holder, [(word if n == name else n, c) for n, c in holder.items()])
 
 
 def _rows(model: Module) -> list[tuple[Module, str, list[str]]]:
-    found = []
-    for one in modules(model):
-        stems: dict[str, list[str]] = {}
-        for name, child in one.items():
-            if isinstance(child, dict) and (match := re.fullmatch(r"(.*?)(\d+)", name)):
-                stems.setdefault(match[1], []).append(name)
-        for stem, names in stems.items():
-            layers = [mapped(np.shape, one[name]) for name in names]
-            if len(names) > 1 and all(layer == layers[0] for layer in layers):
-                found.append((one, stem, sorted(names, key=lambda n: int(re.findall(r"\d+", n)[-1]))))
-    return found
+    """Rows of layers with arrays of the same shapes."""
+    return [
+        (holder, stem, names)
+        for holder, stem, names in numbered_rows(model)
+        if all(mapped(np.shape, holder[name]) == mapped(np.shape, holder[names[0]]) for name in names)
+    ]
 
 
 def group(model: Module, r: Any) -> None:
@@ -122,7 +120,7 @@ def group(model: Module, r: Any) -> None:
         whole = stacked([holder[name] for name in names], 0)
         rest = [(name, child) for name, child in holder.items() if name not in names]
         into = stem.rstrip("_") or "groups"
-        _put(holder, [*rest, (into, mapped(lambda x: x.reshape(2, -1, *x.shape[1:]), whole))])
+        put(holder, [*rest, (into, mapped(lambda x: x.reshape(2, -1, *x.shape[1:]), whole))])
     if not rows and isinstance(model.get("layers"), dict):
         sizes = {np.shape(x)[0] for x in _leaves(model["layers"])}
         if sizes & {4, 6} and len(sizes) == 1:
@@ -139,7 +137,7 @@ def stack_row(model: Module, r: Any) -> None:
     if rows:
         holder, stem, names = r.choice(rows)
         rest = [(name, child) for name, child in holder.items() if name not in names]
-        _put(holder, [*rest, (stem.rstrip("_") + "s", stacked([holder[name] for name in names], 0))])
+        put(holder, [*rest, (stem.rstrip("_") + "s", stacked([holder[name] for name in names], 0))])
 
 
 def unstack(model: Module, r: Any) -> None:
@@ -153,7 +151,7 @@ def unstack(model: Module, r: Any) -> None:
                 rest = [(n, c) for n, c in one.items() if n != name]
                 as_list = r.random() < 0.4
                 row = {str(n) if as_list else f"layer_{n + first}": layer for n, layer in enumerate(layers)}
-                _put(one, [*rest, *([(name, row)] if as_list else row.items())])
+                put(one, [*rest, *([(name, row)] if as_list else row.items())])
                 return
 
 
@@ -166,7 +164,7 @@ def insert_middle(model: Module, r: Any) -> None:
         layers.insert(len(layers) // 2 or 1, fresh(copy.deepcopy(layers[0])))
         first = int(re.findall(r"\d+", names[0])[-1])
         rest = [(name, child) for name, child in holder.items() if name not in names]
-        _put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
 
 
 def untie(model: Module, r: Any) -> None:
@@ -224,7 +222,7 @@ def key_value(model: Module, r: Any) -> None:
             if all(map(is_layer, layers)) and mapped(np.shape, layers[0]) == mapped(np.shape, layers[1]):
                 whole = stacked(layers, 0)
                 into = "kv" if names[0] != "wi_0" else "wi"
-                _put(one, [*((n, c) for n, c in one.items() if n not in names), (into, whole)])
+                put(one, [*((n, c) for n, c in one.items() if n not in names), (into, whole)])
 
 
 def dense_of_conv(model: Module, r: Any) -> None:
@@ -263,7 +261,7 @@ def other_purpose(model: Module, r: Any) -> None:
     names = [(one, name) for one in modules(model) for name in one if name in _OTHER]
     if names:
         one, name = r.choice(names)
-        _put(one, [(_OTHER[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
+        put(one, [(_OTHER[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
 
 
 def second(model: Module, r: Any) -> None:
@@ -274,7 +272,7 @@ def second(model: Module, r: Any) -> None:
     if found:
         one, name = r.choice(found)
         child, other = one[name], r.choice([f"{name}_b", f"aux_{name}", f"second_{_SYNONYMS[name]}"])
-        _put(one, [(_SYNONYMS[name] if n == name else n, c) for n, c in one.items()] + [(other, fresh(child))])
+        put(one, [(_SYNONYMS[name] if n == name else n, c) for n, c in one.items()] + [(other, fresh(child))])
 
 
 def wider(model: Module, r: Any) -> None:
@@ -305,7 +303,7 @@ def flatten(model: Module, r: Any) -> None:
                 found[separator.join((*at, name))] = child
 
     visit(model, ())
-    _put(model, list(found.items()))
+    put(model, list(found.items()))
 
 
 def unflatten(model: Module, r: Any) -> None:
@@ -323,7 +321,7 @@ def to_flax(model: Module, r: Any) -> None:
     for one in list(modules(model)):
         if is_layer(one):
             names = {"w": "kernel", "b": "bias", "weights": "kernel", "offset": "bias"}
-            _put(one, [(names.get(n, n), c) for n, c in one.items()])
+            put(one, [(names.get(n, n), c) for n, c in one.items()])
 
 
 def slow_copy(model: Module, r: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ def is_layer(node: Any) -> bool:
     return isinstance(node, dict) and bool(node) and not any(isinstance(one, dict) for one in node.values())
 
 
-def _put(model: Module, items: list[tuple[str, Any]]) -> None:
+def put(model: Module, items: list[tuple[str, Any]]) -> None:
+    """Give a module other children, unless two of them have one name."""
     if len(dict(items)) == len(items):
         model.clear()
         model.update(items)
@@ -91,12 +92,17 @@ _UNLIKE = {
 }  # fmt: skip
 
 
-def rename_words(model: Module, r: Any) -> None:
-    """Modules get other words of the field."""
-    names = sorted({name for one in modules(model) for name in one} & _SYNONYMS.keys())
+def rename_some(model: Module, r: Any, words: Mapping[str, str]) -> None:
+    """Some of the names that have another word get it, wherever they are."""
+    names = sorted({name for one in modules(model) for name in one} & words.keys())
     chosen = set(r.sample(names, r.randint(1, len(names)))) if names else set()
     for one in list(modules(model)):
-        _put(one, [(_SYNONYMS[name] if name in chosen else name, child) for name, child in one.items()])
+        put(one, [(words[name] if name in chosen else name, child) for name, child in one.items()])
+
+
+def rename_words(model: Module, r: Any) -> None:
+    """Modules get other words of the field."""
+    rename_some(model, r, _SYNONYMS)
 
 
 def rename_rows(model: Module, r: Any) -> None:
@@ -104,7 +110,7 @@ def rename_rows(model: Module, r: Any) -> None:
     found = {m[1] for one in modules(model) for name in one if (m := re.fullmatch(r"(.*?)\d+", name)) and m[1] in _ROWS}
     stem = r.choice(sorted(found)) if found else ""
     for one in list(modules(model)) if stem else ():
-        _put(one, [(re.sub(rf"^{stem}(\d+)$", rf"{_ROWS[stem]}\1", name), child) for name, child in one.items()])
+        put(one, [(re.sub(rf"^{stem}(\d+)$", rf"{_ROWS[stem]}\1", name), child) for name, child in one.items()])
 
 
 def rename_any(model: Module, r: Any) -> None:
@@ -115,24 +121,24 @@ def rename_any(model: Module, r: Any) -> None:
     holder = r.choice(holders)
     name = r.choice([name for name, child in holder.items() if isinstance(child, dict)])
     other = r.choice(["thing", "module_7", "zeta", "Foo_0", "part_b"])
-    _put(holder, [(other if name == old else old, child) for old, child in holder.items()])
+    put(holder, [(other if name == old else old, child) for old, child in holder.items()])
 
 
 def wrap(model: Module, r: Any) -> None:
     """One more level around all, or around one module."""
     holder = r.choice([model, *(one for one in modules(model) if not is_layer(one))])
-    _put(holder, [(r.choice(["net", "core", "inner_model"]), dict(holder))])
+    put(holder, [(r.choice(["net", "core", "inner_model"]), dict(holder))])
 
 
 def unwrap(model: Module, r: Any) -> None:
     """One level less."""
     for one in list(modules(model)):
         if len(one) == 1 and isinstance(only := next(iter(one.values())), dict) and not is_layer(only):
-            _put(one, list(only.items()))
+            put(one, list(only.items()))
             return
 
 
-def _rows(model: Module) -> list[tuple[Module, str, list[str]]]:
+def numbered_rows(model: Module) -> list[tuple[Module, str, list[str]]]:
     """Holders of numbered layers, the text before the number, and the names."""
     found = []
     for one in modules(model):
@@ -159,50 +165,50 @@ def stacked(nodes: list[Any], axis: int) -> Any:
 def stack(model: Module, r: Any) -> None:
     """Numbered layers become one with one more axis; from a list, in place of the list."""
     axis = r.choice([0, 0, 0, 1])
-    stems = {stem for _, stem, _ in _rows(model)}
+    stems = {stem for _, stem, _ in numbered_rows(model)}
     chosen = r.choice(sorted(stems)) if stems else None
-    for holder, stem, names in _rows(model):
+    for holder, stem, names in numbered_rows(model):
         layers = [holder[name] for name in names]
         if stem == chosen and all(_prints(layer) == _prints(layers[0]) for layer in layers):
             whole = stacked(layers, axis)
             rest = [(name, child) for name, child in holder.items() if name not in names]
             new = stem.rstrip("_") or ("" if not rest else "stack")
-            _put(holder, [*rest, *([(f"{new}", whole)] if new else whole.items())])
+            put(holder, [*rest, *([(f"{new}", whole)] if new else whole.items())])
 
 
 def unlist(model: Module, r: Any) -> None:
     """``layers/0`` becomes ``layers_0``, and the other way round."""
-    rows = _rows(model)
+    rows = numbered_rows(model)
     for holder, stem, names in rows:
         if stem == "" and len(names) == len(holder):
             for above in list(modules(model)):
                 for name, child in list(above.items()):
                     if child is holder:
-                        _put(above, [x for old, c in above.items() for x in (
+                        put(above, [x for old, c in above.items() for x in (
                             [(f"{name}_{n}", layer) for n, layer in holder.items()] if old == name else [(old, c)])])  # fmt: skip  # noqa: E501
             return
     if rows:
         holder, stem, names = r.choice(rows)
         rest = [(name, child) for name, child in holder.items() if name not in names]
-        _put(holder, [*rest, (stem.rstrip("_"), {str(n): holder[name] for n, name in enumerate(names)})])
+        put(holder, [*rest, (stem.rstrip("_"), {str(n): holder[name] for n, name in enumerate(names)})])
 
 
 def from_one(model: Module, r: Any) -> None:
     """Numbers begin at 1."""
-    rows = _rows(model)
+    rows = numbered_rows(model)
     if rows:
         holder, stem, _ = r.choice(rows)
         shift = lambda name: re.sub(r"\d+$", lambda m: str(int(m[0]) + 1), name)  # noqa: E731
-        _put(holder, [(shift(n) if re.fullmatch(rf"{re.escape(stem)}\d+", n) else n, c) for n, c in holder.items()])
+        put(holder, [(shift(n) if re.fullmatch(rf"{re.escape(stem)}\d+", n) else n, c) for n, c in holder.items()])
 
 
 def two_levels(model: Module, r: Any) -> None:
     """A stack of 4 layers becomes one of 2 by 2."""
-    for holder, _, names in _rows(model):
+    for holder, _, names in numbered_rows(model):
         if len(names) == 4 and len({str(_prints(holder[name])) for name in names}) == 1:
             whole = mapped(lambda x: x.reshape(2, 2, *x.shape[1:]), stacked([holder[name] for name in names], 0))
             rest = [(name, child) for name, child in holder.items() if name not in names]
-            _put(holder, [*rest, ("layers", whole)])
+            put(holder, [*rest, ("layers", whole)])
             return
 
 
@@ -217,7 +223,7 @@ def fuse(model: Module, r: Any) -> None:
             if all(name in one and is_layer(one[name]) for name in names):
                 whole = {n: np.concatenate([one[name][n] for name in names], -1) for n in one[names[0]]}
                 new = into if len(names) == 3 else "gate_up_proj"
-                _put(one, [(new, whole), *((n, c) for n, c in one.items() if n not in names)])
+                put(one, [(new, whole), *((n, c) for n, c in one.items() if n not in names)])
 
 
 def _resized(array: np.ndarray, axis: int, size: int, value: float) -> np.ndarray:
@@ -250,7 +256,7 @@ def torch_names(model: Module, r: Any) -> None:
     for one in list(modules(model)):
         if "kernel" in one and not isinstance(kernel := one["kernel"], dict) and kernel.ndim in (2, 4):
             turned = kernel.T if kernel.ndim == 2 else kernel.transpose(3, 2, 0, 1)
-            _put(one, [("weight", turned) if n == "kernel" else (n, c) for n, c in one.items()])
+            put(one, [("weight", turned) if n == "kernel" else (n, c) for n, c in one.items()])
 
 
 def transpose_one(model: Module, r: Any) -> None:
@@ -313,12 +319,12 @@ def replace(model: Module, r: Any) -> None:
     names = [(one, name) for one in modules(model) for name in one if name in _UNLIKE]
     if names:
         one, name = r.choice(names)
-        _put(one, [(_UNLIKE[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
+        put(one, [(_UNLIKE[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
 
 
 def move_bias(model: Module, r: Any) -> None:
     """Of two layers of one shape the other one has the bias, and both are numbered by another name."""
-    for holder, _, names in _rows(model):
+    for holder, _, names in numbered_rows(model):
         layers = [holder[name] for name in names[:2]]
         if (
             all(is_layer(x) and "kernel" in x for x in layers)
@@ -326,7 +332,7 @@ def move_bias(model: Module, r: Any) -> None:
         ):
             first = {"kernel": layers[0]["kernel"]}
             second = {"kernel": layers[1]["kernel"], "bias": np.full(layers[0]["kernel"].shape[-1], np.nan, np.float32)}
-            _put(holder, [(f"fc{names.index(n)}", (first, second)[names.index(n)]) if n in names[:2] else (n, c)
+            put(holder, [(f"fc{names.index(n)}", (first, second)[names.index(n)]) if n in names[:2] else (n, c)
                           for n, c in holder.items()])  # fmt: skip
             return
 
@@ -367,26 +373,26 @@ def experts(model: Module, r: Any) -> None:
 
 def deeper(model: Module, r: Any) -> None:
     """A row gets another layer: the last one, or the first one."""
-    rows = _rows(model)
+    rows = numbered_rows(model)
     if rows:
         holder, stem, names = r.choice(rows)
         layers = [holder[name] for name in names]
         layers.insert(r.choice([0, len(layers)]), fresh(copy.deepcopy(layers[-1])))
         first = int(re.findall(r"\d+", names[0])[-1])
         rest = [(name, child) for name, child in holder.items() if name not in names]
-        _put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
 
 
 def shallower(model: Module, r: Any) -> None:
     """A row loses a layer."""
-    rows = [row for row in _rows(model) if len(row[2]) > 2]
+    rows = [row for row in numbered_rows(model) if len(row[2]) > 2]
     if rows:
         holder, stem, names = r.choice(rows)
         layers = [holder[name] for name in names]
         del layers[r.randrange(len(layers))]
         first = int(re.findall(r"\d+", names[0])[-1])
         rest = [(name, child) for name, child in holder.items() if name not in names]
-        _put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
 
 
 def boxes(model: Module, r: Any) -> None:
@@ -409,7 +415,7 @@ def nested(model: Module, r: Any) -> None:
                 for level in above:
                     at = at.setdefault(level, {})
                 at[last] = child
-            _put(one, list(found.items()))
+            put(one, list(found.items()))
 
 
 EDITS: dict[str, Edit] = {
