@@ -21,10 +21,12 @@ def test_every_system_trains(name: str, tmp_path: Path) -> None:
 
 def test_ratios_are_to_orbaxs_best() -> None:
     """Of medians; a call that blocks for too long does not meet the goal, whatever is lost."""
-    lost = {"ours, msgpack": 0.1, "ours, orbax format": 0.1, "flax, msgpack": 9.0, "orbax AsyncCheckpointer": 0.8}
-    found = {name: [Loss(0.05, seconds)] * 3 for name, seconds in {**lost, "orbax v1": 0.5}.items()}
+    lost = {"ours, msgpack": 0.1, "ours, orbax format": 0.1, "flax, msgpack": 9.0, "orbax AsyncCheckpointer": 0.5}
+    # Older releases of Orbax have no v1.
+    names = [system.name for system in training_loop.SYSTEMS]
+    found = {name: [Loss(0.05, lost.get(name, 0.8))] * 3 for name in names}
     found["ours, orbax format"] = [Loss(0.3, 0.1)] * 3
     rows = {row[0]: row for row in training_loop.table("gpt2-jax", found).rows}
     assert rows["ours, msgpack"][-2:] == ("5.00", "yes")
     assert rows["ours, orbax format"][-2:] == ("5.00", "no")
-    assert rows["orbax AsyncCheckpointer"][-2:] == ("0.62", "")
+    assert rows["flax, msgpack"][-2:] == ("0.06", "")
