@@ -123,8 +123,8 @@ def verify(array: FolderArray, path: Path) -> bool:
         return False
     limit = max(1, BATCH_BYTES // array.dtype.itemsize)
     boxes = array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
+    reads = BatchedReads(verify=True)
     for box in boxes if array.index is None else [array.index]:
-        reads = BatchedReads(verify=True)
         reads.begin(dataclasses.replace(array, index=box), path)
         reads.finish()
     return True

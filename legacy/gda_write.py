@@ -43,10 +43,13 @@ def begin(save: ProcessSave) -> None:
         in_parallel(lambda name: upload.write(f"{upload.tag}/{name}", metadata[name]), metadata)
         return
     base = _base(save)
-    for name, text in metadata.items():
+
+    def write(name: str) -> None:
         file = (base / name).path
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        _write_file(file, text)
+        _write_file(file, metadata[name])
+
+    in_parallel(write, metadata, _THREADS)  # each is synced
 
 
 def write_process_part(save: ProcessSave) -> None:
@@ -110,7 +113,7 @@ def _write_shards(save: ProcessSave) -> list[str]:
         for array in arrays:
             for shard in array.shards():
                 name = _subpath(array, array.chunk_name(shard.index))
-                pending.append((pool.submit(writer.write, array, shard, name), shard.data.nbytes))
+                pending.append((writer.submit(array, shard, name), shard.data.nbytes))
                 written.append(name)
                 total += shard.data.nbytes
                 while pending and (total > _IN_FLIGHT or pending[0][0].done):
@@ -129,12 +132,18 @@ class _ShardWriter:
         use_tensorstore(save.path)
         from flax_ckpt_compat._core.tensorstore_codecs import Encoder  # which loads TensorStore
 
-        self._save, self._base = save, _base(save)
+        self._save, self._base, self._pool = save, _base(save), pool
         self._encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])
-        self._checked = {array.subpath: pool.submit(self._check, array) for array in save.prepared.arrays}
+        self._checked: dict[str, Once] = {}
+
+    def submit(self, array: DistributedArray, shard: Shard, name: str) -> Once:
+        """Write a shard in the pool, once the metadata of its array is known to be the same in process 0."""
+        if array.subpath not in self._checked:
+            self._checked[array.subpath] = self._pool.submit(self._check, array)
+        return self._pool.submit(self.write, array, shard, name)
 
     def write(self, array: DistributedArray, shard: Shard, name: str) -> None:
-        """Write a shard, once the metadata of its array is known to be the same in process 0."""
+        """Encode a shard and write it."""
         self._checked[array.subpath].result()
         encoded = self._encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
         if (upload := self._save.upload) is not None:

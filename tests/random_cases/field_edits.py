@@ -18,6 +18,7 @@ from tests.random_cases.model_edits import (
     numbered_rows,
     put,
     rename_some,
+    replace_one,
     stacked,
     unknown,
 )
@@ -258,10 +259,7 @@ def merge_heads(model: Module, r: Any) -> None:
 
 def other_purpose(model: Module, r: Any) -> None:
     """A part goes, and another one of the same shapes comes."""
-    names = [(one, name) for one in modules(model) for name in one if name in _OTHER]
-    if names:
-        one, name = r.choice(names)
-        put(one, [(_OTHER[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
+    replace_one(model, r, _OTHER)
 
 
 def second(model: Module, r: Any) -> None:

@@ -314,12 +314,17 @@ def drop(model: Module, r: Any) -> None:
         del holder[r.choice([name for name, child in holder.items() if isinstance(child, dict)])]
 
 
-def replace(model: Module, r: Any) -> None:
-    """A module goes, and another one of the same shapes comes."""
-    names = [(one, name) for one in modules(model) for name in one if name in _UNLIKE]
+def replace_one(model: Module, r: Any, words: Mapping[str, str]) -> None:
+    """A module with one of these names goes, and another one of the same shapes comes."""
+    names = [(one, name) for one in modules(model) for name in one if name in words]
     if names:
         one, name = r.choice(names)
-        put(one, [(_UNLIKE[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
+        put(one, [(words[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
+
+
+def replace(model: Module, r: Any) -> None:
+    """A module goes, and another one of the same shapes comes."""
+    replace_one(model, r, _UNLIKE)
 
 
 def move_bias(model: Module, r: Any) -> None:

@@ -10,10 +10,9 @@ import logging
 from typing import Any
 
 from flax_ckpt_compat._core.object_store import s3_requests
-from flax_ckpt_compat._core.object_store.s3_requests import NotPossibleError, RefusedError
+from flax_ckpt_compat._core.object_store.s3_requests import OTHER_VERSION, NotPossibleError, RefusedError
 
 _log = logging.getLogger("flax_ckpt_compat")
-_OTHER_VERSION = ("NoSuchKey", "PreconditionFailed", "404", "412")
 
 
 def delete_version(url: str, version: bytes, spec: dict[str, Any]) -> bool | None:
@@ -31,7 +30,7 @@ def delete_version(url: str, version: bytes, spec: dict[str, Any]) -> bool | Non
             _log.info("%s, and what follows, is deleted without a condition: %s", url, why)
         return None
     except RefusedError as refusal:
-        if refusal.code in _OTHER_VERSION:
+        if refusal.code in OTHER_VERSION:
             return False
         _log.info("%s is deleted without a condition: %s", url, refusal)
         return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import retrying, s3_requests
-from flax_ckpt_compat._core.object_store.s3_requests import NotPossibleError, RefusedError
+from flax_ckpt_compat._core.object_store.s3_requests import OTHER_VERSION, NotPossibleError, RefusedError
 from flax_ckpt_compat._core.orbax_layout import BEGUN
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -34,7 +34,6 @@ _PART_BYTES = 16 * 2**20
 _AT_ONCE = 16
 # Conditions on an object that is there, and has no such ETag.
 _CANNOT_HOLD = {"IfNoneMatch": "*", "IfMatch": '"00000000000000000000000000000000"'}
-_OTHER_VERSION = ("NoSuchKey", "PreconditionFailed", "404", "412")
 # The upload was completed by a try whose answer was lost, or has to begin again.
 _ENDED = ("NoSuchUpload", "ConditionalRequestConflict", "409")
 
@@ -103,7 +102,7 @@ class _Upload:
             try:
                 s3.complete_multipart_upload(**name, UploadId=self._id, MultipartUpload={"Parts": parts}, **condition)
             except s3.exceptions.ClientError as error:
-                if error.response["Error"].get("Code") in (*_OTHER_VERSION, *_ENDED):
+                if error.response["Error"].get("Code") in (*OTHER_VERSION, *_ENDED):
                     return False
                 raise
             return True

@@ -26,6 +26,8 @@ _RECONNECTIONS, _RECONNECTION_SECONDS = 4, 0.05
 _SERVER_FAILED = 500
 _NOT_IMPLEMENTED = 501
 _TRANSIENT = (408, 409, 429)  # 409: another request for the object is being executed
+# Codes of a condition that does not hold: another version is there, or none.
+OTHER_VERSION = ("NoSuchKey", "PreconditionFailed", "404", "412")
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 
 _lock = threading.RLock()  # a signal handler may save
