@@ -1,4 +1,4 @@
-"""Convert the user's tree for a backend: validated, in stored order, and copied for an async save."""
+"""Convert the user's tree for a backend: validated, in stored order, off accelerators, and copied for an async save."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core import jax_shards
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.keyed_cache import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import tree_agreement
+from flax_ckpt_compat._save import device_transfers, tree_agreement
+from flax_ckpt_compat._save.device_transfers import Transfers
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.write_assignment import Replicas
@@ -43,6 +43,7 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
         depth.check(snapshot.levels, request.path)
         if snapshot.copies is not None:
             snapshot.copies.make()
+        snapshot.transfers.make()
     return tree
 
 
@@ -54,6 +55,9 @@ class _Snapshot:
         self._request, self.levels, self._replicas = request, 0, replicas
         # Collects the arrays to copy; None copies nothing.
         self.copies = Copies(reuse=request.reuse_host_memory) if request.async_manager else None
+        self.transfers = Transfers(page_locked=request.reuse_host_memory)
+        # A save of several processes in the foreground copies what this one writes, and no more, while it writes.
+        self._may_transfer = self.copies is not None or (request.reuse_host_memory and not request.multiprocess)
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
@@ -75,8 +79,7 @@ class _Snapshot:
             if kind in self._simple_types:
                 continue
             if kind in self._array_types and is_addressable(child) and not child.is_deleted():
-                if self.copies is not None:
-                    children[name] = self._copy_array(child, self.copies)
+                children[name] = self._array(child)
             elif kind is Branch:
                 self.convert(child, (*path, name))
             else:
@@ -94,34 +97,37 @@ class _Snapshot:
                 self._array_types.add(type(taken))
             elif self.copies is None or not isinstance(taken, np.ndarray):
                 self._simple_types.add(type(taken))
-        if self.copies is None or (isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray)):
+        if isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray):
             return apart  # for an array of another process, no memory is held
-        return self._copy(apart, self.copies)
+        return self._on_host(apart)
 
-    def _copy(self, leaf: Any, copies: Copies) -> Any:
-        """Return a copy of the leaf on the host; its values are filled in by `Copies.make`."""
+    def _on_host(self, leaf: Any) -> Any:
+        """Return a copy of the leaf on the host, filled in by `make`, or the leaf if the save can read it as it is."""
         if isinstance(leaf, jax.Array):
-            return self._copy_array(leaf, copies)
+            return self._array(leaf)
         if isinstance(leaf, KeyData) and isinstance(leaf.data, jax.Array):
-            return KeyData(leaf.impl, self._copy_array(leaf.data, copies))
-        if not isinstance(leaf, np.ndarray):
+            return KeyData(leaf.impl, self._array(leaf.data))
+        if self.copies is None or not isinstance(leaf, np.ndarray):
             return leaf
-        return copies.add(leaf) if type(leaf) is np.ndarray and not leaf.dtype.hasobject else leaf.copy()
+        return self.copies.add(leaf) if type(leaf) is np.ndarray and not leaf.dtype.hasobject else leaf.copy()
 
-    def _copy_array(self, array: jax.Array, copies: Copies) -> HostCopy:
-        is_whole, on_host = self._shardings.of(array.sharding)
-        if not on_host:
-            jax_shards.start_transfer(array)
+    def _array(self, array: jax.Array) -> jax.Array | HostCopy:
+        is_whole, is_on_host, is_quick = self._shardings.of(array.sharding)
+        if not is_on_host and self._may_transfer and (is_quick or self.copies is not None):
+            return self.transfers.add(array, is_whole=is_whole)
+        if self.copies is None:
+            return array
         if is_whole:
-            return HostCopy.whole(copies.add(np.asarray(array) if on_host else array), array.sharding)
-        shards = tuple(Shard(shard.index, copies.add(shard.data)) for shard in shards_of(array))
+            return HostCopy.whole(self.copies.add(np.asarray(array)), array.sharding)
+        shards = tuple(Shard(shard.index, self.copies.add(shard.data)) for shard in shards_of(array))
         return HostCopy(array.shape, np.dtype(array.dtype), shards, array.sharding)
 
 
-def _traits(sharding: Any) -> tuple[bool, bool]:
-    """Return whether one device of this process holds a whole array, and whether numpy sees the devices' memory."""
+def _traits(sharding: Any) -> tuple[bool, bool, bool]:
+    """Return whether one device of this process holds a whole array, whether numpy sees the devices' memory, and
+    whether the devices write to the host's."""
     is_whole = sharding.is_fully_replicated and sharding.is_fully_addressable
-    return is_whole, all(device.platform == "cpu" for device in sharding.device_set)
+    return is_whole, device_transfers.is_on_host(sharding), device_transfers.can_lock_pages(sharding)
 
 
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:

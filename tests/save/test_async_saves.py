@@ -24,7 +24,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._save import async_saves, save_registry, snapshot
+from flax_ckpt_compat._save import async_saves, save_registry
 from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.saves import names, run_python, tree, use_flag
 
@@ -116,33 +116,6 @@ def test_a_read_only_view_of_what_is_changed_later(flag: bool, tmp_path: Path) -
     value[0] = 7
     manager.wait_previous_save()
     np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["view"], np.zeros(3))
-
-
-def test_arrays_of_an_accelerator(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
-    monkeypatch.setattr(snapshot, "_traits", lambda sharding: (sharding.is_fully_replicated, False))
-    kind, manager, calls = type(jnp.zeros(1)), ours.AsyncManager(), list[Any]()
-    start, make = kind.copy_to_host_async, Copies.make
-
-    def started(array: Any) -> None:
-        calls.append(array.shape)
-        start(array)
-
-    def made(copies: Copies) -> None:
-        calls.append(jax.config.jax_transfer_guard_device_to_host)  # type: ignore[attr-defined]
-        make(copies)
-
-    monkeypatch.setattr(kind, "copy_to_host_async", started)
-    monkeypatch.setattr(Copies, "make", made)
-    with jax.transfer_guard_device_to_host("disallow"):
-        target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
-        ours.save_checkpoint(tmp_path, target, 1, async_manager=manager)
-    manager.wait_previous_save()
-    assert calls == [(3,), (2, 2), (2,), "allow"]
-    found = ours.restore_checkpoint(tmp_path, None)
-    np.testing.assert_array_equal(found["a"], np.arange(3))
-    np.testing.assert_array_equal(found["b"], np.ones((2, 2)))
-    np.testing.assert_array_equal(jax.random.key_data(found["k"]), [0, 7])
 
 
 def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:

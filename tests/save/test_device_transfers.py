@@ -1,0 +1,166 @@
+"""Copies from accelerators; devices of the CPU play GPUs, as jax gives them page-locked memory, too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._save import device_transfers
+from tests.support.saves import use_flag
+
+_HAS_PAGE_LOCKED = any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
+pytestmark = pytest.mark.skipif(not _HAS_PAGE_LOCKED, reason="this jax has one kind of memory on CPUs")
+_NAMES = ("float32", "bfloat16", "bool", "int8", "uint32", "complex64", "float8_e4m3fn", "int4")
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make devices of the CPU count as GPUs, and transfers of any size as large."""
+    monkeypatch.setattr(device_transfers, "can_lock_pages", lambda sharding: sharding.memory_kind == "device")
+    monkeypatch.setattr(device_transfers, "is_on_host", lambda sharding: sharding.memory_kind != "device")
+    monkeypatch.setattr(device_transfers, "_MIN_BYTES", 0)
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the arrays of each transfer into page-locked memory."""
+    counts: list[int] = []
+    place = jax.device_put
+
+    def counted(arrays: Any, *where: Any, **options: Any) -> Any:
+        if isinstance(arrays, list):
+            counts.append(len(arrays))
+        return place(arrays, *where, **options)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    yield counts
+    monkeypatch.setattr(jax, "device_put", place)
+
+
+def _arrays() -> list[jax.Array]:
+    arrays = [jnp.asarray(np.arange(24).reshape(4, 6)).astype(name) for name in _NAMES]
+    return [*arrays, jnp.float32(3), jnp.zeros((0, 3)), jax.jit(jnp.transpose)(arrays[0])]
+
+
+def test_values_are_those_of_numpy(placed: list[int]) -> None:
+    """In C order; what numpy holds in more memory than a device does is not viewed."""
+    arrays = _arrays()
+    found = device_transfers.to_host(arrays, page_locked=True)
+    assert placed == [len(arrays) - 1]  # all but int4
+    for array, value in zip(arrays, found, strict=True):
+        assert value.dtype == array.dtype and value.shape == array.shape
+        assert value.flags.c_contiguous
+        assert value.tobytes() == np.array(array, order="C").tobytes()
+
+
+def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
+    """What was copied by then stays; numpy copies the rest, and nothing more is tried."""
+    count = jax.device_put
+
+    def limited(arrays: Any, shardings: Any) -> Any:
+        if placed:
+            placed.append(0)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+        return count(arrays, shardings)
+
+    monkeypatch.setattr(jax, "device_put", limited)
+    monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
+    arrays = [jnp.full(20, number) for number in range(9)]
+    found = device_transfers.to_host(arrays, page_locked=True)
+    assert placed == [2, 0]
+    assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_saves_read_page_locked_memory(background: bool, flag: bool, tmp_path: Path, placed: list[int]) -> None:
+    """All arrays are copied once, keys and shards, too; real Flax or Orbax reads what was on the devices."""
+    tree = {str(number): array for number, array in enumerate(_arrays()[:6])} | {"numpy": np.arange(4.0)}
+    manager = checkpoints.AsyncManager() if background else None
+    with use_flag(flag):
+        path = checkpoints.save_checkpoint(tmp_path, tree | {"key": jax.random.key(3)}, 1, async_manager=manager)
+    if manager is not None:
+        manager.wait_previous_save()
+    assert placed == [7]
+    found: Any
+    if flag:
+        with warnings.catch_warnings(action="ignore"):  # of shardings, which it takes from the checkpoint
+            found = ocp.PyTreeCheckpointer().restore(path)
+    else:
+        found = flax.serialization.msgpack_restore(Path(path).read_bytes())
+    assert all(np.array_equal(found[name], value) for name, value in tree.items())
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_memory_that_may_not_be_kept(background: bool, tmp_path: Path, placed: list[int]) -> None:
+    """jax keeps what it locks, so ``reuse_host_memory`` forbids it."""
+    manager = checkpoints.AsyncManager() if background else None
+    with config.override(reuse_host_memory=False):
+        checkpoints.save_checkpoint(tmp_path, {"a": jnp.arange(5)}, 1, async_manager=manager)
+        if manager is not None:
+            manager.wait_previous_save()
+    assert placed == []
+    assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_arrays_in_host_memory_are_copied(tmp_path: Path, placed: list[int]) -> None:
+    """numpy sees page-locked memory of the user's own as it is, which a donation would change during the save."""
+    sharding = jnp.zeros(3).sharding.with_memory_kind("pinned_host")
+    tree = {"a": jax.device_put([jnp.arange(3000.0)], [sharding])[0]}
+    placed.clear()
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint(tmp_path, tree, 1, async_manager=manager)
+    manager.wait_previous_save()
+    assert placed == []
+    assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == list(range(3000))
+
+
+def test_shards(tmp_path: Path, flag: bool) -> None:
+    """Each is copied from its own device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"), memory_kind="device")
+    array = jax.device_put(np.arange(32.0).reshape(16, 2), sharding)
+    with use_flag(flag):
+        checkpoints.save_checkpoint(tmp_path, {"a": array}, 1)
+        found = checkpoints.restore_checkpoint(tmp_path, None)
+    np.testing.assert_array_equal(found["a"], np.arange(32.0).reshape(16, 2))
+
+
+def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
+    """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
+    monkeypatch.setattr(device_transfers, "can_lock_pages", lambda sharding: False)
+    kind, manager, calls = type(jnp.zeros(1)), checkpoints.AsyncManager(), list[Any]()
+    start, make = kind.copy_to_host_async, device_transfers.to_host
+
+    def started(array: Any) -> None:
+        calls.append(array.shape)
+        start(array)
+
+    def made(arrays: Any, **options: Any) -> Any:
+        calls.append(jax.config.jax_transfer_guard_device_to_host)  # type: ignore[attr-defined]
+        found = make(arrays, **options)
+        calls.append("made")
+        return found
+
+    monkeypatch.setattr(kind, "copy_to_host_async", started)
+    monkeypatch.setattr(device_transfers, "to_host", made)
+    with use_flag(flag), jax.transfer_guard_device_to_host("disallow"):
+        target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
+        checkpoints.save_checkpoint(tmp_path, target, 1, async_manager=manager)
+        assert calls == ["allow", (3,), (2, 2), (2,), "made"]
+    manager.wait_previous_save()
+    assert placed == []
+    found = checkpoints.restore_checkpoint(tmp_path, None)
+    np.testing.assert_array_equal(found["a"], np.arange(3))
+    np.testing.assert_array_equal(found["b"], np.ones((2, 2)))
+    np.testing.assert_array_equal(jax.random.key_data(found["k"]), [0, 7])
