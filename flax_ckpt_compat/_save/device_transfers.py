@@ -8,6 +8,8 @@ remembers no second copy of the values, as it does for ``np.asarray`` of an arra
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,8 +25,26 @@ _MIN_BYTES = 64 * 2**10
 # So many bytes are allocated together: if no memory can be locked, those before keep theirs.
 _GROUP_BYTES = 2**30
 _PAGE_LOCKED = "pinned_host"
+# Share of the memory that jax may lock, of which its own transfers need some, too.
+_SHARE = 0.75
 # Dtypes of which devices hold several elements in a byte.
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4", "float6")
+
+
+def _limit_of_jax() -> float:
+    try:
+        return float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
+    except ValueError:
+        return 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Budget:
+    nbytes: float  # of page-locked memory that one save may take
+
+
+# Where jax finds no memory to lock, it waits for ten seconds (measured): no save shall meet that twice.
+_budget = _Budget(_SHARE * _limit_of_jax())
 
 
 class Transfers:
@@ -66,15 +86,23 @@ def is_on_host(sharding: Any) -> bool:
 def to_host(arrays: Sequence[Any], *, page_locked: bool) -> list[np.ndarray[Any, Any]]:
     """Return the values of arrays, each of which lies on one device, in C order and read-only."""
     lockable = [at for at, array in enumerate(arrays) if _is_lockable(array)] if page_locked else []
-    for at in set(range(len(arrays))).difference(lockable):
-        arrays[at].copy_to_host_async()
     values: dict[int, np.ndarray[Any, Any]] = {}
+    used = 0
     for group in _groups(arrays, lockable):
+        end = used + sum(arrays[at].nbytes for at in group)
+        if end > _budget.nbytes:
+            break
         try:
             values |= zip(group, _page_locked([arrays[at] for at in group]), strict=True)
         except jax.errors.JaxRuntimeError:  # no memory to lock; if it is another error, numpy's copy meets it, too
+            _budget.nbytes = used
             break
-    return [values[at] if at in values else np.asarray(array, order="C") for at, array in enumerate(arrays)]
+        used = end
+    rest = {at: array for at, array in enumerate(arrays) if at not in values}
+    for array in rest.values():
+        array.copy_to_host_async()
+    values |= {at: np.asarray(array, order="C") for at, array in rest.items()}
+    return [values[at] for at in range(len(arrays))]
 
 
 def _is_lockable(array: Any) -> bool:

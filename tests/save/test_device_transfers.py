@@ -76,9 +76,25 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
 
     monkeypatch.setattr(jax, "device_put", limited)
     monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
+    monkeypatch.setattr(device_transfers, "_budget", device_transfers._Budget(2**30))
+    arrays = [jnp.full(20, number) for number in range(9)]  # of 80 bytes each
+    for expected in ([2, 0], [2]):  # the second time, nothing is tried that failed
+        placed.clear()
+        found = device_transfers.to_host(arrays, page_locked=True)
+        assert placed == expected
+        assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "groups"), [(0, []), (159, []), (160, [2]), (719, [2, 2, 2, 2]), (720, [2] * 4 + [1])]
+)
+def test_budget(budget: int, groups: list[int], monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
+    """No more is locked than jax may lock: it waits for ten seconds before it says that there is no more."""
+    monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
+    monkeypatch.setattr(device_transfers, "_budget", device_transfers._Budget(budget))
     arrays = [jnp.full(20, number) for number in range(9)]
     found = device_transfers.to_host(arrays, page_locked=True)
-    assert placed == [2, 0]
+    assert placed == groups
     assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
 
 
