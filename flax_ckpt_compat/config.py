@@ -36,7 +36,8 @@ setting                   values (default first)     meaning
 ``oldest_orbax``          0.6, 0.3                   oldest release of Orbax that reads Orbax-format checkpoints; for
                                                      0.3 to 0.5 they hold the tree in a second form, too
 ``reuse_host_memory``     true, false                keep the memory that a background save copies the arrays to for
-                                                     the next one, or free it; the kernel takes it when memory is short
+                                                     the next one, or free it; the kernel takes it when memory is short.
+                                                     Saves of arrays on GPUs keep page-locked memory, or use none
 ``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
                                                      a progress bar on a terminal, or a function that takes a
                                                      `flax_ckpt_compat.Progress`
