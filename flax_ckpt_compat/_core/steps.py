@@ -86,8 +86,8 @@ def is_foreign(name: str) -> bool:
 
 def in_order(names: Iterable[str], prefix: str) -> list[str]:
     """Return the numeric checkpoints of a prefix, oldest step first."""
-    steps = {name: step for name in names if (step := step_of(name, prefix)) is not None and not is_foreign(name)}
-    return sorted(steps, key=lambda name: (steps[name], name))
+    steps = ((step, name) for name in names if (step := step_of(name, prefix)) is not None and not is_foreign(name))
+    return [name for _, name in sorted(steps)]
 
 
 def of_replicated(step: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import logging
 import os
@@ -178,14 +179,17 @@ def _deciding(request: SaveRequest, ordered: list[str]) -> set[str]:
 def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], list[str]]:
     """Return the replaced steps and, with ``overwrite``, newer ones; and the rest, oldest first."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
-    numbers = {name: steps.step_of(name, prefix) or 0 for name in ordered}
-    # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
-    replaced = [name for name in ordered if request.overwrite and name != saved and numbers[name] == numbers[saved]]
+    step = steps.step_of(saved, prefix) or 0
+    # As `ordered` is, by step: what is from here on has this step, or a newer one.
+    same = bisect.bisect_left(ordered, step, key=lambda name: steps.step_of(name, prefix) or 0)
+    newer = bisect.bisect_right(ordered, step, lo=same, key=lambda name: steps.step_of(name, prefix) or 0)
+    # Two names can mean one step (7 and 7.0): overwriting replaces the other name too. The one just saved is newest.
+    others = [name for name in ordered[same:newer] if name != saved]
+    itself = [saved] if saved in ordered[same:newer] else []
     removes_newer = request.overwrite and not request.replace_only_checkpoints
-    newer = [name for name in ordered if removes_newer and numbers[name] > numbers[saved]]
-    # Sort the one just saved as the newest of its step.
-    kept = sorted(set(ordered) - {*replaced, *newer}, key=lambda name: (numbers[name], name == saved, name))
-    return replaced + newer, kept
+    removed = (others if request.overwrite else []) + (ordered[newer:] if removes_newer else [])
+    kept = ordered[:same] + ([] if request.overwrite else others) + itself
+    return removed, kept + ([] if removes_newer else ordered[newer:])
 
 
 def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:

@@ -60,12 +60,14 @@ def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: fl
     """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
     if keep == 0:
         return []
+    if not keep_every_n_steps:
+        return list(names[:-keep])
     removed = []
     last_kept = -math.inf
     for name in names[:-keep]:
         step = steps.step_of(name, prefix)
         # Step 0 counts as "no step" here, as in legacy Flax: keep_every_n_steps never keeps it.
-        if keep_every_n_steps and step and step - last_kept >= keep_every_n_steps:
+        if step and step - last_kept >= keep_every_n_steps:
             last_kept = step
         else:
             removed.append(name)

@@ -16,6 +16,8 @@ import gc
 import itertools
 import logging
 import os
+import resource
+import shutil
 import sys
 import tempfile
 import threading
@@ -24,12 +26,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import flax
 import jax
 import numpy as np
 
+from tests.benchmarks import scale_play
 from tests.benchmarks.report import Table
 from tests.benchmarks.systems import FLAX, OURS, RAW, timed, timed_twice
 from tests.benchmarks.workloads import Tree, Workload, leaf_shapes
+from tests.support.orbax_trees import BACKEND
 
 _Once = Callable[[], tuple[float, float]]  # saves and restores; returns the seconds of both
 _ROUNDS = 7
@@ -39,6 +44,7 @@ SMALL = Workload("small", "small", "Small leaves", leaf_shapes(5000), on_device=
 LARGE = Workload("large", "large", "Eight arrays", {f"leaf_{n}": (2**21,) for n in range(8)}, on_device=False)
 WHOLE = Workload("whole", "small", "Split leaves, whole", {f"leaf_{n:03}": (16, 8) for n in range(500)})
 SPLIT = Workload("split", "small", "Split leaves", {f"leaf_{n:03}": (16, 8) for n in range(500)}, devices=8)
+_STEPS, _MERGED = 1000, 500
 FEW = Workload("few", "small", "Few small leaves", leaf_shapes(200), on_device=False)
 
 # (What was measured when the limit was set, the limit), on CPython 3.11, jax 0.10.2, two cores with other programs on
@@ -63,6 +69,11 @@ LIMITS: dict[str, tuple[float, float]] = {
     "ours, orbax format, restore leaves in 8 shards onto another mesh: Python calls a leaf": (367, 551),
     "ours, orbax format, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
+    "ours, msgpack, a save among 1000 steps: Python calls a step": (20, 30),
+    "ours, orbax format, a save among 1000 steps: Python calls a step": (20, 30),
+    "ours, msgpack, background save, its third: page faults a MiB": (0.02, 0.2),
+    "ours, orbax format, background save, its third: page faults a MiB": (0.02, 0.2),
+    "merge of 8 processes' parts: Python calls an entry": (13.6, 20),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.36, 1.5),
     "ours, msgpack ÷ flax, msgpack, restore small leaves": (0.93, 2.0),
     "ours, orbax format ÷ ours, msgpack, save small leaves": (6.7, 15.0),
@@ -125,6 +136,43 @@ def _counts(workdir: str) -> Iterator[Figure]:
         for workload in (SMALL, LARGE):
             yield from _counts_of(system, workload, workdir)
     yield from _counts_of(_ORBAX, SPLIT, workdir)
+    for system in OURS:
+        yield Figure(f"{system.name}, a save among {_STEPS} steps: Python calls a step", _calls_a_step(system, workdir))
+        yield Figure(f"{system.name}, background save, its third: page faults a MiB", _faults(system, workdir))
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        save, _ = scale_play.written_parts(folder, _MERGED)
+        with counted() as count:
+            BACKEND.finish_multiprocess(save)
+    yield Figure("merge of 8 processes' parts: Python calls an entry", count.calls / (_MERGED * SPLIT.devices))
+
+
+def _calls_a_step(system: Any, workdir: str) -> float:
+    """By how much a save grows with each checkpoint that its directory has already."""
+    calls = []
+    for steps in (1, _STEPS):
+        with tempfile.TemporaryDirectory(dir=workdir) as folder:
+            system.save(folder, {"a": np.ones(3)})
+            step = os.path.join(folder, "checkpoint_0")
+            for number in range(1, steps):
+                copy = shutil.copytree if os.path.isdir(step) else shutil.copy
+                copy(step, os.path.join(folder, f"checkpoint_{number}"))
+            with counted() as count:
+                system.module.save_checkpoint(folder, {"a": np.ones(3)}, _STEPS, keep=2 * _STEPS)
+            calls.append(count.calls)
+    return (calls[1] - calls[0]) / (_STEPS - 1)
+
+
+def _faults(system: Any, workdir: str) -> float:
+    """Pages that the call of a background save touches for the first time; in new memory there are 256, or 0.5 huge."""
+    tree, manager = LARGE.tree(), system.module.AsyncManager()
+    flax.config.update("flax_use_orbax_checkpointing", system.orbax)
+    for _ in range(3):
+        with tempfile.TemporaryDirectory(dir=workdir) as folder:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            system.module.save_checkpoint(folder, tree, 0, async_manager=manager)
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            manager.wait_previous_save()
+    return faults / (LARGE.nbytes / 2**20)
 
 
 def _counts_of(system: Any, workload: Workload, workdir: str) -> Iterator[Figure]:

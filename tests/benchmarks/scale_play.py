@@ -70,6 +70,17 @@ def merge(folder: str, leaves: int) -> dict[str, Seconds]:
     Returns:
         Seconds by stage, of the clock and of the processor; ``share`` is that of one process other than process 0.
     """
+    first, shares = written_parts(folder, leaves)
+    wall, cpu = (float(np.median(some)) for some in zip(*shares[1:], strict=True))
+    return {
+        "share": (wall, cpu),
+        "end": timed_twice(lambda: BACKEND.finish_multiprocess(first)),
+        "open": timed_twice(lambda: BACKEND.open(location_of(first.path)).close()),
+    }
+
+
+def written_parts(folder: str, leaves: int) -> tuple[ProcessSave, list[Seconds]]:
+    """The part of each process of that save, written; returns what process 0 finishes it by, and how long each took."""
     count, options = len(jax.devices()), WriteOptions()
     sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     path, shares = os.path.join(folder, "checkpoint_2"), list[Seconds]()
@@ -83,12 +94,7 @@ def merge(folder: str, leaves: int) -> dict[str, Seconds]:
     for index in range(count):  # one at a time: all plans of a thousand processes would take their memory
         own = save_of(index) if index else first
         shares.append(timed_twice(functools.partial(BACKEND.write_process_part, own)))
-    wall, cpu = (float(np.median(some)) for some in zip(*shares[1:], strict=True))
-    return {
-        "share": (wall, cpu),
-        "end": timed_twice(lambda: BACKEND.finish_multiprocess(first)),
-        "open": timed_twice(lambda: BACKEND.open(location_of(path)).close()),
-    }
+    return first, shares
 
 
 def _tree(index: int, count: int, leaves: int, sharding: Any) -> Branch:

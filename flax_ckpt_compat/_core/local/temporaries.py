@@ -92,7 +92,7 @@ def staging_path(path: str) -> str:
 
 def parse(name: str) -> re.Match[str] | None:
     """Match a temporary's name (groups ``name``, ``tag``, ``machine``, ``pid``, ``start``, ``role``)."""
-    return _TEMPORARY.fullmatch(name)
+    return _TEMPORARY.fullmatch(name) if name.startswith(".") else None  # most of thousands of names are steps
 
 
 def is_temporary(name: str) -> bool:
