@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import weakref
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.byte_reads import LocalFile, Read, StoredFile
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from flax_ckpt_compat._core.local.safe_open import check_end
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import HEAD_BYTES
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -38,24 +35,20 @@ class WindowSizes(NamedTuple):
     growth: int = 2  # factor from one window to the next
 
 
-class File:
-    """A local file, open as a descriptor."""
+class File(LocalFile):
+    """A local file."""
 
     # Mostly the header of the next array follows a large array, so reading one leaf of a large file reads little else.
     window_sizes = WindowSizes(first=4 * 2**10, tiny=192, smallest=8 * 2**10, largest=256 * 2**10, read_over=0)
-    # Two more than CPUs: some wait for the disk while others copy.
-    threads = min(8, (os.cpu_count() or 1) + 2)
 
     def __init__(self, path: str):
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            super().__init__(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
         self._can_read_uncached = sys.platform == "linux"
-        self._closer = weakref.finalize(self, os.close, self._fd)
         with translated(path, "read"):
             status = os.fstat(self._fd)
         self.size = status.st_size
@@ -64,21 +57,12 @@ class File:
             message = f"{path}: expected a msgpack file, found something that is not a file"
             raise CorruptCheckpointError(message, path=path)
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether the descriptor is closed."""
-        return self._fd < 0
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._fd
-
     def read(self, length: int, offset: int) -> bytes:
         """Read bytes; fewer only at the end."""
         data = self._read_once(length, offset)
         if (missing := min(length, self.size - offset) - len(data)) > 0:  # a system call returns at most 2 GiB
             rest = bytearray(missing)
-            data += rest[: self.read_into(memoryview(rest), offset + len(data))]
+            data += rest[: self.fill([memoryview(rest)], offset + len(data))]
         return data
 
     def _read_once(self, length: int, offset: int) -> bytes:
@@ -102,32 +86,8 @@ class File:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return bytes(target[:count])
 
-    def read_into(self, target: memoryview, offset: int) -> int:
-        """Fill memory and return the number of bytes; fewer only at the end."""
-        return self.read_pieces([target], offset)
 
-    def read_pieces(self, pieces: Iterable[memoryview], offset: int) -> int:
-        """Fill pieces of memory with consecutive bytes and return their number; fewer only at the end.
-
-        Raise StorageError if no more are read, though the file still has its size."""
-        rest, at = [piece for piece in pieces if piece], offset
-        while rest:
-            count = os.preadv(self._fd, rest, at)
-            at += count
-            if not count:
-                with translated(self.path, "read"):
-                    check_end(self._fd, at)
-                break
-            memory.drop_first(rest, count)
-        return at - offset
-
-    def close(self) -> None:
-        """Close the file."""
-        self._closer()
-        self._fd = -1
-
-
-class StoredObject:
+class StoredObject(StoredFile):
     """An object of a store."""
 
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
@@ -135,13 +95,11 @@ class StoredObject:
     window_sizes = WindowSizes(
         first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
-    threads = 16
 
     def __init__(self, location: Location):
-        self.location, self.path = location, location.path
-        self.is_closed = False
         self._object = location.open_file()
-        self.size = self._object.size
+        super().__init__(location.path, self._object.read)
+        self.location, self.size, self.is_closed = location, self._object.size, False
         # What was read for the structure: it contains most small arrays.
         self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
         self._cache.add(0, self._object.head)
@@ -160,30 +118,27 @@ class StoredObject:
             self._ahead.add(start, part)
         return data[0]
 
-    def is_cached(self, offset: int, length: int) -> bool:
+    def stands_alone(self, read: Read) -> bool:
         """Return whether these bytes are cached in memory."""
-        return self._cached(offset, length) is not None
+        return self._cached(read.offset, read.nbytes) is not None
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:
         """Return these bytes if all of them are cached."""
         return self._cache.find(offset, length) or self._ahead.find(offset, length)
-
-    def read_into(self, target: memoryview, offset: int) -> int:
-        """Fill memory and return the number of bytes; fewer only at the end."""
-        at = 0
-        for part in self._cached(offset, len(target)) or [memoryview(self.read_again(len(target), offset))]:
-            target[at : at + len(part)] = part
-            at += len(part)
-        return at
 
     def cached(self, length: int, offset: int) -> bytes | None:
         """Return bytes if all of them are cached."""
         parts = self._cached(offset, length)
         return None if parts is None else b"".join(parts)
 
-    def read_again(self, length: int, offset: int) -> bytes:
-        """Read bytes, also cached ones, and do not cache them; fewer only at the end."""
-        return self._object.read(offset, offset + length)
+    def answer(self, start: int, stop: int) -> bytes:
+        """Return what is cached, or the answer to one request; see `StoredFile`."""
+        known = self.cached(stop - start, start)
+        return super().answer(start, stop) if known is None else known
+
+    def uncached(self) -> StoredFile:
+        """Return a source of the same version that reads all bytes again."""
+        return StoredFile(self.path, self._object.read)
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""
@@ -195,10 +150,10 @@ class StoredObject:
         self._cache = self._ahead = Buffers(0)
 
 
-Source = File | StoredObject
+MsgpackSource = File | StoredObject
 
 
-def open_source(location: Location) -> Source:
+def open_source(location: Location) -> MsgpackSource:
     """Open a file or object; raise if nothing is there, or it is empty or no file."""
     path = location.path
     try:

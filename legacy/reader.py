@@ -14,20 +14,18 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
-from .byte_ranges import Span, pack, read_run, runs_of
-from .checksummed_file import UNIT, open_checksums
-from .checksummed_object import read_object
+from .checksummed_file import UNIT, ChecksummedObject, open_checksums, truncated
 from .parse import parse
-from .read_bytes import File, Source, StoredObject, open_source
+from .read_bytes import File, MsgpackSource, StoredObject, open_source
 from .sequential_reader import Window
 from .stream import parse_stream
 from .unpack_small_files import unpack
@@ -35,7 +33,8 @@ from .unpack_small_files import unpack
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
-_PIECE = 16 * 2**20
+# Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
+_STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 
 
 class MsgpackReader(Reader):
@@ -102,7 +101,7 @@ class MsgpackReader(Reader):
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
         in_memory: list[int] = []
-        spans: list[Span] = []
+        reads: list[Read] = []
         unfinished: list[int] = []
         folders = gda_read.BatchedReads(self.meter, verify=self._verify)
         for index, handle in enumerate(wanted):
@@ -115,13 +114,13 @@ class MsgpackReader(Reader):
             if kind is bytes and handle.dtype is not None:
                 in_memory.append(index)
             elif kind is int and handle.nbytes < _SMALL and handle.dtype is not None:
-                spans.append(Span(handle.locator, handle.nbytes, handle, index))
+                reads.append(Read(source, handle.locator, handle.nbytes, handle.path, None, (index, handle)))
             else:
-                values[index] = _begin(handle, spans, folders)
+                values[index] = _begin(source, handle, reads, folders)
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
-        pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
-        self._read_spans(spans, values)
+        _pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
+        self._read(reads, values)
         folders.finish()
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
@@ -133,24 +132,28 @@ class MsgpackReader(Reader):
             why = "as of files of Flax, and of copies without extended attributes"
             _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
 
-    def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
-        source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])
-        is_local = isinstance(source, File)
+    def _read(self, reads: list[Read], values: list[Any]) -> None:
+        source, sums, nbytes = self._source, self._sums, sum([read.nbytes for read in reads])
+
+        def deliver(found: list[tuple[Read, memoryview]]) -> None:
+            _pack([(*read.content, data) for read, data in found], values)
+
         with translated(self.path, "read"):
-            if self._verify and spans and not (sums is not None and sums.is_verified):
-                whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
+            if self._verify and reads and not (sums is not None and sums.is_verified):
+                whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
                 if sums is not None and (whole or nbytes >= UNIT):
-                    sums.read(spans, values, self.meter, whole=whole)
+                    sums.read(reads, deliver, self.meter, whole=whole)
                     return
-                if isinstance(source, StoredObject) and whole and read_object(source, spans, values, self.meter):
+                checked = ChecksummedObject(source) if isinstance(source, StoredObject) and whole else None
+                if checked is not None and checked.read(reads, deliver, self.meter):
                     return
-            runs = runs_of(source, spans)
-            threads = 1 if is_local and nbytes <= 2 * _PIECE else source.threads
-            in_parallel(functools.partial(read_run, source, values, self.meter), runs, threads, in_runs=is_local)
+            longest = min(max(nbytes // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
+            runs = neighbours(reads, source.longest if source.is_local else longest)
+            read_runs(runs, deliver, functools.partial(truncated, self.path), self.meter)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:
-        return isinstance(self._source, StoredObject) and read_object(self._source, [], [])
+        return isinstance(self._source, StoredObject) and ChecksummedObject(self._source).read([])
 
     @functools.cached_property
     def _array_nbytes(self) -> int:
@@ -188,7 +191,15 @@ def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
     return handle.locator if type(handle.locator) is tuple else [(0, size)]
 
 
-def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
+def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
+    """Copy the bytes of arrays to aligned parts of new memory."""
+    with memory.pause_gc():
+        arrays = memory.pack([(handle.shape, cast(Any, handle.dtype), data) for _, handle, data in small])
+        for (index, _, _), array in zip(small, arrays, strict=True):
+            values[index] = array
+
+
+def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
     """Map the contiguous arrays of a local file into ``values``, and return their indices.
 
     Most are not aligned: an array starts where its header ends.
@@ -196,9 +207,7 @@ def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> se
     if not isinstance(source, File):
         return set()
     wanted = [index for index, handle in enumerate(handles) if _is_mappable(handle)]
-    views = memory_map.map_regions(
-        source.fileno(), [(handles[index].locator, handles[index].nbytes) for index in wanted]
-    )
+    views = source.map([(handles[index].locator, handles[index].nbytes) for index in wanted])
     found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
     for index, view in found.items():
         values[index] = np.ndarray(handles[index].shape, handles[index].dtype, view)
@@ -210,11 +219,11 @@ def _is_mappable(handle: LeafHandle) -> bool:
     return is_large_array and handle.dtype is not None and type(handle.locator) is int
 
 
-def _begin(handle: LeafHandle, spans: list[Span], folders: gda_read.BatchedReads) -> Any:
-    """Allocate the value and add the spans to read into it; return Python values as they are."""
+def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read], folders: gda_read.BatchedReads) -> Any:
+    """Allocate the value and add the reads into it; return Python values as they are."""
     locator = handle.locator
     if handle.kind is LeafKind.PRNG_KEY:
-        return _begin(locator[1], spans, folders)
+        return _begin(source, locator[1], reads, folders)
     if isinstance(locator, gda_read.FolderArray):
         return folders.begin(locator, handle.path)
     if type(locator) is bytes and handle.dtype is not None:
@@ -224,9 +233,9 @@ def _begin(handle: LeafHandle, spans: list[Span], folders: gda_read.BatchedReads
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
     for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
-        for start in range(0, nbytes, _PIECE):
-            part = rest[start : min(start + _PIECE, nbytes)]
-            spans.append(Span(offset + start, len(part), handle, target=part))
+        for start in range(0, nbytes, PIECE_BYTES):
+            part = rest[start : min(start + PIECE_BYTES, nbytes)]
+            reads.append(Read(source, offset + start, len(part), handle.path, part))
         rest = rest[nbytes:]
     return array
 

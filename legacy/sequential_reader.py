@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from . import format
-from .read_bytes import Source
+from .read_bytes import MsgpackSource
 
 _MIN_SKIP = 2 * 2**10
 _REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
@@ -16,7 +16,7 @@ class Window:
 
     __slots__ = ("_sizes", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
 
-    def __init__(self, source: Source):
+    def __init__(self, source: MsgpackSource):
         self._source, self._sizes = source, source.window_sizes
         self._step = self._sizes.first // self._sizes.growth  # the first refill multiplies it
         self.path = source.path

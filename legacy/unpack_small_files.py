@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Path, PathLengths
 
 from . import format
 from .checksummed_file import ChecksummedFile
-from .read_bytes import File, Source
+from .read_bytes import File, MsgpackSource
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -36,7 +36,7 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
-def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
+def unpack(source: MsgpackSource, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
     if not isinstance(source, File) or source.size > _MAX_SIZE:
         return None

@@ -100,9 +100,10 @@ def test_window_seams(load_bytes, step, tiny, tree):
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {"byte_ranges._GAP": gap, "byte_ranges._RUN": block, "reader._PIECE": piece, "reader._SMALL": 40}
+        sizes = {"_core.byte_reads.LocalFile.gap": gap, "_core.byte_reads.LocalFile.longest": block}
+        sizes |= {"legacy.reader.PIECE_BYTES": piece, "legacy.reader._SMALL": 40}
         for name, value in sizes.items():
-            patch.setattr(f"flax_ckpt_compat.legacy.{name}", value)
+            patch.setattr(f"flax_ckpt_compat.{name}", value)
         path = save({str(index): array for index, array in enumerate(tree)})
         assert fingerprint(list(load(path).values())) == fingerprint(tree)
     path.unlink()
