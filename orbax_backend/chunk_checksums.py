@@ -1,4 +1,5 @@
-"""Check raw chunks against their recorded checksums while they are read, in pieces of any size and order."""
+"""Check raw chunks against their checksums while they are read: those recorded, in pieces of any size and order, and
+those at their ends."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import array_boxes, checksums
 from flax_ckpt_compat._core.array_boxes import Shape
+from flax_ckpt_compat._core.byte_reads import Filled, Run
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
 
 from .checksum_file import Checksums
 from .files import ByteRange
 from .open_index import StoredValue
-from .read_plan import ArrayRead, Piece
+from .read_plan import ArrayRead, DamagedChunkError, Piece, is_intact
 from .zarr import ArrayInfo
 
 
@@ -36,7 +38,7 @@ class _Segment(NamedTuple):
 class Verifier:
     """Checks the chunks of one batch of reads."""
 
-    def __init__(self, path: str, recorded: Checksums) -> None:
+    def __init__(self, path: str, recorded: Checksums | None) -> None:
         self._path, self._recorded = path, recorded
         self._expected: dict[ByteRange, _Expected] = {}
         # By chunk and number of the block.
@@ -45,7 +47,7 @@ class Verifier:
 
     def expect(self, read: ArrayRead, key: str, value: StoredValue, start: Shape) -> None:
         """Note that a read needs a chunk, which has this start in the array, before it is read."""
-        sums = self._recorded.of_chunk(key, value)
+        sums = None if self._recorded is None else self._recorded.of_chunk(key, value)
         if sums is not None and isinstance(value, ByteRange):
             self._expected[value] = _Expected(read, key, sums, start)
 
@@ -53,26 +55,34 @@ class Verifier:
         """Return whether there are checksums of an expected chunk."""
         return chunk in self._expected
 
-    def add(self, chunk: ByteRange, start: int, data: memoryview) -> None:
-        """Check or note stored bytes of a raw chunk, from ``start`` in it, that lie in one block."""
-        expected = self._expected.get(chunk)
-        if expected is None:
-            return
-        number, offset = divmod(start, BLOCK_BYTES)
-        found = checksums.crc32(data)
-        if len(data) == min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES):
-            self._check(expected, number, found)
-            return
-        with self._lock:
-            segments = self._segments.setdefault((chunk, number), [])
-            segments.append(_Segment(offset, offset + len(data), found))
+    def add(self, run: Run, filled: Filled) -> None:
+        """Check or note bytes of chunks; see `flax_ckpt_compat._core.byte_reads.Sums`."""
+        for read in run.reads:
+            piece: Piece = read.content
+            expected, chunk = self._expected.get(piece.within), piece.within
+            if piece.chunk is None and expected is None:
+                continue
+            for at, data in filled.cut(read.offset, read.offset + read.nbytes):
+                if piece.chunk is not None:
+                    piece.crc32c = checksums.crc32c(data, piece.crc32c)
+                    if at + len(data) == read.offset + read.nbytes and not is_intact(piece.crc32c):
+                        raise DamagedChunkError(piece.read, piece.chunk)
+                elif expected is not None:
+                    self._add(expected, chunk, at - chunk.offset, data)
 
-    def add_blocks(self, piece: Piece, data: memoryview) -> None:
-        """Add all bytes of a piece; see `add`."""
-        at = piece.extent.offset - piece.within.offset
-        for block in piece.blocks(data):
-            self.add(piece.within, at, block)
-            at += len(block)
+    def _add(self, expected: _Expected, chunk: ByteRange, start: int, data: memoryview) -> None:
+        """Check the blocks in bytes of a chunk, from ``start`` in it, and note the parts of others."""
+        while data:
+            number, offset = divmod(start, BLOCK_BYTES)
+            part = data[: BLOCK_BYTES - offset]
+            found = checksums.crc32(part)
+            if len(part) == min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES):
+                self._check(expected, number, found)
+            else:
+                with self._lock:
+                    segments = self._segments.setdefault((chunk, number), [])
+                    segments.append(_Segment(offset, offset + len(part), found))
+            start, data = start + len(part), data[len(part) :]
 
     def finish(self) -> None:
         """Check the blocks that were read in several parts, unless bytes were not read, or more than once."""

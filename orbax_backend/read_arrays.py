@@ -5,44 +5,42 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.byte_reads import (
+    PIECE_BYTES,
+    LocalFile,
+    Read,
+    Source,
+    StoredFile,
+    neighbours,
+    read_runs,
+)
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
+from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.storage_errors import translated
 
 from .checksum_file import Checksums
 from .chunk_checksums import Verifier
-from .driver_reads import THREADS, DriverReader, corrupt_array
+from .driver_reads import DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
 from .open_index import Index, OpaqueValue, StoredValue
-from .read_plan import (
-    PIECE_BYTES,
-    ArrayRead,
-    DamagedChunkError,
-    Piece,
-    group_neighbours,
-    is_intact,
-    plan_pieces,
-    scatter,
-)
+from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Below this, threads cost more than they gain.
-_THREADS_FROM_BYTES = PIECE_BYTES // 4
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
 _MAX_RATIO = 1 << 16
 _BYTE = np.dtype(np.uint8)
+# Files that are open at once: a process may have 1024 open, by default, and a checkpoint of many hosts has more.
+_MOST_OPEN = 128
 # Releases before 0.10.3 left out chunks of the fill value. Arrays with such may take this many bytes of memory, or as
 # much as zstd could expand the checkpoint to. More chunks, of one array and in all, would take minutes to look up.
 _MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
@@ -64,7 +62,7 @@ class ArrayReader:
 
     def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
-        verifier = None if self._recorded is None else Verifier(self._location.path, self._recorded)
+        verifier = Verifier(self._location.path, self._recorded)
         extents: list[tuple[ArrayRead, ByteRange]] = []
         missing = 0
         for read in reads:
@@ -85,16 +83,13 @@ class ArrayReader:
         opened: list[tuple[list[ArrayRead], Any]] = []
         for group in groups.values():
             if all(read.is_raw for read in group):
-                try:
+                with self._naming_damage():
                     pieces += plan_pieces(group)
-                except DamagedChunkError as error:
-                    raise self._damaged(error.read, error.chunk) from error
             else:
                 opened.append((group, self._driver.open(group[0])))
         self._read_pieces(pieces, verifier, meter)
         self._driver.read(opened, meter)
-        if verifier is not None:
-            verifier.finish()
+        verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
@@ -111,7 +106,7 @@ class ArrayReader:
                 self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier, OFF)
         return True
 
-    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None) -> int:
+    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones."""
@@ -133,8 +128,7 @@ class ArrayReader:
                 raise self._corrupt(read, f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
             if isinstance(value, ByteRange):
                 extents.append((read, value))
-                if verifier is not None:
-                    verifier.expect(read, key, value, part.start)
+                verifier.expect(read, key, value, part.start)
             read.chunks.append((value, part))
             stored += read.nbytes if length is None else length
         if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
@@ -176,11 +170,9 @@ class ArrayReader:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
-                fd = open_regular((self._location / file).path)
-                try:
-                    views = memory_map.map_regions(fd, [(extent.offset, extent.length) for _, extent in wanted])
-                finally:
-                    os.close(fd)
+                path = (self._location / file).path
+                with contextlib.closing(LocalFile(path, open_regular(path))) as source:
+                    views = source.map([(extent.offset, extent.length) for _, extent in wanted])
                 for (read, _), view in zip(wanted, views, strict=True):
                     read.array = None if view is None else view.view(read.info.dtype).reshape(read.shape)
 
@@ -193,72 +185,37 @@ class ArrayReader:
                 raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
-    def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None, meter: Meter) -> None:
-        pieces.sort(key=lambda piece: piece.extent)
-        if self._location.is_remote:
-            in_parallel(functools.partial(self._read_run, verifier, meter), group_neighbours(pieces))
-            return
-        files: dict[str, int] = {}
-        try:
-            for piece in pieces:
-                file = piece.extent.file
-                if file not in files:
-                    with self._reading(piece.read, file):
-                        files[file] = open_regular((self._location / file).path)
-            if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
-                in_parallel(functools.partial(self._read_piece, files, verifier, meter), pieces, THREADS, in_runs=True)
-                return
-            for piece in pieces:
-                self._read_piece(files, verifier, meter, piece)
-        finally:
-            for fd in files.values():
-                os.close(fd)
-
-    def _read_piece(self, files: dict[str, int], verifier: Verifier | None, meter: Meter, piece: Piece) -> None:
-        buffer, checksum = piece.buffer(), 0
-        file, at, _ = piece.extent
-        for block in piece.memory_blocks(buffer):
-            rest, start = block, at - piece.within.offset
-            while rest:
-                try:
-                    count = os.preadv(files[file], [rest], at)
-                except OSError as error:
-                    raise storage_error((self._location / file).path, error, "read") from error
-                if not count:
-                    with translated((self._location / file).path, "read"):
-                        check_end(files[file], at)
-                    raise self._corrupt(piece.read, f"the file {file} ends too early")
-                rest, at = rest[count:], at + count
-            if piece.chunk is not None:
-                checksum = checksums.crc32c(block, checksum)
-            elif verifier is not None:
-                verifier.add(piece.within, start, block)
-        if piece.chunk is not None and not is_intact(checksum):
-            raise self._damaged(piece.read, piece.chunk)
-        scatter(buffer, piece.copies)
-        meter.add(piece.extent.length, piece.read.path)
-
-    def _read_run(self, verifier: Verifier | None, meter: Meter, pieces: list[Piece]) -> None:
-        """Read neighbouring ranges of one object in one request."""
-        file, start, _ = pieces[0].extent
-        stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
-        full = self._location / file
-        with self._reading(pieces[0].read, file):
-            data = memoryview(full.read(start, stop))
-            size = stop if len(data) == stop - start else full.size()
-        if len(data) < stop - start:
-            raise self._corrupt(pieces[-1].read, f"the file {file} has {size} bytes, expected at least {stop}")
+    def _read_pieces(self, pieces: Sequence[Piece], verifier: Verifier, meter: Meter) -> None:
+        files: dict[str, list[Piece]] = {}
         for piece in pieces:
-            at = piece.extent.offset - start
-            found = data[at : at + piece.extent.length]
-            if piece.chunk is not None and not is_intact(checksums.crc32c(found)):
-                raise self._damaged(piece.read, piece.chunk)
-            if verifier is not None:
-                verifier.add_blocks(piece, found)
-            buffer = piece.buffer()
-            memory.as_bytes(buffer)[:] = found[: buffer.nbytes]
-            scatter(buffer, piece.copies)
-            meter.add(piece.extent.length, piece.read.path)
+            files.setdefault(piece.extent.file, []).append(piece)
+        groups = list(files.values())
+        for start in range(0, len(groups), _MOST_OPEN):
+            with contextlib.ExitStack() as opened, self._naming_damage():
+                sources = [(self._open(group[0], opened), group) for group in groups[start : start + _MOST_OPEN]]
+                reads = [piece.range_of(source) for source, group in sources for piece in group]
+                read_runs(neighbours(reads), _scatter, self._ended, meter, verifier)
+
+    def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
+        """Open the file of a piece, which is closed with ``opened``."""
+        read, file = piece.read, self._location / piece.extent.file
+        if not file.is_remote:
+            with self._reading(read, piece.extent.file):
+                return opened.enter_context(contextlib.closing(LocalFile(file.path, open_regular(file.path))))
+
+        def request(start: int, stop: int) -> bytes:
+            with self._reading(read, piece.extent.file):
+                return file.read(start, stop)
+
+        return StoredFile(file.path, request)
+
+    def _ended(self, read: Read | None) -> CorruptCheckpointError:
+        assert read is not None  # a run ends with one
+        file, offset, length = read.content.extent
+        with self._reading(read.content.read, file):
+            size = (self._location / file).size()
+        found = f"the file {file} ends too early: it has {size} bytes, expected at least {offset + length}"
+        return self._corrupt(read.content.read, found)
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
@@ -270,10 +227,14 @@ class ArrayReader:
                 f"lost in copying, copy the checkpoint again"
             )
 
-    def _damaged(self, read: ArrayRead, chunk: str) -> CorruptCheckpointError:
-        return self._corrupt(
-            read, f"its chunk {key_prefix(read.name) + chunk!r} does not match its CRC-32C", ChecksumError
-        )
+    @contextlib.contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        """Name the leaf and the key of a chunk that does not match the checksum at its end."""
+        try:
+            yield
+        except DamagedChunkError as error:
+            what = f"its chunk {key_prefix(error.read.name) + error.chunk!r} does not match its CRC-32C"
+            raise self._corrupt(error.read, what, ChecksumError) from error
 
     @contextlib.contextmanager
     def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
@@ -283,6 +244,11 @@ class ArrayReader:
                 yield
             except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
                 raise self._corrupt(read, f"the file {file} is missing") from error
+
+
+def _scatter(found: list[tuple[Read, memoryview]]) -> None:
+    for read, data in found:
+        read.content.scatter(data)
 
 
 def _stored_bytes(value: StoredValue) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, checksums, memory
+from flax_ckpt_compat._core import array_boxes, checksums
 from flax_ckpt_compat._core.array_boxes import Box, Shape
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
@@ -19,12 +20,9 @@ from .open_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo
 
 _Array = np.ndarray[Any, Any]
-PIECE_BYTES = 16 << 20
 # A separate read costs about as much as reading over a page.
 _SHORT_RUN_BYTES = 4096
 _LONG_RUN_BYTES = 256 << 10
-# A request to a store takes about as long as reading 1 MiB, so small gaps between ranges are read with them.
-_GAP_BYTES = 64 << 10
 # CRC-32C of any bytes followed by their CRC-32C.
 _RESIDUE = 0x48674BC7
 
@@ -100,7 +98,7 @@ class ArrayRead:
         return show_path(self.path)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Piece:
     """A byte range to read."""
 
@@ -112,23 +110,18 @@ class Piece:
     copies: Sequence[Copy] = ()
     # Key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
     chunk: str | None = None
+    crc32c: int = 0  # of such a chunk, as far as it was read
 
-    def buffer(self) -> _Array:
-        """Return the memory to read into."""
-        return memory.empty(self.shape, self.read.info.dtype) if self.target is None else self.target
+    def range_of(self, source: Source) -> Read:
+        """Return the read of the range from its file."""
+        target = None if self.target is None else self.target.data
+        return Read(source, *self.extent[1:], self.read.path, target, self, self.within.offset)
 
-    def blocks(self, data: memoryview) -> Iterator[memoryview]:
-        """Yield the parts of the range's bytes that lie in one block of the chunk; blocks fit a CPU's cache."""
-        end = checksums.BLOCK_BYTES - (self.extent.offset - self.within.offset) % checksums.BLOCK_BYTES
-        yield data[:end]
-        for start in range(end, len(data), checksums.BLOCK_BYTES):
-            yield data[start : start + checksums.BLOCK_BYTES]
-
-    def memory_blocks(self, buffer: _Array) -> Iterator[memoryview]:
-        """Yield the memory for the range's bytes by blocks, then, of a chunk with its checksum, memory for that."""
-        yield from self.blocks(memory.as_bytes(buffer))
-        if self.chunk is not None:
-            yield memoryview(bytearray(self.extent.length - buffer.nbytes))
+    def scatter(self, data: memoryview) -> None:
+        """Copy what was read without a target to the arrays."""
+        dtype = self.read.info.dtype
+        values = np.frombuffer(data, np.uint8, math.prod(self.shape) * dtype.itemsize)
+        scatter(values.view(dtype).reshape(self.shape), self.copies)
 
 
 def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
@@ -251,18 +244,3 @@ def _inside(copy: Copy, band: Box) -> Copy:
         for side, was, to in zip(part, copy.source, copy.target, strict=True)
     )
     return Copy(array_boxes.relative_to(part, band), copy.array, target)
-
-
-def group_neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Group pieces, sorted by file and offset, into runs that one request reads."""
-    found: list[list[Piece]] = []
-    for piece in pieces:
-        file, offset, length = piece.extent
-        if found:
-            first, last = found[-1][0].extent, found[-1][-1].extent
-            near = file == last.file and offset <= last.offset + last.length + _GAP_BYTES
-            if near and offset + length - first.offset <= PIECE_BYTES:
-                found[-1].append(piece)
-                continue
-        found.append([piece])
-    return found

@@ -224,10 +224,13 @@ def read_runs(
 
     ``deliver`` is called for each run with the reads that have no memory, and their bytes. Raise what ``ended`` returns
     if a file is too short."""
+    read = functools.partial(_read_run, deliver, ended, meter, sums)
     is_local = bool(runs) and runs[0].source.is_local
-    is_short = is_local and sum([run.stop - run.start for run in runs]) < _THREADS_FROM_BYTES
-    threads = 1 if is_short or not runs else runs[0].source.threads
-    in_parallel(functools.partial(_read_run, deliver, ended, meter, sums), runs, threads, in_runs=is_local)
+    if len(runs) < 2 or (is_local and sum([run.stop - run.start for run in runs]) < _THREADS_FROM_BYTES):
+        for run in runs:
+            read(run)
+    else:
+        in_parallel(read, runs, runs[0].source.threads, in_runs=is_local)
 
 
 def _read_run(deliver: Deliver, ended: Ended, meter: Meter, sums: Sums | None, run: Run) -> None:

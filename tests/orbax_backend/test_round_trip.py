@@ -54,7 +54,7 @@ def test_every_scalar_keeps_its_exact_type(tmp_path: Path) -> None:
 
 
 def test_few_frames_to_the_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most three calls lie between `Reader.read` and the system call that reads an array's bytes."""
+    """At most five calls lie between `Reader.read` and the system call that reads an array's bytes."""
     (handle,) = handles(save(tmp_path / "c", np.arange(1000.0))).values()
     read, stacks = os.preadv, []
 
@@ -65,7 +65,7 @@ def test_few_frames_to_the_first_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "preadv", counted)
     handle.reader.read([handle])
     (stack,) = stacks
-    assert 0 < len(stack[stack.index("test_few_frames_to_the_first_bytes") + 2 : -1]) <= 3
+    assert 0 < len(stack[stack.index("test_few_frames_to_the_first_bytes") + 2 : -1]) <= 5
 
 
 @pytest.mark.parametrize("leaf", [*SCALARS, np.arange(3), np.zeros((2, 0))], ids=repr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,19 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(read_arrays, "open_regular", cut)
     with pytest.raises(CorruptCheckpointError, match=r"'a'.*ends too early"):
         handle.read()
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """Data files of many hosts, or chunks in files of their own, are not all open at once."""
+    values = np.random.default_rng(1).random((400, 3))
+    handle = stored_by_tensorstore(tmp_path / "c", values, [1, 3], "raw")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 200, hard))
+    try:
+        found = handle.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert np.array_equal(found, values)
 
 
 def test_missing_chunks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

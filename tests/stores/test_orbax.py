@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend.files import ByteRange
-from flax_ckpt_compat.orbax_backend.read_plan import group_neighbours
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.byte_reads import Read, StoredFile, neighbours
 from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.both_formats.test_corpus import assert_equal, read_case, restore
 from tests.support import corpus, s3
@@ -44,10 +42,11 @@ def test_ranges_that_one_request_reads() -> None:
     """Ranges of one object with gaps of up to 64 KiB, 16 MiB in all; never of two objects."""
     a, gap, most = ("a", 0, 10), 64 << 10, 16 << 20
     together = [[a, ("a", 10, 5)], [a, ("a", 10 + gap, 5)], [a, ("a", 10, most - 10)]]
+    files = {name: StoredFile(name, lambda *_: b"") for name in "ab"}
     apart = [[a, ("a", 11 + gap, 5)], [a, ("b", 10, 5)], [a, ("b", 0, 5)], [a, ("a", 10, most - 9)]]
     for ranges in (*together, *apart):
-        pieces: list[Any] = [types.SimpleNamespace(extent=ByteRange(*one)) for one in ranges]
-        assert len(group_neighbours(pieces)) == (1 if ranges in together else 2), ranges
+        reads = [Read(files[file], offset, nbytes, ()) for file, offset, nbytes in ranges]
+        assert len(neighbours(reads)) == (1 if ranges in together else 2), ranges
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,240 @@
+"""The reader of byte ranges beside plain reads of the same file, from a file, a mapping of it, and a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import config, restore, save
+from flax_ckpt_compat._core import byte_reads
+from flax_ckpt_compat._core.byte_reads import Filled, LocalFile, Read, Run, Source, StoredFile, neighbours, read_runs
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.tree import show_path
+from tests.support.profiles import examples
+from tests.support.s3 import Bucket
+from tests.support.trees import fill, fingerprint
+
+_SIZES = {"BLOCK_BYTES": [64, 100, 2**20], "_DIRECT_FROM": [1, 9, 4096], "_THREADS_FROM_BYTES": [0, 2**22]}
+_LIMITS = {"gap": [0, 7, 512], "longest": [1, 300, 2**18]}
+_ANY = HealthCheck.function_scoped_fixture
+
+
+@pytest.fixture(params=["file", "opened in a store", "named in a store"])
+def sourced(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A function that puts bytes into a file, or object, and opens it, perhaps after it was cut."""
+    numbers = iter(range(10**6))
+
+    def source(content: bytes, cut: int | None = None) -> Source:
+        kept = content[:cut]
+        if request.param == "file":
+            path = tmp_path / str(next(numbers))
+            path.write_bytes(kept)
+            return LocalFile(str(path), os.open(path, os.O_RDONLY))
+        bucket: Bucket = request.getfixturevalue("bucket")
+        name = f"run/{next(numbers)}"
+        bucket.put(name, kept)
+        found = location_of(f"{bucket.url}/{name}")
+        return StoredFile(found.path, found.open_file().read if "opened" in request.param else found.read)
+
+    return source
+
+
+@contextlib.contextmanager
+def limits(data: st.DataObject) -> Iterator[None]:
+    """Sizes at which reads are joined, split and copied, so small that those of a few bytes take every way."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, sizes in _SIZES.items():
+            patch.setattr(byte_reads, name, data.draw(st.sampled_from(sizes), name))
+        for name, sizes in _LIMITS.items():
+            for kind in (LocalFile, StoredFile):
+                patch.setattr(kind, name, data.draw(st.sampled_from(sizes), name))
+        yield
+
+
+class Seen:
+    """Takes in what a reader shows of its runs, and the CRC-32 of each leaf, from its bytes in their order."""
+
+    def __init__(self) -> None:
+        self.bytes, self.lock = dict[Source, dict[int, int]](), threading.Lock()
+        self.parts: dict[int, list[tuple[int, bytes]]] = {}
+
+    def add(self, run: Run, filled: Filled) -> None:
+        with self.lock:
+            there = self.bytes.setdefault(run.source, {})
+            for start, piece in zip(filled.starts, filled.pieces, strict=True):
+                there.update(zip(range(start, start + len(piece)), piece, strict=True))
+            for read in run.reads:
+                stop = read.offset + read.nbytes
+                parts = [(at, bytes(part)) for at, part in filled.cut(read.offset, stop)]
+                self.parts.setdefault(id(read), []).extend(parts)
+
+    def crc32_of(self, read: Read) -> int:
+        """The checksum of all that was shown of a read."""
+        return zlib.crc32(b"".join(part for _, part in sorted(self.parts.get(id(read), []))))
+
+
+def drawn_reads(data: st.DataObject, sources: Sequence[Source], length: int) -> list[Read]:
+    """Any ranges, also empty, equal and overlapping, with memory of their own or not, each of its own leaf."""
+    reads = []
+    for number in range(data.draw(st.integers(0, 12), "reads")):
+        start, stop = sorted(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2), "range"))
+        nbytes = stop - start
+        kept = data.draw(st.sampled_from([None, nbytes, max(nbytes - 4, 0)]), "target")
+        target = None if kept is None else np.zeros(kept, np.uint8).data
+        origin = data.draw(st.integers(0, start), "origin")
+        source = data.draw(st.sampled_from(sources), "source")
+        reads.append(Read(source, start, nbytes, ("leaf", str(number)), target, number, origin))
+    return reads
+
+
+def into(delivered: dict[int, bytes]) -> Callable[[list[tuple[Read, memoryview]]], None]:
+    """A function that keeps what is delivered, by the number of the read."""
+    return lambda some: delivered.update({read.content: bytes(data) for read, data in some})
+
+
+def refused(read: Read | None) -> CorruptCheckpointError:
+    """The error for a file that ends early."""
+    assert read is not None
+    return CorruptCheckpointError(f"{read.source.path}: it ends early", leaf=show_path(read.owner))
+
+
+@given(data=st.data())
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[_ANY])
+def test_reads_are_what_the_file_holds(sourced: Any, data: st.DataObject) -> None:
+    """However they are grouped and split, of two files at once; what is summed is each of their bytes, once."""
+    contents = [data.draw(st.binary(max_size=1200), "content") * 3 for _ in range(2)]
+    sources = [sourced(content) for content in contents]
+    reads = drawn_reads(data, sources, min(map(len, contents)))
+    content_of = dict(zip(sources, contents, strict=True))
+    delivered, seen = dict[int, bytes](), Seen()
+    with limits(data):
+        runs = neighbours(reads, data.draw(st.sampled_from([None, 50])))
+        read_runs(runs, into(delivered), refused, sums=seen)
+    for number, read in enumerate(reads):
+        expected = content_of[read.source][read.offset : read.offset + read.nbytes]
+        if read.target is None:
+            assert delivered[number] == expected
+        else:
+            assert bytes(read.target) == expected[: len(read.target)]
+        assert seen.crc32_of(read) == zlib.crc32(expected)
+    assert delivered.keys() == {number for number, read in enumerate(reads) if read.target is None}
+    for source, there in seen.bytes.items():
+        assert all(content_of[source][at] == byte for at, byte in there.items())
+
+
+@given(data=st.data())
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[_ANY])
+def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.DataObject) -> None:
+    """One whose bytes are not all there; where all are there, there is no error."""
+    content = data.draw(st.binary(min_size=1, max_size=3000), "content")
+    cut = data.draw(st.integers(1, len(content)), "cut")
+    reads = drawn_reads(data, [sourced(content, cut)], len(content))
+    lost = {show_path(read.owner) for read in reads if read.nbytes and read.offset + read.nbytes > cut}
+    with limits(data), pytest.raises(CorruptCheckpointError) if lost else contextlib.nullcontext() as caught:
+        read_runs(neighbours(reads), bool, refused)
+    assert caught is None or caught.value.leaf in lost
+
+
+@given(data=st.data())
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[_ANY])
+def test_mapped_ranges_are_what_the_file_holds(tmp_path: Path, data: st.DataObject) -> None:
+    """Those that are not mapped, because they overlap others, are read."""
+    content = data.draw(st.binary(min_size=1, max_size=20_000), "content")
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with contextlib.closing(LocalFile(str(path), os.open(path, os.O_RDONLY))) as source:
+        reads = drawn_reads(data, [source], len(content))
+        views = source.map([(read.offset, read.nbytes) for read in reads])
+        path.unlink()
+        delivered = dict[int, bytes]()
+        rest = [read._replace(target=None) for read, view in zip(reads, views, strict=True) if view is None]
+        read_runs(neighbours(rest), into(delivered), refused)
+    for number, (read, view) in enumerate(zip(reads, views, strict=True)):
+        found = delivered[number] if view is None else view.tobytes()
+        assert found == content[read.offset : read.offset + read.nbytes]
+
+
+# Arrays of several blocks, and small ones between them.
+TREE = {
+    "a": fill((3, 5 * 2**17), np.dtype(np.float32), 1),
+    "b": {"0": fill((9000,), np.dtype(np.float32), 2), "1": fill((1200, 3), np.dtype(np.int16), 3)},
+    "c": fill((2**21 + 77,), np.dtype(np.uint8), 4),
+    "d": fill((300, 7, 300), np.dtype(np.int16), 5),
+}
+ARRAYS = {"a": TREE["a"], "b/0": TREE["b"]["0"], "b/1": TREE["b"]["1"], "c": TREE["c"], "d": TREE["d"]}
+
+
+class Stored:
+    """The files of a checkpoint, on a disk or in a bucket, and where in them each leaf is."""
+
+    def __init__(self, where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+        self.bucket: Bucket | None = request.getfixturevalue("bucket") if where == "s3" else None
+        self.folder = tmp_path
+        self.url = f"{tmp_path if self.bucket is None else self.bucket.url}/run/c"
+
+    def files(self) -> dict[str, bytes]:
+        """Every file with its content."""
+        if self.bucket is not None:
+            return {key: self.bucket.get(key) for key in self.bucket.keys("run/")}
+        found = (file for file in self.folder.rglob("*") if file.is_file())
+        return {str(file): file.read_bytes() for file in found}
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file in place, as a disk does that changes bits: the file system notices nothing."""
+        if self.bucket is not None:
+            self.bucket.put(name, content)
+            return
+        status = os.stat(name)
+        with open(name, "r+b") as file:
+            file.write(content)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("format", "where", "compression"),
+    [
+        ("msgpack", "disk", None),
+        ("orbax", "disk", None),
+        ("orbax", "disk", "crc32c"),
+        ("orbax", "s3", None),
+        pytest.param("orbax", "s3", "crc32c", marks=pytest.mark.slow),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=examples(100, quick=10), deadline=None, suppress_health_check=[_ANY])
+def test_the_leaf_of_a_damaged_byte_is_named(
+    request: pytest.FixtureRequest, tmp_path: Path, format: Any, where: str, compression: Any, data: st.DataObject
+) -> None:
+    """One flipped bit anywhere in the bytes of any leaf; of the bytes without it, all are what was saved."""
+    stored = Stored(where, request, tmp_path)
+    if not stored.files():
+        with config.override(compression=compression):
+            save(stored.url, TREE, format=format)
+        if format == "msgpack" and b"checksums" not in b"".join(map(os.fsencode, os.listxattr(stored.url))):
+            pytest.skip("this file system keeps no attributes")
+    files = stored.files()
+    leaf = data.draw(st.sampled_from(sorted(ARRAYS)), "leaf")
+    needle = ARRAYS[leaf].tobytes()[:64]
+    name, content = next((name, content) for name, content in files.items() if needle in content)
+    at = content.index(needle) + data.draw(st.integers(0, ARRAYS[leaf].nbytes - 1), "byte")
+    flipped = bytes([content[at] ^ 1 << data.draw(st.integers(0, 7), "bit")])
+    stored.put(name, content[:at] + flipped + content[at + 1 :])
+    try:
+        with pytest.raises(ChecksumError, match=f"'{leaf}'") as caught:
+            restore(stored.url, None)
+        assert caught.value.leaf == leaf or (format == "msgpack" and caught.value.leaf is None)  # a block of several
+    finally:
+        stored.put(name, content)
+    found = restore(stored.url, None)
+    assert fingerprint(found) == fingerprint(TREE)
