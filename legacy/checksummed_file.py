@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import checksums
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Filled, Read, Run, offset_of, read_runs
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Filled, Read, Run, cut, offset_of, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import file_checksums
 from flax_ckpt_compat._core.local.file_checksums import FileChecksums
@@ -75,14 +75,14 @@ class ChecksummedFile:
 
         Units of which almost all is wanted are read as a whole, and others as far as they are wanted.
         """
-        parts, cut = _by_unit(reads, UNIT)
+        parts, cut_reads = _by_unit(reads, UNIT)
         if whole:
             parts |= {unit: [] for unit, found in enumerate(self._units) if found is None and unit not in parts}
             summed = set(parts)
         else:
             summed = {unit for unit, found in parts.items() if sum(part.nbytes for part in found) >= _ALMOST}
         self._read_units(parts, summed, deliver, meter)
-        deliver(cut)
+        deliver(cut_reads)
 
     def _read_units(self, parts: dict[int, list[Read]], summed: set[int], deliver: Deliver, meter: Meter) -> None:
         runs = []
@@ -91,13 +91,14 @@ class ChecksummedFile:
             if unit not in summed:
                 start, stop = found[0].offset, max(part.offset + part.nbytes for part in found)
             runs.append(Run(self._source, start, stop, found))
-        read_runs(runs, deliver, self._ended, meter, self)
+        read_runs(runs, deliver, self._ended, meter, self._add)
         self._verify(summed, parts)
 
-    def add(self, run: Run, filled: Filled) -> None:
-        """Note the checksum of a unit; see `Sums`."""
-        if run.stop - run.start == min(UNIT, self._sums.size - run.start):
-            self._units[run.start // UNIT] = _sum(checksums.crc32, filled.pieces)
+    def _add(self, run: Run, filled: Filled) -> None:
+        """Note the checksum of a unit."""
+        unit, inside = divmod(run.start, UNIT)
+        if not inside and run.stop == min((unit + 1) * UNIT, self._sums.size):
+            self._units[unit] = _sum(checksums.crc32, filled.pieces)
 
     def _ended(self, read: Read | None) -> CorruptCheckpointError:
         return self._changed() if read is None else truncated(self._source.path, read)
@@ -149,14 +150,14 @@ class ChecksummedObject:
         expected = source.location.storage.stored_crc32c(source.path) if checksums.crc32c is not None else None
         if expected is None:
             return False
-        (parts, cut), starts = _by_unit(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)
-        for version in (source, source.uncached()):
+        (parts, cut_reads), starts = _by_unit(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)
+        for version in (source, source.opened):
             runs = [
                 Run(version, at, min(at + PIECE_BYTES, source.size), parts.get(at // PIECE_BYTES, [])) for at in starts
             ]
-            read_runs(runs, deliver, self._ended, meter, self)
+            read_runs(runs, deliver, self._ended, meter, self._add)
             if self._total() == expected:
-                deliver(cut)
+                deliver(cut_reads)
                 return True
         raise ChecksumError(
             f"{source.path}: the bytes that arrive have the CRC-32C {self._total():08x}, the store reports "
@@ -165,8 +166,8 @@ class ChecksummedObject:
             path=source.path,
         )
 
-    def add(self, run: Run, filled: Filled) -> None:
-        """Note the checksum of a piece; raise if it differs from what the structure was parsed from. See `Sums`."""
+    def _add(self, run: Run, filled: Filled) -> None:
+        """Note the checksum of a piece; raise if it differs from what the structure was parsed from."""
         if any(itertools.starmap(self._source.contradicts, zip(filled.pieces, filled.starts, strict=True))):
             raise self._changed()
         self._found[run.start] = _sum(checksums.crc32c, filled.pieces)
@@ -193,21 +194,17 @@ class ChecksummedObject:
 def _by_unit(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], list[tuple[Read, memoryview]]]:
     """Cut reads where units of this size end; also return those without memory that were cut, or empty, with some."""
     parts: dict[int, list[Read]] = {}
-    cut: list[tuple[Read, memoryview]] = []
+    cut_reads: list[tuple[Read, memoryview]] = []
     for read in sorted(reads, key=offset_of):
-        start, stop, target = read.offset, read.offset + read.nbytes, read.target
-        units = range(start // size, -(-stop // size)) if read.nbytes else range(0)
-        if len(units) == 1:
-            parts.setdefault(units[0], []).append(read)
+        if read.nbytes and read.offset // size == (read.offset + read.nbytes - 1) // size:
+            parts.setdefault(read.offset // size, []).append(read)
             continue
-        if target is None:
-            target = np.empty(read.nbytes, np.uint8).data
-            cut.append((read, target))
-        for unit in units:
-            at, end = max(start, unit * size), min(stop, (unit + 1) * size)
-            part = read._replace(offset=at, nbytes=end - at, target=target[at - start : end - start])
-            parts.setdefault(unit, []).append(part)
-    return parts, cut
+        target = np.empty(read.nbytes, np.uint8).data if read.target is None else read.target
+        if read.target is None:
+            cut_reads.append((read, target))
+        for part in cut(read._replace(target=target, origin=0), size):
+            parts.setdefault(part.offset // size, []).append(part)
+    return parts, cut_reads
 
 
 def _sum(checksum: Any, pieces: Iterable[memoryview]) -> int:

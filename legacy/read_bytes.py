@@ -6,15 +6,14 @@ Both sources read one version of the checkpoint, even if it is replaced meanwhil
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from typing import NamedTuple
 
-from flax_ckpt_compat._core.byte_reads import LocalFile, Read, StoredFile
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage import HEAD_BYTES
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
+from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .read_ahead import Buffers, Guesses
@@ -43,22 +42,18 @@ class File(LocalFile):
 
     def __init__(self, path: str):
         try:
-            super().__init__(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            super().__init__(path)
+        except (IsADirectoryError, StorageError) as error:
+            message = f"{path}: expected a msgpack file, found something that is not a file"
+            raise CorruptCheckpointError(message, path=path) from error
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
         self._can_read_uncached = sys.platform == "linux"
-        with translated(path, "read"):
-            status = os.fstat(self._fd)
-        self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            message = f"{path}: expected a msgpack file, found something that is not a file"
-            raise CorruptCheckpointError(message, path=path)
 
-    def read(self, length: int, offset: int) -> bytes:
-        """Read bytes; fewer only at the end."""
+    def look(self, length: int, offset: int) -> bytes:
+        """Read bytes of the structure; fewer only at the end."""
         data = self._read_once(length, offset)
         if (missing := min(length, self.size - offset) - len(data)) > 0:  # a system call returns at most 2 GiB
             rest = bytearray(missing)
@@ -87,8 +82,8 @@ class File(LocalFile):
         return bytes(target[:count])
 
 
-class StoredObject(StoredFile):
-    """An object of a store."""
+class StoredObject(Source):
+    """An object of a store, of which what was read for the structure is cached."""
 
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
     # one request per array in a row of arrays pay.
@@ -97,48 +92,37 @@ class StoredObject(StoredFile):
     )
 
     def __init__(self, location: Location):
-        self._object = location.open_file()
-        super().__init__(location.path, self._object.read)
-        self.location, self.size, self.is_closed = location, self._object.size, False
-        # What was read for the structure: it contains most small arrays.
+        self.opened = location.open_file()
+        self.location, self.path, self.size, self.is_closed = location, location.path, self.opened.size, False
+        # It contains most small arrays.
         self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
-        self._cache.add(0, self._object.head)
+        self._cache.add(0, self.opened.head)
         self._guesses = Guesses(self.size)
 
-    def read(self, length: int, offset: int) -> bytes:
+    def look(self, length: int, offset: int) -> bytes:
         """Read bytes of the structure, and what may be read next; fewer only at the end."""
         self._guesses.record(offset, length)
-        if (known := self.cached(length, offset)) is not None:
-            return known
+        if (known := self._cached(offset, length)) is not None:
+            return b"".join(known)
         spans = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()])
-        data = in_parallel(lambda span: self._object.read(*span), spans, _AT_ONCE)
+        data = in_parallel(lambda span: self.opened.read(*span), spans, _AT_ONCE)
         self._ahead = Buffers(sum(map(len, data)))
         for (start, _), part in zip(spans, data, strict=True):
             self._cache.add(start, part)
             self._ahead.add(start, part)
         return data[0]
 
-    def stands_alone(self, read: Read) -> bool:
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes from memory, or by one request; see `Source`."""
+        known = self._cached(start, stop - start)
+        return self.opened.read(start, stop) if known is None else b"".join(known)
+
+    def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""
-        return self._cached(read.offset, read.nbytes) is not None
+        return self._cached(offset, length) is not None
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:
-        """Return these bytes if all of them are cached."""
         return self._cache.find(offset, length) or self._ahead.find(offset, length)
-
-    def cached(self, length: int, offset: int) -> bytes | None:
-        """Return bytes if all of them are cached."""
-        parts = self._cached(offset, length)
-        return None if parts is None else b"".join(parts)
-
-    def answer(self, start: int, stop: int) -> bytes:
-        """Return what is cached, or the answer to one request; see `StoredFile`."""
-        known = self.cached(stop - start, start)
-        return super().answer(start, stop) if known is None else known
-
-    def uncached(self) -> StoredFile:
-        """Return a source of the same version that reads all bytes again."""
-        return StoredFile(self.path, self._object.read)
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""

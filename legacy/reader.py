@@ -148,7 +148,7 @@ class MsgpackReader(Reader):
                 if checked is not None and checked.read(reads, deliver, self.meter):
                     return
             longest = min(max(nbytes // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
-            runs = neighbours(reads, source.longest if source.is_local else longest)
+            runs = neighbours(reads, PIECE_BYTES, None if source.is_local else longest)
             read_runs(runs, deliver, functools.partial(truncated, self.path), self.meter)
 
     @functools.cached_property
@@ -233,9 +233,7 @@ def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read], folders
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
     for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
-        for start in range(0, nbytes, PIECE_BYTES):
-            part = rest[start : min(start + PIECE_BYTES, nbytes)]
-            reads.append(Read(source, offset + start, len(part), handle.path, part))
+        reads.append(Read(source, offset, nbytes, handle.path, rest[:nbytes], None, offset))
         rest = rest[nbytes:]
     return array
 

@@ -66,7 +66,7 @@ class Window:
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        data = self._source.read(length, offset)
+        data = self._source.look(length, offset)
         if len(data) != length:
             found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
             raise self.corrupt(found, offset - self.base)

@@ -40,10 +40,10 @@ def unpack(source: MsgpackSource, reader: Reader, sums: ChecksummedFile | None =
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
     if not isinstance(source, File) or source.size > _MAX_SIZE:
         return None
-    samples = (source.read(size, 0) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE)
+    samples = (source.look(size, 0) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE)
     if not all(_has_many_values(sample[:_SAMPLE]) or _is_dense(sample) for sample in samples):
         return None
-    data = source.read(source.size, 0)
+    data = source.look(source.size, 0)
     if sums is not None and not sums.is_verified:
         sums.verify_data(data)
     try:

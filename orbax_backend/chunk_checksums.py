@@ -35,14 +35,17 @@ class _Segment(NamedTuple):
     sum: int
 
 
+_Block = tuple[ByteRange | Piece, int]  # chunk, or its piece, and number of the block
+
+
 class Verifier:
     """Checks the chunks of one batch of reads."""
 
     def __init__(self, path: str, recorded: Checksums | None) -> None:
         self._path, self._recorded = path, recorded
         self._expected: dict[ByteRange, _Expected] = {}
-        # By chunk and number of the block.
-        self._segments: dict[tuple[ByteRange, int], list[_Segment]] = {}
+        # Parts of blocks that were read. A chunk that ends with its checksum is one block.
+        self._segments: dict[_Block, list[_Segment]] = {}
         self._lock = threading.Lock()
 
     def expect(self, read: ArrayRead, key: str, value: StoredValue, start: Shape) -> None:
@@ -56,41 +59,38 @@ class Verifier:
         return chunk in self._expected
 
     def add(self, run: Run, filled: Filled) -> None:
-        """Check or note bytes of chunks; see `flax_ckpt_compat._core.byte_reads.Sums`."""
+        """Check the blocks of chunks that are in a run, and note its parts of others."""
         for read in run.reads:
             piece: Piece = read.content
-            expected, chunk = self._expected.get(piece.within), piece.within
-            if piece.chunk is None and expected is None:
-                continue
+            chunk, expected = piece.within, self._expected.get(piece.within)
             for at, data in filled.cut(read.offset, read.offset + read.nbytes):
                 if piece.chunk is not None:
-                    piece.crc32c = checksums.crc32c(data, piece.crc32c)
-                    if at + len(data) == read.offset + read.nbytes and not is_intact(piece.crc32c):
-                        raise DamagedChunkError(piece.read, piece.chunk)
+                    self._note((piece, 0), at - chunk.offset, len(data), checksums.crc32c(data))
                 elif expected is not None:
                     self._add(expected, chunk, at - chunk.offset, data)
 
     def _add(self, expected: _Expected, chunk: ByteRange, start: int, data: memoryview) -> None:
-        """Check the blocks in bytes of a chunk, from ``start`` in it, and note the parts of others."""
         while data:
             number, offset = divmod(start, BLOCK_BYTES)
             part = data[: BLOCK_BYTES - offset]
-            found = checksums.crc32(part)
             if len(part) == min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES):
-                self._check(expected, number, found)
+                self._check(expected, number, checksums.crc32(part))
             else:
-                with self._lock:
-                    segments = self._segments.setdefault((chunk, number), [])
-                    segments.append(_Segment(offset, offset + len(part), found))
+                self._note((chunk, number), offset, len(part), checksums.crc32(part))
             start, data = start + len(part), data[len(part) :]
+
+    def _note(self, block: _Block, start: int, length: int, found: int) -> None:
+        with self._lock:
+            self._segments.setdefault(block, []).append(_Segment(start, start + length, found))
 
     def finish(self) -> None:
         """Check the blocks that were read in several parts, unless bytes were not read, or more than once."""
         for (chunk, number), segments in self._segments.items():
-            length, end, found = min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES), 0, 0
-            for start, stop, part in sorted(segments):
-                if start == end:
-                    found, end = checksums.combine(found, part, stop - start), stop
+            if isinstance(chunk, Piece):
+                if not is_intact(_joined(segments, checksums.CRC32C_POLYNOMIAL)[0]):
+                    raise DamagedChunkError(chunk.read, str(chunk.chunk))
+                continue
+            length, (found, end) = min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES), _joined(segments)
             expected, missing = self._expected[chunk], length - end
             if missing and number * BLOCK_BYTES + end == _data_end(expected.read.info, expected.start):
                 found, end = checksums.combine(found, checksums.crc32(bytes(missing)), missing), length
@@ -103,6 +103,15 @@ class Verifier:
             sums = expected.sums[:at] + checksums.encode(found) + expected.sums[at + SUM_BYTES :]
             leaf = expected.read.keystr
             checksums.check(self._path, f"the chunk {expected.key!r} of the leaf {leaf!r}", expected.sums, sums, leaf)
+
+
+def _joined(segments: list[_Segment], polynomial: int = checksums.CRC32_POLYNOMIAL) -> tuple[int, int]:
+    """Return the checksum of the bytes from the first one on that are there, and their number."""
+    found = end = 0
+    for start, stop, part in sorted(segments):
+        if start == end:
+            found, end = checksums.combine(found, part, stop - start, polynomial), stop
+    return found, end
 
 
 def _data_end(info: ArrayInfo, start: Shape) -> int:

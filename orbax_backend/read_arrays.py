@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.byte_reads import (
-    PIECE_BYTES,
-    LocalFile,
-    Read,
-    Source,
-    StoredFile,
-    neighbours,
-    read_runs,
-)
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
+from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.local.safe_open import open_regular
+from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 
 from .checksum_file import Checksums
@@ -81,15 +75,15 @@ class ArrayReader:
                     groups.setdefault(read.name, []).append(read)
         pieces: list[Piece] = []
         opened: list[tuple[list[ArrayRead], Any]] = []
-        for group in groups.values():
-            if all(read.is_raw for read in group):
-                with self._naming_damage():
+        with self._naming_damage():
+            for group in groups.values():
+                if all(read.is_raw for read in group):
                     pieces += plan_pieces(group)
-            else:
-                opened.append((group, self._driver.open(group[0])))
-        self._read_pieces(pieces, verifier, meter)
-        self._driver.read(opened, meter)
-        verifier.finish()
+                else:
+                    opened.append((group, self._driver.open(group[0])))
+            self._read_pieces(pieces, verifier, meter)
+            self._driver.read(opened, meter)
+            verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
@@ -170,8 +164,7 @@ class ArrayReader:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
-                path = (self._location / file).path
-                with contextlib.closing(LocalFile(path, open_regular(path))) as source:
+                with contextlib.closing(LocalFile((self._location / file).path)) as source:
                     views = source.map([(extent.offset, extent.length) for _, extent in wanted])
                 for (read, _), view in zip(wanted, views, strict=True):
                     read.array = None if view is None else view.view(read.info.dtype).reshape(read.shape)
@@ -191,23 +184,20 @@ class ArrayReader:
             files.setdefault(piece.extent.file, []).append(piece)
         groups = list(files.values())
         for start in range(0, len(groups), _MOST_OPEN):
-            with contextlib.ExitStack() as opened, self._naming_damage():
+            with contextlib.ExitStack() as opened:
                 sources = [(self._open(group[0], opened), group) for group in groups[start : start + _MOST_OPEN]]
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
-                read_runs(neighbours(reads), _scatter, self._ended, meter, verifier)
+                runs = neighbours(reads, PIECE_BYTES if self._location.is_remote else BLOCK_BYTES)
+                read_runs(runs, _scatter, self._ended, meter, verifier.add)
 
     def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
         """Open the file of a piece, which is closed with ``opened``."""
-        read, file = piece.read, self._location / piece.extent.file
-        if not file.is_remote:
-            with self._reading(read, piece.extent.file):
-                return opened.enter_context(contextlib.closing(LocalFile(file.path, open_regular(file.path))))
-
-        def request(start: int, stop: int) -> bytes:
-            with self._reading(read, piece.extent.file):
-                return file.read(start, stop)
-
-        return StoredFile(file.path, request)
+        read, name = piece.read, piece.extent.file
+        file = self._location / name
+        if file.is_remote:
+            return _DataObject(file, functools.partial(self._reading, read, name))
+        with self._reading(read, name):
+            return opened.enter_context(contextlib.closing(LocalFile(file.path)))
 
     def _ended(self, read: Read | None) -> CorruptCheckpointError:
         assert read is not None  # a run ends with one
@@ -244,6 +234,18 @@ class ArrayReader:
                 yield
             except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
                 raise self._corrupt(read, f"the file {file} is missing") from error
+
+
+class _DataObject(Source):
+    """A data file in a store: no other has its name, so it is not opened, which would take a request."""
+
+    def __init__(self, file: Location, reading: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._file, self._reading, self.path = file, reading, file.path
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read a range by one request."""
+        with self._reading():
+            return self._file.read(start, stop)
 
 
 def _scatter(found: list[tuple[Read, memoryview]]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, checksums
 from flax_ckpt_compat._core.array_boxes import Box, Shape
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read
+from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
@@ -110,12 +111,13 @@ class Piece:
     copies: Sequence[Copy] = ()
     # Key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
     chunk: str | None = None
-    crc32c: int = 0  # of such a chunk, as far as it was read
 
     def range_of(self, source: Source) -> Read:
         """Return the read of the range from its file."""
         target = None if self.target is None else self.target.data
-        return Read(source, *self.extent[1:], self.read.path, target, self, self.within.offset)
+        # From a disk it is cut where the blocks of the chunk end, which are summed in the CPU's cache.
+        origin = self.within.offset if source.is_local else self.extent.offset
+        return Read(source, *self.extent[1:], self.read.path, target, self, origin)
 
     def scatter(self, data: memoryview) -> None:
         """Copy what was read without a target to the arrays."""
@@ -183,20 +185,12 @@ def _plan_whole(read: ArrayRead) -> Iterable[Piece]:
     target = read.array.reshape(-1).view(np.uint8)
     key = part.key if read.info.checksum_nbytes else None
     if isinstance(value, ByteRange):
-        return _split(read, value, value, target) if key is None else [Piece(read, value, value, target, chunk=key)]
+        return [Piece(read, value, value, target, chunk=key)]
     data: Any = value if key is None else checked_data(value)  # type: ignore[arg-type]
     if data is None:
         raise DamagedChunkError(read, str(key))
     target.data[:] = data
     return []
-
-
-def _split(read: ArrayRead, within: ByteRange, extent: ByteRange, target: _Array) -> Iterator[Piece]:
-    """Yield the pieces of a range in a chunk, for several threads."""
-    file, offset, length = extent
-    for start in range(0, length, PIECE_BYTES):
-        count = min(PIECE_BYTES, length - start)
-        yield Piece(read, ByteRange(file, offset + start, count), within, target[start : start + count])
 
 
 def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
@@ -217,7 +211,7 @@ def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy
         target = copy.array.reshape(-1).view(np.uint8)
         for source_at, target_at in offsets:
             extent = ByteRange(value.file, value.offset + source_at * size, length)
-            pieces += _split(read, value, extent, target[target_at * size : target_at * size + length])
+            pieces.append(Piece(read, extent, value, target[target_at * size : target_at * size + length]))
     return pieces + (_plan_bands(read, value, scattered) if scattered else [])
 
 

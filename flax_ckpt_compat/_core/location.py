@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import OpenedFile, RemoteStorage, Storage
+from flax_ckpt_compat._core.storage import RemoteStorage, Source, Storage
 from flax_ckpt_compat._core.storage_errors import translated
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
@@ -198,7 +198,7 @@ class Location:
         return self.storage.watch(self.path, self.listing)
 
     @_looks("read")
-    def open_file(self) -> OpenedFile:
+    def open_file(self) -> Source:
         """Open one version of this file, to read parts of it."""
         return self.storage.open_file(self.path)
 

@@ -8,7 +8,7 @@ OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of t
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -21,20 +21,41 @@ HEAD_BYTES = 64 * 2**10
 _SLASHES_OF_BUCKET = 2
 
 
-class OpenedFile(abc.ABC):
-    """One version of a file, read in parts; what replaces it meanwhile is never mixed in.
+class Source(abc.ABC):
+    """One version of a file, read in ranges by several threads; what replaces it meanwhile is never mixed in.
 
     Attributes:
+        path: its path, or URL.
         size: its bytes.
         head: its first `HEAD_BYTES`, which came with the answer that opened it; all of a small file.
+        gap: bytes between two ranges that cost less to read with them than another read costs.
+        longest: bytes of the longest read that joins several ranges.
+        threads: how many read at once.
     """
 
+    path: str
     size: int
     head: bytes
+    # A request to a store takes about as long as reading 1 MiB.
+    gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
+    is_local = False
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
+
+    def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
+        """Fill pieces of memory with consecutive bytes, by one read, and return their number; fewer at the end."""
+        data, at = memoryview(self.read(offset, offset + sum(map(len, pieces)))), 0
+        for piece in pieces:
+            part = data[at : at + len(piece)]
+            piece[: len(part)] = part
+            at += len(part)
+        return at
+
+    def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002  (others tell by the range)
+        """Return whether a range is in memory already."""
+        return False
 
 
 class Storage(abc.ABC):
@@ -111,7 +132,7 @@ class Storage(abc.ABC):
         """Read a file from ``start`` to ``stop``; fewer bytes if it ends before."""
 
     @abc.abstractmethod
-    def open_file(self, path: str) -> OpenedFile:
+    def open_file(self, path: str) -> Source:
         """Open one version of a file, to read parts of it."""
 
     @abc.abstractmethod

@@ -17,17 +17,29 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, restore, save
 from flax_ckpt_compat._core import byte_reads
-from flax_ckpt_compat._core.byte_reads import Filled, LocalFile, Read, Run, Source, StoredFile, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import Filled, Read, Run, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
-from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.local.local_file import LocalFile
+from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import show_path
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 from tests.support.trees import fill, fingerprint
 
-_SIZES = {"BLOCK_BYTES": [64, 100, 2**20], "_DIRECT_FROM": [1, 9, 4096], "_THREADS_FROM_BYTES": [0, 2**22]}
+_SIZES = {"_DIRECT_FROM": [1, 9, 4096], "_THREADS_FROM_BYTES": [0, 2**22]}
 _LIMITS = {"gap": [0, 7, 512], "longest": [1, 300, 2**18]}
 _ANY = HealthCheck.function_scoped_fixture
+
+
+class Named(Source):
+    """An object that is read by its name."""
+
+    def __init__(self, location: Location) -> None:
+        self.location, self.path = location, location.path
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self.location.read(start, stop)
 
 
 @pytest.fixture(params=["file", "opened in a store", "named in a store"])
@@ -40,12 +52,12 @@ def sourced(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         if request.param == "file":
             path = tmp_path / str(next(numbers))
             path.write_bytes(kept)
-            return LocalFile(str(path), os.open(path, os.O_RDONLY))
+            return LocalFile(str(path))
         bucket: Bucket = request.getfixturevalue("bucket")
         name = f"run/{next(numbers)}"
         bucket.put(name, kept)
         found = location_of(f"{bucket.url}/{name}")
-        return StoredFile(found.path, found.open_file().read if "opened" in request.param else found.read)
+        return found.open_file() if "opened" in request.param else Named(found)
 
     return source
 
@@ -57,19 +69,19 @@ def limits(data: st.DataObject) -> Iterator[None]:
         for name, sizes in _SIZES.items():
             patch.setattr(byte_reads, name, data.draw(st.sampled_from(sizes), name))
         for name, sizes in _LIMITS.items():
-            for kind in (LocalFile, StoredFile):
+            for kind in (LocalFile, Source):
                 patch.setattr(kind, name, data.draw(st.sampled_from(sizes), name))
         yield
 
 
 class Seen:
-    """Takes in what a reader shows of its runs, and the CRC-32 of each leaf, from its bytes in their order."""
+    """Notes the bytes that a reader shows of its runs, and those of each leaf."""
 
     def __init__(self) -> None:
         self.bytes, self.lock = dict[Source, dict[int, int]](), threading.Lock()
-        self.parts: dict[int, list[tuple[int, bytes]]] = {}
+        self.parts: dict[tuple[str, ...], list[tuple[int, bytes]]] = {}
 
-    def add(self, run: Run, filled: Filled) -> None:
+    def __call__(self, run: Run, filled: Filled) -> None:
         with self.lock:
             there = self.bytes.setdefault(run.source, {})
             for start, piece in zip(filled.starts, filled.pieces, strict=True):
@@ -77,11 +89,11 @@ class Seen:
             for read in run.reads:
                 stop = read.offset + read.nbytes
                 parts = [(at, bytes(part)) for at, part in filled.cut(read.offset, stop)]
-                self.parts.setdefault(id(read), []).extend(parts)
+                self.parts.setdefault(read.owner, []).extend(parts)
 
     def crc32_of(self, read: Read) -> int:
         """The checksum of all that was shown of a read."""
-        return zlib.crc32(b"".join(part for _, part in sorted(self.parts.get(id(read), []))))
+        return zlib.crc32(b"".join(part for _, part in sorted(self.parts.get(read.owner, []))))
 
 
 def drawn_reads(data: st.DataObject, sources: Sequence[Source], length: int) -> list[Read]:
@@ -119,8 +131,8 @@ def test_reads_are_what_the_file_holds(sourced: Any, data: st.DataObject) -> Non
     content_of = dict(zip(sources, contents, strict=True))
     delivered, seen = dict[int, bytes](), Seen()
     with limits(data):
-        runs = neighbours(reads, data.draw(st.sampled_from([None, 50])))
-        read_runs(runs, into(delivered), refused, sums=seen)
+        pieces, longest = data.draw(st.sampled_from([1, 64, 10**6])), data.draw(st.sampled_from([None, 50]))
+        read_runs(neighbours(reads, pieces, longest), into(delivered), refused, check=seen)
     for number, read in enumerate(reads):
         expected = content_of[read.source][read.offset : read.offset + read.nbytes]
         if read.target is None:
@@ -153,7 +165,7 @@ def test_mapped_ranges_are_what_the_file_holds(tmp_path: Path, data: st.DataObje
     content = data.draw(st.binary(min_size=1, max_size=20_000), "content")
     path = tmp_path / "file"
     path.write_bytes(content)
-    with contextlib.closing(LocalFile(str(path), os.open(path, os.O_RDONLY))) as source:
+    with contextlib.closing(LocalFile(str(path))) as source:
         reads = drawn_reads(data, [source], len(content))
         views = source.map([(read.offset, read.nbytes) for read in reads])
         path.unlink()

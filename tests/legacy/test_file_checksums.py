@@ -274,7 +274,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
     unit, direct = data.draw(st.sampled_from([16, 64, 100])), data.draw(st.sampled_from([1, 9]))
     sizes = {
         "_core.checksums.BLOCK_BYTES": unit, "legacy.checksummed_file.UNIT": unit, "legacy.reader.UNIT": 1,
-        "_core.byte_reads.BLOCK_BYTES": unit, "legacy.checksummed_file._ALMOST": unit // 2,
+        "legacy.checksummed_file._ALMOST": unit // 2,
         "_core.byte_reads._DIRECT_FROM": direct, "_core.byte_reads._THREADS_FROM_BYTES": 500,
         "legacy.reader._SMALL": 40, "legacy.reader.PIECE_BYTES": 70,
         "_core.local.file_checksums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])),

@@ -100,7 +100,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {"_core.byte_reads.LocalFile.gap": gap, "_core.byte_reads.LocalFile.longest": block}
+        sizes = {"_core.local.local_file.LocalFile.gap": gap, "_core.local.local_file.LocalFile.longest": block}
         sizes |= {"legacy.reader.PIECE_BYTES": piece, "legacy.reader._SMALL": 40}
         for name, value in sizes.items():
             patch.setattr(f"flax_ckpt_compat.{name}", value)

@@ -27,7 +27,7 @@ from flax_ckpt_compat._core.object_store.writer_markers import is_expired
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
+from flax_ckpt_compat._core.storage import HEAD_BYTES, RemoteStorage, Source
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel, results_of
 from flax_ckpt_compat._core.upload import Upload
@@ -123,7 +123,7 @@ class EpathStorage(RemoteStorage):
             return listing.contents[path][start:stop]
         return self._files.read(path, start, stop) if stop is None or start < stop else b""
 
-    def open_file(self, path: str) -> OpenedFile:
+    def open_file(self, path: str) -> Source:
         return _OpenedFile(self._files, path)
 
     def stored_crc32c(self, path: str) -> None:
@@ -344,11 +344,11 @@ class EpathStorage(RemoteStorage):
             raise storage_error(path, error, operation) from error
 
 
-class _OpenedFile(OpenedFile):
+class _OpenedFile(Source):
     """A file whose version is compared after each read."""
 
     def __init__(self, files: Files, path: str):
-        self._files, self._path = files, path
+        self._files, self.path = files, path
         self._version = files.info(path)
         self.size = self._version.size
         self.head = self.read(0, HEAD_BYTES)
@@ -357,10 +357,10 @@ class _OpenedFile(OpenedFile):
         stop = min(stop, self.size)
         if stop <= start:
             return b""
-        found = self._files.read(self._path, start, stop)
-        if len(found) != stop - start or self._files.info(self._path) != self._version:
+        found = self._files.read(self.path, start, stop)
+        if len(found) != stop - start or self._files.info(self.path) != self._version:
             raise StorageError(
-                f"{self._path} was replaced or removed since it was opened; read it again", path=self._path
+                f"{self.path} was replaced or removed since it was opened; read it again", path=self.path
             )
         return found
 

@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from flax_ckpt_compat._core.local import atomic, directories, presence
 from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, Storage
+from flax_ckpt_compat._core.storage import Source, Storage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.upload import Upload
 
@@ -202,8 +201,10 @@ class LocalStorage(Storage):
 
     prefetch_heads = prefetch_contents = prefetch_sizes
 
-    def open_file(self, path: str) -> OpenedFile:
-        return _OpenedLocalFile(path)
+    def open_file(self, path: str) -> Source:
+        from flax_ckpt_compat._core.local.local_file import LocalFile  # here, because listings do without numpy
+
+        return LocalFile(path)
 
     def stored_crc32c(self, path: str) -> None:
         """Return None: a disk reports none."""
@@ -232,20 +233,6 @@ class LocalStorage(Storage):
 
     def context(self) -> None:
         """Return None, for TensorStore's default context."""
-
-
-class _OpenedLocalFile(OpenedFile):
-    """A local file, open as a descriptor: a rename replaces its name, not its bytes."""
-
-    def __init__(self, path: str):
-        self._descriptor = open_regular(path)
-        weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
-        self.head = self.read(0, HEAD_BYTES)
-
-    def read(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self.size)
-        return b"" if stop <= start else os.pread(self._descriptor, stop - start, start)
 
 
 def _raise_failure(error: OSError) -> None:

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.object_store import (
     uploads,
 )
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, OpenedFile, RemoteStorage
+from flax_ckpt_compat._core.storage import HEAD_BYTES, RemoteStorage, Source
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
@@ -195,7 +195,7 @@ def _size_or_zero(url: str, known: Listing | None) -> int:
     return 0
 
 
-class OpenedObject(OpenedFile):
+class OpenedObject(Source):
     """One version of an object, of ``size`` bytes, read in parts; ``head`` has its first bytes, or all of a small one.
 
     Size and version are of one moment: a small object is one answer, and of a large one the size is looked up later
@@ -203,7 +203,7 @@ class OpenedObject(OpenedFile):
     """
 
     def __init__(self, url: str):
-        self.url = url
+        self.path = url
         self.head, self.size = b"", 0
         try:
             found, is_whole = client.request_object(url, slice(0, HEAD_BYTES)), False
@@ -219,7 +219,7 @@ class OpenedObject(OpenedFile):
 
     def _version_of(self, result: Any) -> bytes:
         if result is None or result.state == "missing":
-            raise client.not_found_error(self.url)
+            raise client.not_found_error(self.path)
         return bytes(result.stamp.generation)
 
     def read(self, start: int, stop: int) -> bytes:
@@ -228,10 +228,10 @@ class OpenedObject(OpenedFile):
         if stop <= start:
             return b""
         try:
-            result = client.request_object(self.url, slice(start, stop))
+            result = client.request_object(self.path, slice(start, stop))
         except OutOfRangeError:
             result = None
         if result is None or result.state == "missing" or self._version_of(result) != self._version:
-            message = f"{self.url} was replaced or removed since it was opened; open it again"
-            raise StorageError(message, path=self.url, errno=errno.ESTALE)
+            message = f"{self.path} was replaced or removed since it was opened; open it again"
+            raise StorageError(message, path=self.path, errno=errno.ESTALE)
         return bytes(result.value)

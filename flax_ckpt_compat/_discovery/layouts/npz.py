@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.errors import (
     UnsupportedLeafError,
 )
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage import OpenedFile
+from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
@@ -159,7 +159,7 @@ def _tree(leaves: Sequence[LeafHandle]) -> Node:
 class _Stream(io.RawIOBase):
     """One version of a file as a stream that can be searched."""
 
-    def __init__(self, opened: OpenedFile):
+    def __init__(self, opened: Source):
         self._opened, self._at = opened, 0
 
     def readable(self) -> bool:
