@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import multiprocess_staging
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.timing import nbytes_of
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
+from flax_ckpt_compat._core.upload import Upload
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator
@@ -68,6 +71,57 @@ def _signature(request: SaveRequest, backend: Backend) -> str:
 
 
 @dataclasses.dataclass(slots=True)
+class Staging:
+    """The temporary of one save, as one of its processes sees it; for a save to a store it is local."""
+
+    path: str
+    upload: Upload | None = None  # of a save to a store
+    publishing: bool = False  # process 0 has begun to publish
+
+    def to_json(self) -> str:
+        """Encode for the other processes' `from_json`."""
+        return json.dumps({"path": self.path, "upload": None if self.upload is None else self.upload.fields()})
+
+    def publish(self, location: Location, *, new: bool) -> None:
+        """Publish what all processes wrote; called in process 0. See `Storage.publish`."""
+        self.publishing = True
+        if self.upload is None:
+            location.publish(self.path, new=new)
+        else:
+            self.upload.publish(self.path, new=new)
+
+    def cleanup(self, is_primary: bool, *, late: bool = False) -> None:
+        """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
+
+        Keep what a store may already count as a checkpoint. ``late``: process 0 gave up before this process finished
+        writing, which may have recreated removed files."""
+        if is_primary or late or self.upload is not None:
+            atomic.remove_temporary(self.path)
+        if is_primary and self.upload is not None and not self.publishing:
+            self.upload.abort()
+
+    def remove_local(self) -> None:
+        """Remove the local temporary of a process other than 0 after a commit to a store."""
+        if self.upload is not None:
+            atomic.remove_temporary(self.path)
+
+    @classmethod
+    def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:
+        """Choose the temporary; called in process 0."""
+        upload = location.storage.begin_upload(location.path, in_gda_folder=in_gda_folder)
+        return cls(location.storage.temporary_path(location.path, locked=True), upload)
+
+    @classmethod
+    def from_json(cls, text: str, location: Location, is_primary: bool) -> Staging:
+        """Decode the temporary that process 0 chose for a location."""
+        found = json.loads(text)
+        if found["upload"] is None:
+            return cls(found["path"])
+        upload = location.storage.join_upload(found["upload"])
+        return cls(found["path"] if is_primary else location.storage.temporary_path(upload.url, locked=True), upload)
+
+
+@dataclasses.dataclass(slots=True)
 class _OwnSave:
     """This process's part in a save of several."""
 
@@ -83,7 +137,7 @@ class _OwnSave:
         request = self.request
         validation.check(request)
         request.directory.prepare_directory()
-        staged = multiprocess_staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
+        staged = Staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
         try:
             with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(self._part(staged))
@@ -92,11 +146,11 @@ class _OwnSave:
             raise
         return staged.to_json()
 
-    def _part(self, staged: multiprocess_staging.Staging) -> ProcessSave:
+    def _part(self, staged: Staging) -> ProcessSave:
         return ProcessSave(staged.path, self.prepared, self.options, self.coordinator.process, staged.upload)
 
     @contextmanager
-    def _writing(self, staged: multiprocess_staging.Staging) -> Iterator[None]:
+    def _writing(self, staged: Staging) -> Iterator[None]:
         with interrupted_saves.named_on_full_disk(self.request.location), writing(self.request.path, staged.path):
             yield
 
@@ -122,7 +176,7 @@ class _OwnSave:
         meter = self.options.meter
         with meter.reporting():
             try:
-                staged = multiprocess_staging.from_json(staging_json, request.location, is_primary)
+                staged = Staging.from_json(staging_json, request.location, is_primary)
                 if meter.is_on:
                     meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if staged.upload else 1.0)
                 if failed is None:
@@ -133,7 +187,7 @@ class _OwnSave:
             self._commit(staged, failed)
         meter.settle(in_background=request.async_manager is not None)
 
-    def _commit(self, staged: multiprocess_staging.Staging | None, failed: BaseException | None) -> None:
+    def _commit(self, staged: Staging | None, failed: BaseException | None) -> None:
         """Wait for all processes, and commit in process 0."""
         request, is_primary = self.request, self.coordinator.process.index == 0
 

@@ -14,11 +14,37 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from .api_uses import api_uses
+from .binding import Binding
+from .checkpoint_names import CheckpointNames
+from .conventions import paths_by_spelling
+from .evaluation import Evaluation
+from .file_uses import FileUses
 from .findings import KINDS, NOTHING, Kind
-from .module_scan import Use, scan_modules
+from .modules import Module, Project
+from .unfollowed import unfollowed
+from .values import texts
 
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
 _SUFFIXES = {".py", ".ipynb"}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A finding in a module."""
+
+    kind: str
+    line: int  # Line of the code, from 1
+    column: int  # Column in bytes of UTF-8, from 0, as `ast` counts
+
+
+@dataclass
+class _ModuleScan:
+    """The findings of one module."""
+
+    uses: list[_Use]
+    lost: list[_Use]  # calls that the scan could not follow
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +89,7 @@ class _Source:
     cell_starts: tuple[int, ...] = ()  # the lines before each cell
     shown: str = ""  # a notebook's text as it is written, line by line
 
-    def finding(self, use: Use) -> Finding:
+    def finding(self, use: _Use) -> Finding:
         """Return a use with its place in the file."""
         cell = bisect.bisect_left(self.cell_starts, use.line) or None
         line = use.line - (self.cell_starts[cell - 1] if cell else 0)
@@ -87,7 +113,7 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
             unreadable.append((str(file), f"{type(error).__name__}: {error}"))
     found: list[Finding] = []
     lost: list[Finding] = []
-    for source, scanned in zip(sources, scan_modules([(one.path, one.tree) for one in sources]), strict=True):
+    for source, scanned in zip(sources, _scan_modules([(one.path, one.tree) for one in sources]), strict=True):
         found += map(source.finding, scanned.uses)
         lost += map(source.finding, scanned.lost)
         if scanned.error:
@@ -164,3 +190,63 @@ def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in the user's code
         return ast.parse(text)
+
+
+def _scan_modules(trees: Sequence[tuple[str, ast.Module]]) -> list[_ModuleScan]:
+    """Return what each module of a project does with checkpoints, in its order.
+
+    If one module uses the legacy API, names like ``checkpoint_{step}`` are checkpoints in the others, too."""
+    project = Project([Module(tree, path) for path, tree in trees])
+    evaluation = Evaluation(project, CheckpointNames())
+    users = [one for one in project.modules if any(kind != "flag" for kind, _ in api_uses(one.nodes, one.names))]
+    for module in users:
+        evaluation.by_convention[id(module)] = paths_by_spelling(module)
+    reached = project.reached(users)
+    Binding(evaluation, reached).until_known()
+    if users and len(reached) < len(project.modules):
+        reached += [one for one in project.modules if one not in reached and _names_one(one.nodes, evaluation.names)]
+        Binding(evaluation, reached).until_known()
+    return [
+        _scan(evaluation, module, is_user=module in users, is_reached=module in reached) for module in project.modules
+    ]
+
+
+def _scan(evaluation: Evaluation, module: Module, *, is_user: bool, is_reached: bool) -> _ModuleScan:
+    try:
+        uses: list[tuple[str, ast.AST]] = [
+            *api_uses(
+                module.nodes,
+                module.names,
+                lambda function: evaluation.dotted(module, function),
+                lambda node: texts(evaluation.value(module, node)),
+            )
+        ]
+        lost: list[tuple[str, ast.AST]] = []
+        if is_user or (is_reached and not _is_torch(module.nodes)):
+            uses += FileUses(evaluation, module).found()
+            told = {id(node) for _, node in uses}
+            lost += (one for one in unfollowed(evaluation, module) if id(one[1]) not in told)
+            uses += [one for one in lost if one[0] == "wrapped"]
+        return _ModuleScan(list(_in_order(uses)), [one for one in _in_order(lost) if one.kind != "wrapped"])
+    except RecursionError as error:  # the other files are scanned all the same
+        return _ModuleScan([], [], error)
+
+
+def _in_order(found: Sequence[tuple[str, ast.AST]]) -> Iterator[_Use]:
+    places = {(node.lineno, node.col_offset, kind) for kind, node in found}  # type: ignore[attr-defined]
+    yield from (_Use(kind, line, column) for line, column, kind in sorted(places))
+
+
+def _names_one(nodes: Sequence[ast.AST], names: CheckpointNames) -> bool:
+    """Return whether a text of a module is about checkpoints: it may be a program beside the one that saves them."""
+    return any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and names.is_in(node.value) for node in nodes
+    )
+
+
+def _is_torch(nodes: Sequence[ast.AST]) -> bool:
+    """Return whether a module imports another framework whose files have such names, too."""
+    tops = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {
+        (node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
+    return bool(tops & {"torch", "pytorch_lightning", "lightning", "keras"})
