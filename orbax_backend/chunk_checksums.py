@@ -62,11 +62,17 @@ class Verifier:
         """Check the blocks of chunks that are in a run, and note its parts of others."""
         for read in run.reads:
             piece: Piece = read.content
-            chunk, expected = piece.within, self._expected.get(piece.within)
-            for at, data in filled.cut(read.offset, read.offset + read.nbytes):
-                if piece.chunk is not None:
-                    self._note((piece, 0), at - chunk.offset, len(data), checksums.crc32c(data))
-                elif expected is not None:
+            chunk, found = piece.within, 0
+            parts = filled.cut(read.offset, read.offset + read.nbytes)
+            if piece.chunk is not None:
+                for _, data in parts:
+                    found = checksums.crc32c(data, found)
+                if read.nbytes < chunk.length:
+                    self._note((piece, 0), read.offset - chunk.offset, read.nbytes, found)
+                elif not is_intact(found):
+                    raise DamagedChunkError(piece.read, piece.chunk)
+            elif (expected := self._expected.get(chunk)) is not None:
+                for at, data in parts:
                     self._add(expected, chunk, at - chunk.offset, data)
 
     def _add(self, expected: _Expected, chunk: ByteRange, start: int, data: memoryview) -> None:
@@ -110,7 +116,7 @@ def _joined(segments: list[_Segment], polynomial: int = checksums.CRC32_POLYNOMI
     found = end = 0
     for start, stop, part in sorted(segments):
         if start == end:
-            found, end = checksums.combine(found, part, stop - start, polynomial), stop
+            found, end = checksums.combine(found, part, stop - start, polynomial) if end else part, stop
     return found, end
 
 

@@ -67,6 +67,13 @@ class Filled(NamedTuple):
             if part := pieces[number][at - first : stop - first]:
                 yield at, part
 
+    def bytes_of(self, start: int, stop: int) -> memoryview:
+        """Return a range that is here, copied if it lies in several pieces."""
+        number = bisect.bisect_right(self.starts, start) - 1
+        first = self.starts[number]
+        data = self.pieces[number][start - first : stop - first]
+        return data if len(data) == stop - start else memoryview(b"".join([part for _, part in self.cut(start, stop)]))
+
 
 Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 # Is shown the bytes of each run, on any thread; raises ChecksumError if they are damaged.
@@ -102,12 +109,11 @@ def neighbours(reads: Iterable[Read], piece: int = PIECE_BYTES, longest: int | N
 def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     runs: list[Run] = []
     groups: list[list[Read]] = []
-    gap, is_local = source.gap, source.is_local
+    gap, is_remote = source.gap, not source.is_local
     first = end = -gap - 1
     for read in sorted(reads, key=offset_of):
-        _, offset, nbytes, _, target, *_ = read
-        # What the system reads into its own memory, and what needs no request, does not part its neighbours.
-        if target is not None if is_local else source.is_cached(offset, nbytes):
+        offset, nbytes = read[1:3]
+        if is_remote and source.is_cached(offset, nbytes):  # it needs no request, and does not part its neighbours
             runs.append(Run(source, offset, offset + nbytes, [read]))
             continue
         if offset - end > gap or offset + nbytes - first > longest:
@@ -153,25 +159,25 @@ def _read_run(deliver: Deliver, ended: Ended, meter: Meter, check: Check | None,
 def _memory_of(run: Run) -> tuple[Filled, Sequence[Read]]:
     """Return memory for the bytes of a run, that of its reads where it can be, and the other reads."""
     _, at, stop, reads = run
+    if len(reads) == 1 and (target := reads[0].target) is not None and len(target) == stop - at:
+        return Filled([at], [target]), ()
     starts: list[int] = []
     pieces: list[memoryview] = []
     rest: list[Read] = []
-
-    def close_gap(end: int) -> None:
-        if end > at:
-            starts.append(at)
-            pieces.append(np.empty(end - at, np.uint8).data)
-
     for read in reads:
         target = read.target
         if target is None or read.offset < at or (len(target) < _DIRECT_FROM and len(reads) > 1):
             rest.append(read)
             continue
-        close_gap(read.offset)
+        if read.offset > at:
+            starts.append(at)
+            pieces.append(np.empty(read.offset - at, np.uint8).data)
         starts.append(read.offset)
         pieces.append(target)
         at = read.offset + len(target)
-    close_gap(stop)
+    if stop > at or not starts:
+        starts.append(at)
+        pieces.append(np.empty(stop - at, np.uint8).data)
     return Filled(starts, pieces), rest
 
 
@@ -179,8 +185,7 @@ def _hand_over(reads: Sequence[Read], filled: Filled, deliver: Deliver) -> None:
     """Copy the bytes of reads to their memory, and deliver those of the others."""
     found: list[tuple[Read, memoryview]] = []
     for read in reads:
-        parts = [part for _, part in filled.cut(read.offset, read.offset + read.nbytes)]
-        data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        data = filled.bytes_of(read.offset, read.offset + read.nbytes)
         if read.target is None:
             found.append((read, data))
         else:
