@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
@@ -52,6 +52,36 @@ NUMBERS = {
     float: (LeafKind.FLOAT, 8),
     complex: (LeafKind.COMPLEX, 16),
 }
+
+
+class FileRanges(NamedTuple):
+    """The locator of an array, or of bytes, in the file: offset and size of each range that holds a part of it."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    def part(self, start: int, nbytes: int) -> FileRanges:
+        """Return the ranges that hold so many of the bytes, from ``start`` on."""
+        found = []
+        for at, size in self.ranges:
+            first, last = max(0, start), min(size, start + nbytes)
+            if first < last:
+                found.append((at + first, last - first))
+            start -= size
+        return FileRanges(tuple(found))
+
+
+class Unpacked(NamedTuple):
+    """The locator of an array, or of bytes, that were read with the structure."""
+
+    data: bytes
+
+
+class KeyParts(NamedTuple):
+    """The locator of a PRNG key: its implementation, and the leaf that is its data."""
+
+    impl: str
+    data: LeafHandle
+
 
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
 
@@ -150,8 +180,8 @@ def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
     impl, data = branch.children[KEY_IMPL], branch.children["data"]
     if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
         return None
-    locator = impl.locator, data
-    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, locator)
+    parts = KeyParts(impl.locator, data)
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, parts)
     handle.in_gda_folder = data.in_gda_folder
     return handle
 
@@ -164,7 +194,7 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         return None
     if not all(_is(size, LeafKind.INT) for size in sizes):
         return None
-    if not all(_is(chunk, LeafKind.ARRAY) and type(chunk.locator) is int and len(chunk.shape) == 1 for chunk in chunks):
+    if not all(_is(chunk, LeafKind.ARRAY) and is_one_range(chunk) and len(chunk.shape) == 1 for chunk in chunks):
         return None
     shape = tuple(size.locator for size in sizes)
     dtype = chunks[0].dtype
@@ -175,8 +205,13 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
-    locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
-    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, locator)
+    found = FileRanges(tuple([chunk.locator.ranges[0] for chunk in chunks]))
+    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, found)
+
+
+def is_one_range(leaf: LeafHandle) -> bool:
+    """Return whether all bytes of a leaf are in one range of the file."""
+    return type(leaf.locator) is FileRanges and len(leaf.locator.ranges) == 1
 
 
 def _numbered(node: Node) -> list[LeafHandle] | None:

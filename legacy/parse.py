@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
 from . import format, gda_read
-from .format import ArrayHeader
+from .format import ArrayHeader, FileRanges
 from .sequential_reader import Window
 
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
@@ -213,7 +213,8 @@ class Parser:
         data_at = start + len(header.text)
         window.at = data_at + header.nbytes
         kind, shape, dtype, nbytes = header.kind, header.shape, header.dtype, header.nbytes
-        return LeafHandle(path, kind, shape, dtype, nbytes, None, self._reader, window.base + data_at)
+        found = FileRanges(((window.base + data_at, nbytes),))
+        return LeafHandle(path, kind, shape, dtype, nbytes, None, self._reader, found)
 
     def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
         window = self._window
@@ -246,7 +247,7 @@ class Parser:
             length = self._length(1 << (tag - 0xC4))
             offset = window.base + window.at
             window.at = window.end_of(length)
-            return self._leaf(LeafKind.BYTES, length, path, offset)
+            return self._leaf(LeafKind.BYTES, length, path, FileRanges(((offset, length),)))
         if tag == 0xC1:
             raise window.corrupt("the byte 0xc1, which msgpack never uses")
         value = self._scalar(tag)

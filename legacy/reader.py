@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
 from .checksummed_file import UNIT, ChecksummedObject, open_checksums, truncated
+from .format import FileRanges, Unpacked, is_one_range
 from .parse import parse
 from .read_bytes import File, MsgpackSource, StoredObject, open_source
 from .sequential_reader import Window
@@ -40,9 +41,8 @@ _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 class MsgpackReader(Reader):
     """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
-    Locators are the offset of a value in the file, its bytes (see `unpack`), the offset and size of each piece of an
-    array, a `FolderArray`, the parts of a PRNG key, or a Python value. Arrays below 32 KiB that are read together
-    share blocks of memory of about 256 KiB, each in its own aligned part.
+    Locators are `FileRanges`, `Unpacked`, `KeyParts`, a `FolderArray`, or a Python value. Arrays below 32 KiB that are
+    read together share blocks of memory of about 256 KiB, each in its own aligned part.
     """
 
     format = Format.MSGPACK
@@ -105,21 +105,21 @@ class MsgpackReader(Reader):
         unfinished: list[int] = []
         folders = gda_read.BatchedReads(self.meter, verify=self._verify)
         for index, handle in enumerate(wanted):
-            kind = type(handle.locator)
             if index in is_read:
                 continue
             if handle.dtype is None and handle.kind is not LeafKind.BYTES:  # numbers and text are their own locator
                 values[index] = handle.locator
                 continue
-            if kind is bytes and handle.dtype is not None:
+            if type(handle.locator) is Unpacked and handle.dtype is not None:
                 in_memory.append(index)
-            elif kind is int and handle.nbytes < _SMALL and handle.dtype is not None:
-                reads.append(Read(source, handle.locator, handle.nbytes, handle.path, None, (index, handle)))
+            elif handle.nbytes < _SMALL and handle.dtype is not None and is_one_range(handle):
+                ((offset, nbytes),) = handle.locator.ranges
+                reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
             else:
                 values[index] = _begin(source, handle, reads, folders)
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
-        _pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
+        _pack([(index, wanted[index], wanted[index].locator.data) for index in in_memory], values)
         self._read(reads, values)
         folders.finish()
         for index in unfinished:
@@ -169,7 +169,7 @@ class MsgpackReader(Reader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:
-            data = handle.locator[1] if handle.kind is LeafKind.PRNG_KEY else handle
+            data = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
             return gda_read.verify(data.locator, handle.path)
         with translated(self.path, "read"):
             self._sums = self._sums or open_checksums(self._source)
@@ -185,10 +185,8 @@ class MsgpackReader(Reader):
 def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
     """Return offset and size of the pieces of a leaf, or of the whole file if it was read with the structure."""
     if handle.kind is LeafKind.PRNG_KEY:
-        return _ranges(handle.locator[1], size)
-    if handle.dtype is not None and type(handle.locator) is int:
-        return [(handle.locator, handle.nbytes)]
-    return handle.locator if type(handle.locator) is tuple else [(0, size)]
+        return _ranges(handle.locator.data, size)
+    return handle.locator.ranges if type(handle.locator) is FileRanges else [(0, size)]
 
 
 def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
@@ -207,7 +205,7 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
     if not isinstance(source, File):
         return set()
     wanted = [index for index, handle in enumerate(handles) if _is_mappable(handle)]
-    views = source.map([(handles[index].locator, handles[index].nbytes) for index in wanted])
+    views = source.map([handles[index].locator.ranges[0] for index in wanted])
     found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
     for index, view in found.items():
         values[index] = np.ndarray(handles[index].shape, handles[index].dtype, view)
@@ -216,23 +214,21 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
 
 def _is_mappable(handle: LeafHandle) -> bool:
     is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= memory_map.MIN_BYTES
-    return is_large_array and handle.dtype is not None and type(handle.locator) is int
+    return is_large_array and is_one_range(handle)
 
 
 def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read], folders: gda_read.BatchedReads) -> Any:
     """Allocate the value and add the reads into it; return Python values as they are."""
     locator = handle.locator
     if handle.kind is LeafKind.PRNG_KEY:
-        return _begin(source, locator[1], reads, folders)
+        return _begin(source, locator.data, reads, folders)
     if isinstance(locator, gda_read.FolderArray):
         return folders.begin(locator, handle.path)
-    if type(locator) is bytes and handle.dtype is not None:
-        return memory.pack([(handle.shape, handle.dtype, locator)])[0]
-    if handle.dtype is None and (handle.kind is not LeafKind.BYTES or type(locator) is bytes):
-        return locator
+    if isinstance(locator, Unpacked):
+        return locator.data if handle.dtype is None else memory.pack([(handle.shape, handle.dtype, locator.data)])[0]
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
-    for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
+    for offset, nbytes in locator.ranges:
         reads.append(Read(source, offset, nbytes, handle.path, rest[:nbytes], None, offset))
         rest = rest[nbytes:]
     return array
@@ -243,7 +239,7 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
     if kind is LeafKind.NUMPY_SCALAR:
         return value[()]
     if kind is LeafKind.PRNG_KEY:
-        return KeyData(handle.locator[0], value)
+        return KeyData(handle.locator.impl, value)
     return value.tobytes() if kind is LeafKind.BYTES and type(value) is not bytes else value
 
 
@@ -280,18 +276,8 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     # Bytes are contiguous if it is one element of each leading axis, a range of the next and all of the others.
     ranged = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
     is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
-    if handle.dtype is None or type(locator) not in (int, tuple) or not is_contiguous:
+    if handle.dtype is None or not isinstance(locator, FileRanges) or not is_contiguous:
         return None
     itemsize = handle.dtype.itemsize
     nbytes, start = math.prod(shape) * itemsize, array_boxes.offset(handle.shape, part.index) * itemsize
-    found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
-    return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)
-
-
-def _part_of_pieces(pieces: Sequence[tuple[int, int]], start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of the parts of an array's pieces that hold a range of its bytes."""
-    for at, size in pieces:
-        first, last = max(0, start), min(size, start + nbytes)
-        if first < last:
-            yield at + first, last - first
-        start -= size
+    return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=locator.part(start, nbytes))

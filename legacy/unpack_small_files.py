@@ -130,7 +130,7 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
             elif kind is tuple:
                 header, data = value
                 children[key] = LeafHandle(
-                    path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
+                    path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, format.Unpacked(data)
                 )
             elif kind is dict:
                 if len(path) >= format.MAX_DEPTH or value.keys() == format.CHUNK_KEYS:
@@ -166,7 +166,7 @@ def _leaf(value: Any, path: Path, reader: Reader) -> LeafHandle:
     if type(value) is str and not value.startswith(format.PLACEHOLDER):
         kind, nbytes = LeafKind.STR, len(value)
     elif type(value) is bytes:
-        kind, nbytes = LeafKind.BYTES, len(value)
+        return LeafHandle(path, LeafKind.BYTES, (), None, len(value), None, reader, format.Unpacked(value))
     else:
         kind, nbytes = format.NUMBERS[type(value)]
     return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
