@@ -182,12 +182,13 @@ class ArrayReader:
         files: dict[str, list[Piece]] = {}
         for piece in pieces:
             files.setdefault(piece.extent.file, []).append(piece)
-        groups = list(files.values())
-        for start in range(0, len(groups), _MOST_OPEN):
+        groups, is_remote = list(files.values()), self._location.is_remote
+        step = max(len(groups), 1) if is_remote else _MOST_OPEN
+        for start in range(0, len(groups), step):
             with contextlib.ExitStack() as opened:
-                sources = [(self._open(group[0], opened), group) for group in groups[start : start + _MOST_OPEN]]
+                sources = [(self._open(group[0], opened), group) for group in groups[start : start + step]]
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
-                runs = neighbours(reads, PIECE_BYTES if self._location.is_remote else BLOCK_BYTES)
+                runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
                 read_runs(runs, _scatter, self._ended, meter, verifier.add)
 
     def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
