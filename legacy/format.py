@@ -70,7 +70,8 @@ class FileRanges(NamedTuple):
         return FileRanges(tuple(found))
 
 
-class Unpacked(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)  # quicker to create than a tuple with names; small files have thousands
+class Unpacked:
     """The locator of an array, or of bytes, that were read with the structure."""
 
     data: bytes
