@@ -47,7 +47,7 @@ def table(results: dict[str, Any]) -> str:
     for label, workload in _ROWS:
         if (workload, OURS[0].name) in losses:
             cells = [_seconds(losses[workload, system]) for system in beside]
-            lines.append(f"| lost to a background save of {label} | {' | '.join(cells)} |")
+            lines.append(f"| training time lost to a background save of {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
