@@ -22,8 +22,8 @@ from flax_ckpt_compat._core.tree import Path
 
 # All sizes in bytes. A larger read is cut into pieces of this size, for several threads.
 PIECE_BYTES = 16 * 2**20
-# Below this, threads cost more than they gain.
-_THREADS_FROM_BYTES = 4 * 2**20
+# Of fewer bytes, or smaller reads on average, threads cost more than they gain: Python does not work in two at once.
+_THREADS_FROM_BYTES, _THREADS_FROM_AVERAGE = 4 * 2**20, 16 * 2**10
 # Shorter parts of a joint read are copied: a system call takes at most IOV_MAX pieces of memory.
 _DIRECT_FROM = 4 * 2**10
 
@@ -66,6 +66,11 @@ class Filled(NamedTuple):
             at = max(start, first)
             if part := pieces[number][at - first : stop - first]:
                 yield at, part
+
+    def joined(self, start: int, stop: int) -> memoryview:
+        """Return a range, without a copy where it lies in one piece."""
+        parts = [part for _, part in self.cut(start, stop)]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def bytes_of(self, start: int, stop: int) -> memoryview:
         """Return a range that is here, copied if it lies in several pieces."""
@@ -135,7 +140,9 @@ def read_runs(
     if a file is too short."""
     read = functools.partial(_read_run, deliver, ended, meter, check)
     is_local = bool(runs) and runs[0].source.is_local
-    if len(runs) < 2 or (is_local and sum([run.stop - run.start for run in runs]) < _THREADS_FROM_BYTES):
+    nbytes = sum([run.stop - run.start for run in runs]) if is_local else 0
+    is_small = nbytes < max(_THREADS_FROM_BYTES, _THREADS_FROM_AVERAGE * sum([len(run.reads) for run in runs]))
+    if len(runs) < 2 or (is_local and is_small):
         for run in runs:
             read(run)
     else:
@@ -184,11 +191,14 @@ def _memory_of(run: Run) -> tuple[Filled, Sequence[Read]]:
 def _hand_over(reads: Sequence[Read], filled: Filled, deliver: Deliver) -> None:
     """Copy the bytes of reads to their memory, and deliver those of the others."""
     found: list[tuple[Read, memoryview]] = []
+    first, piece = filled.starts[0], filled.pieces[0]  # of small neighbours, the only one
+    is_only = len(filled.pieces) == 1
     for read in reads:
-        data = filled.bytes_of(read.offset, read.offset + read.nbytes)
-        if read.target is None:
+        _, start, nbytes, _, target, *_ = read
+        data = piece[start - first : start - first + nbytes] if is_only else filled.joined(start, start + nbytes)
+        if target is None:
             found.append((read, data))
         else:
-            read.target[:] = data[: len(read.target)]
+            target[:] = data[: len(target)]
     if found:
         deliver(found)
