@@ -417,6 +417,17 @@ def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
     assert plan.suggestion is not None
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.missing == plan.missing and again.suggestion is None
+    assert str(again) == str(plan) == str(pickle.loads(pickle.dumps(again)))
+    assert "transforms = [" in str(again)
+
+
+def test_a_plan_that_travels_says_what_restore_checkpoint_does(tmp_path: Path) -> None:
+    """Where restore raises and restore_checkpoint warns, a pickled plan says so, too."""
+    save(tmp_path, {"w": np.ones(3)}, step=1)
+    plan = plan_restore(tmp_path, {"w": np.ones(4)})
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.flax_succeeds and "restore_checkpoint warns" in str(again)
+    assert str(again) == str(plan)
 
 
 def test_rules_for_several_items(tmp_path: Path) -> None:
