@@ -56,6 +56,8 @@ def of_directory(path: Location) -> Absence:
         return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", "pass that path")
     if near := hints.sibling_directory(path):
         return Absence(f"{path} does not exist", f"did you mean {near}?")
+    if others := hints.steps_beside(path):
+        return Absence(f"{path} does not exist", f"pass one of {hints.some(others)}, or {path.parent} for the latest")
     if others := hints.steps_of_prefix(path):
         parent, prefix = path.parent, path.name
         there = f"there are {hints.some(others)} in {parent}"
