@@ -26,7 +26,7 @@ _MAX_NAME = 100
 class Subtree:
     """A subtree, or a leaf."""
 
-    name: str  # the last name of its key path
+    name: str  # the last name of its key path, as messages show it: a slash within it is ``\\/``
     children: dict[str, Subtree] = dataclasses.field(default_factory=dict)
     leaf: ShownLeaf | None = None
     count: int = 0  # number of leaves
@@ -41,7 +41,8 @@ def tree_of(contents: Contents) -> Subtree:
     for leaf in (*contents.leaves, *contents.empty):
         node = root
         for name in leaf.path:
-            node = node.children.setdefault(name, Subtree(name))
+            shown = show_path((name,))
+            node = node.children.setdefault(shown, Subtree(shown))
         node.leaf = leaf
     _add_up(root, {})
     return root
