@@ -120,6 +120,14 @@ def _is_unrelated(name: str) -> bool:
     return _EVENTS.fullmatch(name) is not None or atomic.is_temporary(name)
 
 
+def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:
+    """Return the names of some complete checkpoints of other prefixes in a local directory, oldest first."""
+    if checkpoint_dir.directory.is_remote:
+        return []
+    found = _others(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
+    return [prefix + step for prefix, step in itertools.islice(found, _MAX_OTHERS)]
+
+
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
     names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]

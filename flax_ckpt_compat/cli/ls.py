@@ -47,6 +47,7 @@ class Folder(NamedTuple):
     rows: list[Row]
     strangers: list[Row]  # what is named like a checkpoint and is none
     left: list[Leftover]  # what interrupted saves left
+    others: Sequence[str] = ()  # names of some checkpoints of prefixes that are not listed
 
 
 @click.command(
@@ -67,8 +68,8 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     """List the checkpoints in DIRECTORY: a path, or an s3:// or gs:// URL.
 
     Shows step, format, size, when it was saved, and whether it is complete or why not; then, apart, what is
-    no checkpoint despite its name, and what interrupted saves left. Without --leaves nothing is opened: what looks
-    complete may still be damaged. Object stores give no times.
+    no checkpoint despite its name, what interrupted saves left, and names with other prefixes. Without --leaves
+    nothing is opened: what looks complete may still be damaged. Object stores give no times.
 
     Exit code 2 if DIRECTORY cannot be listed.
     """
@@ -77,7 +78,8 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     if recursive and checkpoint_dir.directory.isdir():
         folders = _folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
-        folders = [_folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
+        folder = _folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)
+        folders = [folder._replace(others=not_found.of_other_prefixes(checkpoint_dir) if folder.rows else ())]
     has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
     empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)
@@ -215,6 +217,9 @@ def _lines(folders: Sequence[Folder], empty_reason: str | None, *, recursive: bo
         yield from _apart("Named like checkpoints:", strangers)
         left = [(one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left]
         yield from _apart(f"Left by interrupted saves (flax-ckpt clean {folder.shown}):", left)
+        if folder.others:
+            names = ", ".join(folder.others)
+            yield Line(printable(f"Also here, with other prefixes: {names}; --recursive lists all.", one_line=True))
 
 
 def _apart(heading: str, found: Sequence[tuple[str, int, str]]) -> Iterator[Line]:

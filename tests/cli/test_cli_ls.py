@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -253,3 +254,14 @@ def test_times_in_no_year_of_the_calendar(tmp_path: Path, seconds: int) -> None:
         pytest.skip("this file system keeps no such times")
     assert ls(tmp_path).exit_code == 0
     assert [one["saved"] for one in json.loads(ls(tmp_path, "--json").stdout) if one["path"] == str(path)] == [None]
+
+
+def test_other_prefixes_are_named(tmp_path: Path) -> None:
+    """Below the table, so that nobody takes ``best_0.5`` for lost; folders of runs are none of them."""
+    for name, prefix in ((3, "checkpoint_"), (0.5, "best_"), (3, "ema_")):
+        checkpoints.save_checkpoint(tmp_path, TREE, name, prefix)
+    checkpoints.save_checkpoint(tmp_path / "seed_1", TREE, 1)
+    last = "Also here, with other prefixes: best_0.5, ema_3; --recursive lists all."
+    assert ls(tmp_path).stdout.splitlines()[2:] == [last]
+    assert "Also here" not in ls(tmp_path, "--recursive").stdout
+    assert [one["name"] for one in json.loads(ls(tmp_path, "--json").stdout)] == ["checkpoint_3"]
