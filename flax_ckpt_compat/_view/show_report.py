@@ -49,6 +49,9 @@ def tree_of(contents: Contents) -> Subtree:
 
 
 def _add_up(node: Subtree, forms: dict[Any, str]) -> None:
+    if all(name.isascii() and name.isdecimal() for name in node.children):
+        # Items of lists and tuples: empty ones came last.
+        node.children = dict(sorted(node.children.items(), key=lambda one: (len(one[0]), one[0])))
     if node.leaf is not None:
         node.count, node.nbytes = int(bool(node.leaf.kind)), node.leaf.nbytes
     for child in node.children.values():

@@ -253,6 +253,14 @@ def test_strange_trees(tmp_path: Path) -> None:
     assert {line.split()[0] for line in tree.splitlines()[1:]} == {"leaf", "state", "w", "ema", "v"}
 
 
+def test_empty_items_of_sequences_keep_their_places(tmp_path: Path) -> None:
+    """``optax.chain`` holds states without leaves between others: they are listed where they are."""
+    saved(tmp_path, {"opt": [(), {"mu": [np.ones(2)] * 12}, None, np.ones(3)]})
+    tree, _ = str(show_report.report(show.contents(tmp_path))).split("\n\n")
+    names = [line.split()[0] for line in tree.splitlines()[2:]]
+    assert names == ["opt", "0", "1", "mu", "{0..11}", "2", "3"]
+
+
 def test_damage_and_absence(tmp_path: Path) -> None:
     """What cannot be read is one paragraph, and exit code 2: no checkpoint, another file, a damaged array."""
     with use_flag(True):
