@@ -57,7 +57,8 @@ def of_directory(path: Location) -> Absence:
     if near := hints.sibling_directory(path):
         return Absence(f"{path} does not exist", f"did you mean {near}?")
     if others := hints.steps_beside(path):
-        return Absence(f"{path} does not exist", f"pass one of {hints.some(others)}, or {path.parent} for the latest")
+        there = f"{path.parent} has {hints.some(others)}"
+        return Absence(f"{path} does not exist; {there}", "pass one of them, or that directory")
     if others := hints.steps_of_prefix(path):
         parent, prefix = path.parent, path.name
         there = f"there are {hints.some(others)} in {parent}"

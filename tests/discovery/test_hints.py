@@ -81,7 +81,7 @@ def test_a_step_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     """``runs/checkpoint_11`` beside other steps is no first run: a warning names those; other runs are no steps."""
     for step in (9, 10):
         save(tmp_path, tree(1), step=step, format="msgpack", keep=9)
-    expected = f"does not exist: pass one of checkpoint_9, checkpoint_10, or {tmp_path} for the latest"
+    expected = f"does not exist; {tmp_path} has checkpoint_9, checkpoint_10: pass one of them, or that directory"
     assert expected in error_of(restore, tmp_path / "checkpoint_11")
     assert expected in warning_of(tmp_path / "checkpoint_11", caplog)
     for run in ("run_1", "run_2"):
