@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -28,6 +28,7 @@ from ._command_base import Command, FailedError, json_option, next_step, path_ar
 _NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
 _RIGHT = {"step", "leaves", "size", "age"}
 _NO_VALUE = "-"
+_WIDTH_WITH_TIME = 76  # of a terminal for the table with the time of each checkpoint, in characters
 _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
 
 
@@ -265,13 +266,17 @@ def _rich(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence
     from rich.table import Table
     from rich.text import Text
 
-    # Between narrow columns there is no room for two forms of the time.
-    dropped = None if width >= 100 else "saved" if "leaves" in headings else "age"
+    # Between narrow columns there is no room for two forms of the time, nor for the longer one between narrower ones.
+    is_narrow = "leaves" in headings or width < _WIDTH_WITH_TIME
+    dropped = None if width >= 100 else "saved" if is_narrow else "age"
     shown = [n for n, heading in enumerate(headings) if heading != dropped]
     table = Table(box=box.SIMPLE_HEAD)
     for heading in (headings[n] for n in shown):
         long = heading in ("state", "name")
-        table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=not long)
+        justify: Literal["left", "right"] = "right" if heading in _RIGHT else "left"
+        # Lines of a state are broken, rather than those of a name.
+        least = min(width // 3, max(len(row[-1]) for row in rows)) if heading == "name" else None
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not long, min_width=least)
     for row, is_good in zip(rows, good, strict=True):
         table.add_row(*(Text(row[n]) for n in shown), style=None if is_good else "yellow")
     yield table
