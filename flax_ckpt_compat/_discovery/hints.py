@@ -67,6 +67,14 @@ def steps_of_prefix(path: str) -> list[str]:
 
 
 @_quietly
+def steps_beside(path: str) -> list[str]:
+    """Return the names of checkpoints beside a step that does not exist, with its prefix, oldest first."""
+    parent, name = os.path.split(path)
+    prefix, _ = steps.split_step(name) or ("", "")
+    return steps_of_prefix(of_text(os.path.join(parent, prefix))) or [] if prefix else []
+
+
+@_quietly
 def sibling_directory(path: str) -> str | None:
     """Return the directory that a path differs from by a typo in one of its names, or None."""
     parent, below = os.path.split(path)[0], [os.path.basename(path)]

@@ -56,6 +56,9 @@ def of_directory(path: Location) -> Absence:
         return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", "pass that path")
     if near := hints.sibling_directory(path):
         return Absence(f"{path} does not exist", f"did you mean {near}?")
+    if others := hints.steps_beside(path):
+        there = f"{path.parent} has {hints.some(others)}"
+        return Absence(f"{path} does not exist; {there}", "pass one of them, or that directory")
     if others := hints.steps_of_prefix(path):
         parent, prefix = path.parent, path.name
         there = f"there are {hints.some(others)} in {parent}"
@@ -116,6 +119,14 @@ def _of_kind(directory: Location, none: str) -> Absence | None:
 def _is_unrelated(name: str) -> bool:
     """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
     return _EVENTS.fullmatch(name) is not None or atomic.is_temporary(name)
+
+
+def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:
+    """Return the names of some complete checkpoints of other prefixes in a local directory, oldest first."""
+    if checkpoint_dir.directory.is_remote:
+        return []
+    found = _others(checkpoint_dir, saved_steps.names_in(checkpoint_dir))
+    return [prefix + step for prefix, step in itertools.islice(found, _MAX_OTHERS)]
 
 
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from flax_ckpt_compat._core.fold_names import Row, fold
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 from flax_ckpt_compat._core.tree import shown_names
 from flax_ckpt_compat._view.plan_rows import PlannedLeaf, cells_of, row_of
@@ -19,10 +18,9 @@ from flax_ckpt_compat._view.tree_html import (
     TreeData,
     folder_item,
     leaf_item,
+    paths_by_script,
     search_box,
 )
-
-_MAX_UNUSED = 1000
 
 
 def render(head: str, leaves: Sequence[PlannedLeaf], unused: Sequence[str]) -> str:
@@ -41,17 +39,13 @@ def render(head: str, leaves: Sequence[PlannedLeaf], unused: Sequence[str]) -> s
 
 
 def _unused(paths: Sequence[str]) -> str:
-    """Return the list of what is stored and not used; of many, numbered layers are one line."""
+    """Return the list of what is stored and not used; of many, a tree that a script lists."""
     if not paths:
         return ""
-    lines, more = list(paths), 0
-    if len(paths) > MOST_STATIC:
-        rows = fold(Row((path,)) for path in paths)
-        lines = [f"{row.names[0]}{row.note}" for row in rows[:_MAX_UNUSED]]
-        more = sum(row.count for row in rows[_MAX_UNUSED:])
-    items = "".join(leaf_item(path, _text(path)) for path in lines)
-    items += f"<li>… and {more} more</li>" if more else ""
-    return f"<details><summary>Stored, but not used: {len(paths)}</summary><ul>{items}</ul></details>"
+    is_large = len(paths) > MOST_STATIC
+    items = "".join(leaf_item(path, _text(path)) for path in ([] if is_large else paths))
+    listed = paths_by_script(paths) if is_large else f"<ul>{items}</ul>"
+    return f"<details><summary>Stored, but not used: {len(paths)}</summary>{listed}</details>"
 
 
 def _large(tree: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
@@ -29,10 +29,17 @@ _MILD = {
     "UnusedLeavesError": "warns, and drops them",
     "MissingLeavesError": "keeps the target's values",
 }
-_MAX_STEPS = 12
+_MAX_STEPS = 12  # of a proposal that is printed with the plan; longer ones are printed by themselves
 _MAX_WIDTH = 80
 _FRAME = 10  # characters of a table of three columns
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
+
+
+class _Travelled(NamedTuple):
+    """What a pickled plan keeps of the trees that are not pickled with it."""
+
+    flax_succeeds: bool
+    verdict: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,6 +70,7 @@ class Plan:
     unused_nbytes: int = 0
     function: str = "restore"
     _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    _travelled: _Travelled | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -71,13 +79,17 @@ class Plan:
 
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
-        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None."""
+        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None.
+
+        Rules are functions, which pickle does not take: a pickled plan prints them, and its ``suggestion`` is None."""
         found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
         return next(found, None)
 
     @property
     def flax_succeeds(self) -> bool:
         """Return whether ``restore_checkpoint`` with these arguments succeeds although this restore raises."""
+        if self._travelled is not None:
+            return self._travelled.flax_succeeds
         plans = self._plans if self.raises is not None and self.function == "restore" else ()
         return bool(plans) and not any(map(refused_by_flax_name, plans))
 
@@ -99,7 +111,8 @@ class Plan:
     def __reduce__(self) -> Any:
         # The report only, without the trees and the target's arrays.
         kept = (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
-        return Plan, (*kept, self.unused_nbytes, self.function)
+        travelled = self._travelled or _Travelled(self.flax_succeeds, tuple(_verdict(self, math.inf)))
+        return Plan, (*kept, self.unused_nbytes, self.function, (), travelled)
 
 
 def report(plan: Plan) -> Report:
@@ -204,8 +217,11 @@ def _title(plan: Plan) -> str:
     return "\n".join([read, *lines]).replace("\xa0", " ")
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
-    """Yield what the function that is previewed does, and proposed rules."""
+def _verdict(plan: Plan, most_steps: float = _MAX_STEPS) -> Iterator[str]:
+    """Yield what the function that is previewed does, and proposed rules, unless these are more than ``most_steps``."""
+    if plan._travelled is not None:
+        yield from plan._travelled.verdict
+        return
     if plan.raises is not None:
         yield f"{plan.function} raises {plan.raises}{_unlike(plan)}" + (f": {plan.why}" if plan.why else ".")
     elif plan.missing:
@@ -224,7 +240,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
         if not plan.suggestion.confident:
             doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
             sure = f"A guess, to be checked leaf by leaf{doubt}"
-        is_long = len(plan.suggestion.steps) > _MAX_STEPS
+        is_long = len(plan.suggestion.steps) > most_steps
         yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"
 
 

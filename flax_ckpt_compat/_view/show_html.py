@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -26,7 +27,9 @@ DOCTYPE = "<!doctype html>"
 _WIDTH, _HEIGHT = 1200, 600
 # Smaller boxes, in square units, are one; this also limits the page.
 _LEAST_AREA, _MOST_BOXES = 40.0, 3000
-_HEADER, _LEAST_WIDTH, _LEAST_HEIGHT, _LETTER = 15.0, 60.0, 40.0, 6.7
+_HEADER, _MARGIN = 15.0, 7.0
+# Font sizes and widths of a letter, the largest that fits is taken; of a name that is cut off, so many letters stay.
+_FONTS, _LEAST_LETTERS = ((11, 6.7), (9, 5.5)), 4
 # Black text is legible on all of them.
 _FILLS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4")
 # Of more leaves, equal numbered subtrees are one box of the treemap, which then has a label.
@@ -36,10 +39,10 @@ _PAGE_STYLE = (
     "h1 { font-size: 15px; overflow-wrap: anywhere }"
     # On a phone the map scrolls, so that its text stays legible.
     ".map { overflow-x: auto } svg { width: 100%; min-width: 1000px; height: auto; display: block }"
-    "svg text { font: 11px ui-monospace, monospace; fill: #000; pointer-events: none }"
+    "svg text { font: 11px ui-monospace, monospace; fill: #000; pointer-events: none } svg text.s { font-size: 9px }"
     "svg rect { stroke: #fff; cursor: pointer } svg rect.group { fill: #eee; stroke: #888 }"
     "@media (prefers-color-scheme: dark) { svg rect { stroke: #111 } svg rect:not(.group) { filter: brightness(0.8) }"
-    "svg rect.group { fill: #24272b; stroke: #777 } svg text.group { fill: #ddd } }"
+    "svg rect.group { fill: #24272b; stroke: #777 } svg text.g { fill: #ddd } }"
     "ul.legend { padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; list-style: none }"
     "i { display: inline-block; width: 12px; height: 12px; margin-right: 6px }"
     ".ckpt-plan { margin-top: 12px } b { font-weight: normal; color: #d33 }"
@@ -47,7 +50,7 @@ _PAGE_STYLE = (
 _SCRIPT = (
     "document.querySelector('svg').addEventListener('click', event => {"
     "const path = event.target.dataset.at, box = document.querySelector('input');"
-    "if (path !== undefined) { box.value = path; box.oninput(); box.scrollIntoView(); } });"
+    "if (path !== undefined) { box.value = path; box.dispatchEvent(new Event('input')); box.scrollIntoView(); } });"
 )
 
 
@@ -108,22 +111,31 @@ def _boxes(node: Subtree, box: Box, path: str, fills: dict[str, str]) -> Iterato
     while len(node.children) == 1 and (child := next(iter(node.children.items())))[1].leaf is None:
         key, node = child
         name, path = f"{name}/{node.name}" if path else node.name, f"{path}{key}/"
-    yield _rect(node, box, path.removesuffix("/"), 'class="group"', count_of_leaves(node.count), name)
+    # Boxes within one that has no room for its name are anybody's: it has the colour of most of what is in it.
+    has_header = height > 2 * _HEADER and bool(_label(name, node.nbytes, width))
+    what = count_of_leaves(node.count)
+    if path and not has_header:
+        yield _rect(node, box, path.removesuffix("/"), f'fill="{fills[_main_dtype(node)]}"', what, name)
+        return
+    yield _rect(node, box, path.removesuffix("/"), 'class="group"', what, name)
     least = max(_LEAST_AREA, _WIDTH * _HEIGHT / _MOST_BOXES if node.count > _MAX_UNFOLDED else 0.0)
     if width * height < 2 * least:
         return
     left, top = box[0] + 1, box[1] + 1
     width, height = max(0.0, width - 2), max(0.0, height - 2)
-    if path and width > _LEAST_WIDTH and height > _LEAST_HEIGHT:
+    if path:
         top, height = top + _HEADER, height - _HEADER
     children = sorted((one for one in node.children.items() if one[1].nbytes), key=lambda one: -one[1].nbytes)
     scale = width * height / node.nbytes
     shown = [(key, one) for key, one in children if one.nbytes * scale >= least]
     rest = node.nbytes - sum(one.nbytes for _, one in shown)  # stays grey, as the last box
     sizes = [float(one.nbytes) for _, one in shown] + ([float(rest)] if rest else [])
-    for (key, one), inner in zip(shown, squarified(sizes, (left, top, width, height)), strict=False):
+    places = list(squarified(sizes, (left, top, width, height)))
+    for (key, one), inner in zip(shown, places, strict=False):
         end = "" if one.leaf is not None else "/"
         yield from _boxes(one, inner, f"{path}{key}{end}", fills)
+    if rest:
+        yield _text_in(places[-1], f"{len(children) - len(shown)} more", rest, " g")
 
 
 def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str | None = None) -> str:
@@ -133,13 +145,44 @@ def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str |
     tip = f"{tip}, {format_size(node.nbytes)}"
     place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
     rect = f'<rect {place} {style} data-at="{quoted(path)}"><title>{_text(tip)}</title></rect>'
-    if width < _LEAST_WIDTH or height < _HEADER or not path:
-        return rect
-    label, room = printable(name or node.name, one_line=True), int(width / _LETTER) - 1
-    sized = f"{label} {format_size(node.nbytes)}"
-    label = sized if len(sized) <= room else label[:room]
-    kind = "" if node.leaf is not None else ' class="group"'
-    return f'{rect}<text{kind} x="{left + 4:.1f}" y="{top + 12:.1f}">{escape(label)}</text>'
+    is_grey = style.startswith("class")
+    return rect + (_text_in(box, name or node.name, node.nbytes, " g" if is_grey else "") if path else "")
+
+
+def _text_in(box: Box, name: str, nbytes: int, kind: str) -> str:
+    """Return a name at the top of a box, with the size if there is room for both; empty if there is none."""
+    left, top, width, height = box
+    label, is_small = _label(name, nbytes, width) or ("", False)
+    if not label or height < _HEADER:
+        return ""
+    names = f"{kind}{' s' if is_small else ''}".strip()
+    kind = f' class="{names}"' if names else ""
+    return f'<text{kind} x="{left + 4:.1f}" y="{top + 12:.1f}">{escape(label)}</text>'
+
+
+def _label(name: str, nbytes: int, width: float) -> tuple[str, bool] | None:
+    """Return the label of a box, and whether its letters are small; None if there is no room for a useful one."""
+    name = printable(name, one_line=True)
+    sized = f"{name} {format_size(nbytes)}"
+    rooms = [int(max(0.0, width - _MARGIN) / letter) for _, letter in _FONTS]
+    for label in (sized, name):
+        for number, room in enumerate(rooms):
+            # Small letters are for names, not for sizes.
+            if len(label) <= room and (number == 0 or label == name):
+                return label, number > 0
+    return (f"{name[: rooms[-1] - 1]}…", True) if rooms[-1] >= _LEAST_LETTERS else None
+
+
+def _main_dtype(node: Subtree) -> str:
+    """Return the dtype, or kind, of most bytes of a subtree."""
+    sizes = Counter[str]()
+    below = [node]
+    while below:
+        one = below.pop()
+        if one.leaf is not None:
+            sizes[one.leaf.dtype_or_kind] += one.nbytes
+        below += one.children.values()
+    return sizes.most_common(1)[0][0]
 
 
 def _item(node: Subtree, path: str, is_open: bool) -> str:

@@ -26,7 +26,7 @@ _MAX_NAME = 100
 class Subtree:
     """A subtree, or a leaf."""
 
-    name: str  # the last name of its key path
+    name: str  # the last name of its key path, as messages show it: a slash within it is ``\\/``
     children: dict[str, Subtree] = dataclasses.field(default_factory=dict)
     leaf: ShownLeaf | None = None
     count: int = 0  # number of leaves
@@ -41,13 +41,17 @@ def tree_of(contents: Contents) -> Subtree:
     for leaf in (*contents.leaves, *contents.empty):
         node = root
         for name in leaf.path:
-            node = node.children.setdefault(name, Subtree(name))
+            shown = show_path((name,))
+            node = node.children.setdefault(shown, Subtree(shown))
         node.leaf = leaf
     _add_up(root, {})
     return root
 
 
 def _add_up(node: Subtree, forms: dict[Any, str]) -> None:
+    if all(name.isascii() and name.isdecimal() for name in node.children):
+        # Items of lists and tuples: empty ones came last.
+        node.children = dict(sorted(node.children.items(), key=lambda one: (len(one[0]), one[0])))
     if node.leaf is not None:
         node.count, node.nbytes = int(bool(node.leaf.kind)), node.leaf.nbytes
     for child in node.children.values():

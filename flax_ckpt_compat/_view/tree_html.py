@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
+from flax_ckpt_compat._core.tree import shown_names
 from flax_ckpt_compat._view import show_report
 from flax_ckpt_compat._view.show_report import Subtree
 
@@ -27,11 +28,13 @@ STYLE = (
     ".ckpt-plan small { font-size: inherit; opacity: 0.65 }"
     + "".join(f".ckpt-plan .{name} {{ color: {color} }}" for name, color in COLORS.items())
 )
+# Of items that are HTML; lists that a script fills are searched by it. A slash within a name is found as "/", too.
 _SEARCH = (
-    "const words = this.value.toLowerCase(), root = this.parentNode;"
-    "root.querySelectorAll('li').forEach(one => "
+    r"const words = this.value.toLowerCase().replaceAll('\\/', '/'), root = this.parentNode;"
+    "root.querySelectorAll('li[data-path]').forEach(one => "
     'one.hidden = !one.dataset.path.includes(words) && !one.querySelector(`[data-path*="${CSS.escape(words)}"]`));'
-    "if (words) root.querySelectorAll('details').forEach(one => one.open = true);"
+    "if (words) root.querySelectorAll('details').forEach("
+    "one => { if (one.querySelector('li[data-path]:not([hidden])')) one.open = true; });"
     "this.nextElementSibling.hidden = !words || !!root.querySelector('li:not([hidden])');"
 )
 # Beyond so many leaves, a list is data.
@@ -39,9 +42,9 @@ MOST_STATIC = 2000
 _LISTING = """
 for (const list of document.querySelectorAll("ul.ckpt-leaves:not([data-filled])")) {
 list.dataset.filled = "";
-const data = list.parentNode.querySelector("script[type='application/json']");
+const data = list.parentNode.querySelector("script[type='application/json']"), all = list.closest(".ckpt-plan");
 const {types, forms, root, starts, stats} = JSON.parse(data.textContent);
-const box = list.parentNode.querySelector("input"), note = box.nextElementSibling;
+const box = all.querySelector("input"), note = box.nextElementSibling, outer = list.closest("details");
 const make = (name, text = "") => Object.assign(document.createElement(name), {textContent: text});
 const leafItem = (path, row, at, shown = row[0]) => {
   const [, ref, start, names] = row, [kind, ...texts] = types[ref], item = make("li", shown);
@@ -73,20 +76,23 @@ const matches = (words, form, at, above, found) => {
   for (const row of forms[form][3]) {
     const [name, ref] = row, path = above + name;
     if (ref < 0) { matches(words, ~ref, at, `${path}/`, found); at += forms[~ref][2]; continue; }
-    if (path.toLowerCase().includes(words)) found.push([path, row, at, path]);
+    if (path.toLowerCase().replaceAll("\\\\/", "/").includes(words)) found.push([path, row, at, path]);
     at += 1;
   }
   return found;
 };
-box.oninput = () => {
-  const words = box.value.toLowerCase(), found = words ? matches(words, root, 0, "", []) : [];
+const show = () => { if (!outer || outer.open) fill(list, root, 0, ""); };
+box.addEventListener("input", () => {
+  const words = box.value.toLowerCase().replaceAll("\\\\/", "/"), found = words ? matches(words, root, 0, "", []) : [];
   list.replaceChildren();
-  if (!words) fill(list, root, 0, "");
+  if (!words) show();
   found.slice(0, MOST).forEach(one => list.append(leafItem(...one)));
   if (found.length > MOST) list.append(make("li", `… and ${found.length - MOST} more`));
-  note.hidden = !words || found.length > 0;
-};
-fill(list, root, 0, "");
+  if (outer && found.length) outer.open = true;
+  note.hidden = !words || !!all.querySelector("li:not([hidden])");
+});
+show();
+if (outer) outer.ontoggle = () => { if (!box.value && !list.childElementCount) show(); };
 }
 """
 _MOST_FOUND = 500
@@ -109,8 +115,8 @@ def folder_item(summary: str, items: str, *, is_open: bool) -> str:
 
 
 def quoted(path: str) -> str:
-    """Return a key path as the value of an attribute, in the form in which it is searched."""
-    return escape(printable(path, one_line=True).lower())
+    """Return a key path as the value of an attribute, in the form in which it is searched: ``\\/`` is a slash there."""
+    return escape(printable(path, one_line=True).lower().replace(r"\/", "/"))
 
 
 def search_box() -> str:
@@ -198,6 +204,34 @@ def listed_by_script(root: Subtree, *, has_stats: bool) -> str:
         data.stats = []
         add_stats(root, data.stats)
     return data.html(number, "Without scripts, `flax-ckpt show` lists the leaves.")
+
+
+def paths_by_script(paths: Sequence[str]) -> str:
+    """Return a tree of many key paths as `listed_by_script` does."""
+    data, known = TreeData(), dict[Any, int]()
+    tree: dict[str, Any] = {}
+    for path in paths:
+        node = tree
+        *above, last = shown_names(path)
+        for name in above:
+            node = node.setdefault(f"{name}/", {})
+        node[last] = {}
+
+    def form(node: dict[str, Any]) -> tuple[int, int]:
+        """Return the number of a subtree's form, and of its leaves."""
+        rows, count = list[Any](), 0
+        for name, child in node.items():
+            shown = printable(name.removesuffix("/"), one_line=True)
+            ref, leaves = form(child) if child else (~data.type_of(""), 1)
+            rows.append([shown, ~ref])
+            count += leaves
+        key = tuple(map(tuple, rows))
+        if key not in known:
+            known[key] = len(data.forms)
+            data.forms.append([count_of_leaves(count), [], count, rows])
+        return known[key], count
+
+    return data.html(form(tree)[0], "Without scripts, print the plan.")
 
 
 def _places(node: Subtree) -> int:

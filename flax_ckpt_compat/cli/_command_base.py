@@ -225,8 +225,15 @@ def _discard_output() -> None:
 
 
 def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
-    """Return an argument that is a path, for which shells complete names of files."""
-    return click.argument(name, shell_complete=complete_files, **options)
+    """Return an argument that is a path, for which shells complete names of files; an empty one is refused."""
+    return click.argument(name, shell_complete=complete_files, **{"callback": _not_empty, **options})
+
+
+def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Refuse the path of a variable that is not set: as the working directory it would be cleaned, or converted."""
+    if "" in (value if isinstance(value, tuple) else (value,)):
+        raise click.BadParameter("the path is empty; write . for the working directory", ctx, param)
+    return value
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001

@@ -21,7 +21,7 @@ import click
 
 from flax_ckpt_compat._core.text_formatting import aligned
 
-from ._command_base import make_console
+from ._command_base import INTERRUPTED, FailedError, make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,13 @@ class _DemoCommand(click.Command):
             )
             raise click.NoSuchOption(error.option_name, message=message, ctx=ctx) from None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+
 
 @click.command(cls=_DemoCommand)
 @click.option("--workdir", type=click.Path(file_okay=False), help="Keep the files here (must be empty or new).")
@@ -54,11 +61,12 @@ def command(workdir: str | None) -> None:
     """Train, kill, flip the flag, resume, check every bit; under a minute.
 
     Runs an ordinary Flax training script on real data through "flax-ckpt run", and compares what the
-    checkpoints hold with what Flax's and Orbax's own readers say. Exit code 1 if a single bit differs.
+    checkpoints hold with what Flax's and Orbax's own readers say. Exit code 1 if a single bit differs, 2 if nothing
+    was compared.
     """
     missing = [package for module, package in _NEEDS.items() if not _is_installed(module)]
     if missing:
-        raise click.ClickException(
+        raise FailedError(
             f"the demo also needs {', '.join(missing)}. Install {'it' if len(missing) == 1 else 'them'} with\n\n"
             f"    python -m pip install {' '.join(missing)}"
         )
@@ -83,7 +91,7 @@ def _prepare(workdir: str) -> None:
         message = f"{workdir!r} cannot be used: {error.strerror}. Pass a new or an empty folder."
         raise click.BadParameter(message, param_hint="--workdir") from None
     if used:
-        raise click.ClickException(f"{workdir} is not empty; pass a new or an empty folder")
+        raise FailedError(f"{workdir} is not empty; pass a new or an empty folder")
 
 
 def _is_installed(module: str) -> bool:
@@ -201,11 +209,15 @@ def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None
             ) as child,
         ):
             assert child.stdout is not None
-            for line in child.stdout:
-                printed.append(line)
-                reports += _parse_report(line)
-                if kill_at is not None and reports and reports[-1].get("saved") == kill_at:
-                    child.kill()
+            try:
+                for line in child.stdout:
+                    printed.append(line)
+                    reports += _parse_report(line)
+                    if kill_at is not None and reports and reports[-1].get("saved") == kill_at:
+                        child.kill()
+            except KeyboardInterrupt:
+                child.kill()  # it may not have got the signal, and its folder is removed next
+                raise
         stderr.seek(0)
         printed.append(stderr.read())
     if not reports or child.returncode != (0 if kill_at is None else -signal.SIGKILL):
@@ -223,7 +235,7 @@ def _parse_report(line: str) -> list[dict[str, Any]]:
 
 def _fail(console: Console, code: int, printed: str) -> NoReturn:
     console.print(printed.rstrip(), markup=False)
-    raise click.ClickException(
+    raise FailedError(
         f"the training script did not run as planned (exit {code}); what it printed is above. Nothing was compared."
     )
 

@@ -11,7 +11,8 @@ from importlib import metadata
 
 import click
 
-from flax_ckpt_compat import __version__, config
+from flax_ckpt_compat import __version__
+from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import hints
@@ -38,13 +39,12 @@ flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
 def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     """Print what a bug report needs: versions, Flax's flag, settings, what is patched, and whether PATHs can be listed.
 
-    Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH does not exist or cannot be
-    listed.
+    Exit code 1 if something is wrong: a library is missing or fails to import, an environment variable has a value that
+    its setting does not take, or a PATH does not exist or cannot be listed.
     """
     problems: list[str] = []
-    settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
-    changed = {name: str(value) for name, value in settings.items() if value != defaults[name]}
-    sections = {"Versions": _versions(problems), "Flax": _flax(problems), "Settings": changed or {"all": "defaults"}}
+    settings = _settings(problems)
+    sections = {"Versions": _versions(problems), "Flax": _flax(problems), "Settings": settings}
     if paths:
         sections["Paths"] = {path: _listed(path, problems) for path in paths}
     lines = []
@@ -52,6 +52,18 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
         lines += [Line(title, "bold"), *(Line(f"  {name:<28} {value}", hang=31) for name, value in values.items())]
     shown = [Line(f"Problem: {problem}", "red", hang=2) for problem in problems]
     return print_report(Report(lines, lambda: sections, shown, found=bool(problems)), as_json=as_json)
+
+
+def _settings(problems: list[str]) -> dict[str, str]:
+    """Return the settings that differ from their defaults; a wrong one in the environment fails the import of all."""
+    try:
+        from flax_ckpt_compat import config
+    except SettingError as error:
+        problems.append(printable(str(error)))
+        return {"all": "cannot be read"}
+    settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
+    changed = {name: str(value) for name, value in settings.items() if value != defaults[name]}
+    return changed or {"all": "defaults"}
 
 
 def _versions(problems: list[str]) -> dict[str, str]:
@@ -70,7 +82,7 @@ def _versions(problems: list[str]) -> dict[str, str]:
 def _flax(problems: list[str]) -> dict[str, str]:
     try:
         is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
-        found = {"flax_use_orbax_checkpointing": f"{config.use_orbax_format()} ({is_set})"}
+        found = {"flax_use_orbax_checkpointing": f"{_flag()} ({is_set})"}
         try:
             saves = importlib.import_module(_LEGACY).save_checkpoint
             # Importing ours to compare would take a fifth of the start.
@@ -82,6 +94,14 @@ def _flax(problems: list[str]) -> dict[str, str]:
         problems.append(f"{type(error).__name__} when Flax was imported: {error}")
         return {}
     return found
+
+
+def _flag() -> str:
+    try:
+        from flax_ckpt_compat import config
+    except SettingError:  # reported with the settings
+        return "not read"
+    return str(config.use_orbax_format())
 
 
 def _listed(url: str, problems: list[str]) -> str:

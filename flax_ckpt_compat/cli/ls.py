@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -28,6 +28,7 @@ from ._command_base import Command, FailedError, json_option, next_step, path_ar
 _NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
 _RIGHT = {"step", "leaves", "size", "age"}
 _NO_VALUE = "-"
+_WIDTH_WITH_TIME = 76  # of a terminal for the table with the time of each checkpoint, in characters
 _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
 
 
@@ -47,6 +48,7 @@ class Folder(NamedTuple):
     rows: list[Row]
     strangers: list[Row]  # what is named like a checkpoint and is none
     left: list[Leftover]  # what interrupted saves left
+    others: Sequence[str] = ()  # names of some checkpoints of prefixes that are not listed
 
 
 @click.command(
@@ -67,8 +69,8 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     """List the checkpoints in DIRECTORY: a path, or an s3:// or gs:// URL.
 
     Shows step, format, size, when it was saved, and whether it is complete or why not; then, apart, what is
-    no checkpoint despite its name, and what interrupted saves left. Without --leaves nothing is opened: what looks
-    complete may still be damaged. Object stores give no times.
+    no checkpoint despite its name, what interrupted saves left, and names with other prefixes. Without --leaves
+    nothing is opened: what looks complete may still be damaged. Object stores give no times.
 
     Exit code 2 if DIRECTORY cannot be listed.
     """
@@ -77,7 +79,8 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     if recursive and checkpoint_dir.directory.isdir():
         folders = _folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
-        folders = [_folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
+        folder = _folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)
+        folders = [folder._replace(others=not_found.of_other_prefixes(checkpoint_dir) if folder.rows else ())]
     has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
     empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)
@@ -215,6 +218,9 @@ def _lines(folders: Sequence[Folder], empty_reason: str | None, *, recursive: bo
         yield from _apart("Named like checkpoints:", strangers)
         left = [(one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left]
         yield from _apart(f"Left by interrupted saves (flax-ckpt clean {folder.shown}):", left)
+        if folder.others:
+            names = ", ".join(folder.others)
+            yield Line(printable(f"Also here, with other prefixes: {names}; --recursive lists all.", one_line=True))
 
 
 def _apart(heading: str, found: Sequence[tuple[str, int, str]]) -> Iterator[Line]:
@@ -260,13 +266,17 @@ def _rich(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence
     from rich.table import Table
     from rich.text import Text
 
-    # Between narrow columns there is no room for two forms of the time.
-    dropped = None if width >= 100 else "saved" if "leaves" in headings else "age"
+    # Between narrow columns there is no room for two forms of the time, nor for the longer one between narrower ones.
+    is_narrow = "leaves" in headings or width < _WIDTH_WITH_TIME
+    dropped = None if width >= 100 else "saved" if is_narrow else "age"
     shown = [n for n, heading in enumerate(headings) if heading != dropped]
     table = Table(box=box.SIMPLE_HEAD)
     for heading in (headings[n] for n in shown):
         long = heading in ("state", "name")
-        table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=not long)
+        justify: Literal["left", "right"] = "right" if heading in _RIGHT else "left"
+        # Lines of a state are broken, rather than those of a name.
+        least = min(width // 3, max(len(row[-1]) for row in rows)) if heading == "name" else None
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not long, min_width=least)
     for row, is_good in zip(rows, good, strict=True):
         table.add_row(*(Text(row[n]) for n in shown), style=None if is_good else "yellow")
     yield table

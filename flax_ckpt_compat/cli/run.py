@@ -36,7 +36,9 @@ class _RunCommand(click.Command):
 
 @click.command(cls=_RunCommand, options_metavar="", epilog=_EXAMPLES)
 @click.option("--pythonpath", is_flag=True, help="Print the folder to put on PYTHONPATH instead, and exit.")
-@path_argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...")
+@path_argument(
+    "program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...", callback=None
+)
 def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     """Run a program unchanged, with the shim installed.
 

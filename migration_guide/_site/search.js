@@ -1,5 +1,5 @@
 // Sphinx's search, made for pasted errors: those of five words and more are looked up by their class, if it is one of this library, or
-// else without paths, names and numbers; then the page on errors comes first.
+// else without paths, names and numbers; then the page on errors comes first. Pages that nobody looks for answers in come last.
 {
   const asked = new URLSearchParams(window.location.search);
   const words = (asked.get("q") ?? "").split(/\s+/);
@@ -10,7 +10,8 @@
     window.history.replaceState(null, "", `?${asked}`);
   }
   var Scorer = {
-    score: ([docname, , , , score]) => (isPasted && docname === "troubleshooting" ? score + 20 : score),
+    score: ([docname, , , , score]) =>
+      score + (isPasted && docname === "troubleshooting" ? 20 : 0) - (["changelog", "results"].includes(docname) ? 20 : 0),
     // Sphinx's defaults.
     objNameMatch: 11,
     objPartialMatch: 6,

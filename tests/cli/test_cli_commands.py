@@ -238,6 +238,26 @@ def test_what_to_do_next(arguments: tuple[str, ...], code: int, hint: str, tree_
     assert not (tree_of_runs / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((name, "") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report", "doctor")),
+        ("clean", "--yes", ""),
+        ("verify", "runs", ""),
+        ("diff", "runs/a", ""),
+        ("convert", "", "out", "--to", "orbax"),
+        ("convert", "runs", "", "--to", "orbax"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_refused(arguments: tuple[str, ...], tree_of_runs: Path) -> None:
+    """That of a variable which is not set does not stand for the working directory."""
+    result = CliRunner().invoke(cli.main, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the path is empty; write . for the working directory" in result.stderr
+    assert sorted(path.name for path in tree_of_runs.iterdir()) == ["empty", "notes.txt", "notes.zip", "runs"]
+
+
 def test_output_that_does_not_fit_the_disk(tree_of_runs: Path) -> None:
     """It is one line without a traceback, and no failure of this program."""
     with open("/dev/full", "w", encoding="utf-8") as full:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -196,11 +197,12 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     assert os.fsencode(record["name"]) == b"checkpoint_be\xffst"
 
 
-def test_table_on_a_terminal(tmp_path: Path) -> None:
-    """On a terminal of 80 columns the same facts come as a table that does not break names, times or sizes."""
+@pytest.mark.parametrize(("columns", "saved"), [(80, "2023-11-14 22:13:20"), (62, r"\d+ y ")])
+def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
+    """On a terminal the same facts come as a table that does not break names, times or sizes; on a narrow one, ages."""
     run_of_flax(tmp_path)
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "TZ": "UTC", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "TZ": "UTC", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "flax_ckpt_compat", "ls", str(tmp_path)]
     try:
         subprocess.run(command, stdout=theirs, env=environment, cwd=ROOT, check=True)
@@ -218,8 +220,8 @@ def test_table_on_a_terminal(tmp_path: Path) -> None:
     assert any("─" in line for line in lines)
     (row,) = (line for line in lines if "checkpoint_2" in line)
     assert "orbax" in row
-    assert "2023-11-14 22:13:20" in row
-    assert max(map(len, lines)) <= 80
+    assert re.search(saved, row)
+    assert max(map(len, lines)) <= columns
 
 
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
@@ -253,3 +255,14 @@ def test_times_in_no_year_of_the_calendar(tmp_path: Path, seconds: int) -> None:
         pytest.skip("this file system keeps no such times")
     assert ls(tmp_path).exit_code == 0
     assert [one["saved"] for one in json.loads(ls(tmp_path, "--json").stdout) if one["path"] == str(path)] == [None]
+
+
+def test_other_prefixes_are_named(tmp_path: Path) -> None:
+    """Below the table, so that nobody takes ``best_0.5`` for lost; folders of runs are none of them."""
+    for name, prefix in ((3, "checkpoint_"), (0.5, "best_"), (3, "ema_")):
+        checkpoints.save_checkpoint(tmp_path, TREE, name, prefix)
+    checkpoints.save_checkpoint(tmp_path / "seed_1", TREE, 1)
+    last = "Also here, with other prefixes: best_0.5, ema_3; --recursive lists all."
+    assert ls(tmp_path).stdout.splitlines()[2:] == [last]
+    assert "Also here" not in ls(tmp_path, "--recursive").stdout
+    assert [one["name"] for one in json.loads(ls(tmp_path, "--json").stdout)] == ["checkpoint_3"]

@@ -132,16 +132,35 @@ def test_missing_extras_are_named_with_the_command(monkeypatch: pytest.MonkeyPat
     """Without scikit-learn the demo says how to get it, in one line to copy."""
     monkeypatch.setitem(demo._NEEDS, "no_such_module.at_all", "scikit-learn")
     result = CliRunner().invoke(demo.command)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "needs scikit-learn. Install it with" in result.output
     assert "    python -m pip install scikit-learn\n" in result.output
+
+
+def test_an_interrupted_demo_does_not_say_that_bits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends it with 130, as every command, and ends the training script, which may not have got the signal."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    monkeypatch.setattr(demo, "_SCRIPT", str(script))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started: list[int] = []
+
+    def interrupt(line: str) -> None:
+        started.append(int(line))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_parse_report", interrupt)
+    result = CliRunner().invoke(demo.command)
+    assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     """A folder that holds anything is left alone."""
     (tmp_path / "mine").touch()
     result = CliRunner().invoke(demo.command, ["--workdir", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is not empty" in result.output
     assert os.listdir(tmp_path) == ["mine"]
 
@@ -172,13 +191,13 @@ def test_a_slower_save_is_explained(checks: Any, ours: float) -> None:
     "program", ["print('oops')\nraise ValueError('why')", "print(3)", "import os; os.kill(os.getpid(), 9)"]
 )
 def test_a_failed_training_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """What the script printed is shown, and the demo ends with a plain message and exit code 1."""
+    """What the script printed is shown, and the demo ends with a plain message and exit code 2."""
     script = tmp_path / "train.py"
     script.write_text(program)
     monkeypatch.setattr(demo, "_SCRIPT", str(script))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     result = CliRunner().invoke(demo.command)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit), result.output
     assert "the training script did not run as planned" in result.output
     if "why" in program:
         assert "oops" in result.output

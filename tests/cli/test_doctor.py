@@ -45,6 +45,17 @@ def test_report(tmp_path):
     assert sections["Paths"] == {str(tmp_path): "reachable, 1 name", missing: "does not exist"}
 
 
+def test_a_wrong_setting_is_a_problem():
+    """The program itself fails with this error: the report has it with all the rest, and no traceback."""
+    found = run(*DOCTOR, "--json", FLAX_CKPT_COMPAT_SHADOW="maybe")
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    problem = "environment variable FLAX_CKPT_COMPAT_SHADOW: setting shadow takes False, True; found 'maybe'"
+    assert found.stderr.splitlines()[-1] == f"Problem: {problem}"
+    sections = json.loads(found.stdout)
+    assert sections["Settings"] == {"all": "cannot be read"}
+    assert sections["Flax"]["flax.training.checkpoints"] == "Flax's own; not patched"
+
+
 def test_a_flax_that_cannot_be_used_is_a_problem(monkeypatch):
     """The rest is reported all the same."""
 

@@ -77,6 +77,20 @@ def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert expected in warning_of(tmp_path / "best_", caplog)
 
 
+def test_a_step_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``runs/checkpoint_11`` beside other steps is no first run: a warning names those; other runs are no steps."""
+    for step in (9, 10):
+        save(tmp_path, tree(1), step=step, format="msgpack", keep=9)
+    expected = f"does not exist; {tmp_path} has checkpoint_9, checkpoint_10: pass one of them, or that directory"
+    assert expected in error_of(restore, tmp_path / "checkpoint_11")
+    assert expected in warning_of(tmp_path / "checkpoint_11", caplog)
+    for run in ("run_1", "run_2"):
+        save(tmp_path / run, tree(1), step=1, format="msgpack")
+    caplog.clear()
+    assert checkpoints.restore_checkpoint(tmp_path / "run_3", None) is None
+    assert not caplog.records
+
+
 def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Errors say what is beside it, or similar; a first run, which may begin there, is not a warning."""
     (tmp_path / "large").mkdir()
@@ -179,8 +193,8 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
+    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
         assert not look(location_of(tmp_path / "absent"))
     monkeypatch.setattr(LocalStorage, "listdir", refuse)
-    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
+    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
         assert not look(location_of("s3://bucket/run"))

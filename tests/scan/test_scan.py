@@ -340,6 +340,23 @@ def test_deep_code_is_scanned(deep: str, tmp_path: Path) -> None:
     assert "remove" in [one.kind for one in report.findings] and not report.unreadable
 
 
+@pytest.mark.parametrize(
+    ("pattern", "is_told"), [("best_*", True), ("*", True), ("*.png", False), ("events.out.*", False)]
+)
+def test_a_pattern_that_may_be_a_prefix(pattern: str, is_told: bool, tmp_path: Path) -> None:
+    """A script scanned alone does not tell the prefix that others save with: names that may be steps are told of."""
+    code = f"""\
+import glob, shutil
+from flax.training import checkpoints
+
+def publish(workdir, out):
+    best = sorted(glob.glob(f"{{workdir}}/{pattern}"))[-1]
+    shutil.copyfile(best, out)
+"""
+    report = _scan_code(tmp_path, evaluate=code)
+    assert [(one.line, one.kind) for one in report.not_followed] == [(6, "path")] * is_told
+
+
 def test_what_was_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clean result names the calls after which it says nothing, in each form of the report."""
     code = """\

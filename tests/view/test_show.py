@@ -253,6 +253,14 @@ def test_strange_trees(tmp_path: Path) -> None:
     assert {line.split()[0] for line in tree.splitlines()[1:]} == {"leaf", "state", "w", "ema", "v"}
 
 
+def test_empty_items_of_sequences_keep_their_places(tmp_path: Path) -> None:
+    """``optax.chain`` holds states without leaves between others: they are listed where they are."""
+    saved(tmp_path, {"opt": [(), {"mu": [np.ones(2)] * 12}, None, np.ones(3)]})
+    tree, _ = str(show_report.report(show.contents(tmp_path))).split("\n\n")
+    names = [line.split()[0] for line in tree.splitlines()[2:]]
+    assert names == ["opt", "0", "1", "mu", "{0..11}", "2", "3"]
+
+
 def test_damage_and_absence(tmp_path: Path) -> None:
     """What cannot be read is one paragraph, and exit code 2: no checkpoint, another file, a damaged array."""
     with use_flag(True):
@@ -313,6 +321,54 @@ def test_page(tmp_path: Path) -> None:
     kernels = [titles[f"params/block_{n}/attn/kernel: float32[4,8], 128 B"] for n in (0, 11)]
     areas = [float(rect.get("width", 0)) * float(rect.get("height", 0)) for rect in kernels]
     assert areas[0] == pytest.approx(areas[1], rel=0.3)
+
+
+def test_every_box_with_room_for_a_name_has_a_label(tmp_path: Path) -> None:
+    """Of 600 leaves that no folding makes fewer, too: where a name does not fit, its beginning."""
+    modules = {
+        f"mod_{chr(97 + n % 26)}{chr(97 + n // 26)}": {
+            "kernel": np.zeros((n // 5 + 1, 7), np.float32),
+            "bias": np.zeros(n // 10 + 1, np.float16),
+        }
+        for n in range(300)
+    }
+    saved(tmp_path, {"params": modules})
+    page = tmp_path / "page.html"
+    assert run(tmp_path, "--html", page).exit_code == 0
+    svg = re.findall("<svg .*</svg>", page.read_text(encoding="utf-8"))[0]
+    parsed = ElementTree.fromstring(svg)
+    labels = {(text.get("x"), text.get("y")): str(text.text) for text in parsed.iter("text")}
+    named = 0
+    for rect in parsed.iter("rect"):
+        left, top, width, height = (float(rect.get(name, "")) for name in ("x", "y", "width", "height"))
+        name = str(rect.get("data-at")).rpartition("/")[2]
+        label = labels.get((f"{left + 4:.1f}", f"{top + 12:.1f}"), "")
+        if width >= 40 and height >= 15.1 and name:
+            assert label and name.startswith(label.partition(" ")[0].rstrip("…")), (name, label)
+            named += name.startswith("mod_")
+        assert len(label) * 5.5 <= width or not label
+    assert named > 150
+
+
+def test_what_is_too_small_for_boxes_is_counted(tmp_path: Path) -> None:
+    """600 leaves of a 4000th of all each are one grey box, which says how many they are, and their size."""
+    small = {f"x_{chr(97 + n % 26)}{chr(97 + n // 26)}": np.zeros(100, np.int8) for n in range(600)}
+    saved(tmp_path, {"params": {"large": np.zeros(340_000, np.int8), **small}})
+    assert run(tmp_path, "--html", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert re.findall("<text[^>]*>([^<]*)</text>", text) == ["params 400 kB", "large 340 kB", "600 more 60.0 kB"]
+
+
+def test_a_slash_within_a_name(tmp_path: Path) -> None:
+    """It is shown as in plans and messages, and a search finds it in that form and as a slash."""
+    saved(tmp_path, {"mlp/~/linear_0": {"w": np.ones(3)}})
+    assert r"mlp\/~\/linear_0" in run(tmp_path).stdout
+    assert run(tmp_path, "--html", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'data-path="mlp/~/linear_0/w"' in text and r"<summary>mlp\/~\/linear_0/" in text
+    assert r"replaceAll(&#x27;\\/&#x27;, &#x27;/&#x27;)" in text
+    found = json.loads(run(tmp_path, "--json").stdout)
+    assert list(found["subtrees"]) == [r"mlp\/~\/linear_0"] and found["leaves"][0]["path"] == r"mlp\/~\/linear_0/w"
 
 
 def test_page_replaces_nothing_else(tmp_path: Path) -> None:
