@@ -50,7 +50,7 @@ def compare(
     ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
     ``crcs`` are not read again."""
     expected = output.leaves
-    with output_writers.reading(location, to) as found:
+    with output_writers.reading(location, to, output) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
         for item, copy in output.copies.items():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.local.syncing import sync_tree
+from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.orbax_directory import ItemKind, names_in
 
@@ -28,6 +28,7 @@ class Copy:
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # name in the source → name in the copy
     # Name in the source → other bytes; None leaves the file out.
     changed: dict[str, bytes | None] = dataclasses.field(default_factory=dict)
+    is_whole: bool = False  # it was a checkpoint of its own, whose metadata is now that of the step
 
     def files(self) -> Iterator[tuple[str, Location | bytes]]:
         """Yield the relative path of each file of the copy, and its source or its bytes."""
@@ -41,10 +42,10 @@ class Copy:
     def write(self, path: str) -> None:
         """Write and sync the copy as a new local directory."""
         os.makedirs(path, exist_ok=True)
+        for name in folders_below(self.folder):
+            os.makedirs(os.path.join(path, name), exist_ok=True)
         for name, content in self.files():
-            final = os.path.join(path, name)
-            os.makedirs(os.path.dirname(final), exist_ok=True)
-            copy_file(content, final)
+            copy_file(content, os.path.join(path, name))
         sync_tree(path)
 
     def difference(self, location: Location) -> str | None:
@@ -58,12 +59,17 @@ class Copy:
                 return f"has {name}"
             if is_other(wanted[name], found[name]):
                 return "is other JSON" if self.kind is ItemKind.JSON else f"has other bytes in {name}"
+        if not location.is_remote:  # stores have no folders
+            lost = set(folders_below(self.folder)) - set(folders_below(location))
+            return f"lacks {min(lost)}/" if lost else None
         return None
 
     def _own(self, folder: Location) -> Iterator[tuple[str, Location]]:
-        """Yield the files of the item; the metadata of one that was a checkpoint of its own is that of a step now."""
-        is_known = self.kind is not ItemKind.UNKNOWN
-        return (pair for pair in _files_below(folder, "") if not (is_known and pair[0] == layout.STEP_METADATA))
+        """Yield the files of the item, without the metadata of one that was a checkpoint of its own.
+
+        What only its own handler reads may have a file of that name."""
+        has_metadata = self.is_whole or self.kind is not ItemKind.UNKNOWN
+        return (pair for pair in files_below(folder) if not (has_metadata and pair[0] == layout.STEP_METADATA))
 
 
 def copy_file(content: Location | bytes, path: str) -> None:
@@ -72,6 +78,18 @@ def copy_file(content: Location | bytes, path: str) -> None:
         file.writelines(_pieces(content))
         file.flush()
         os.fsync(file.fileno())
+
+
+def copy_files(files: Mapping[str, Location], folder: str) -> None:
+    """Copy files to their relative paths in a new local directory, and sync the folders that are made for them."""
+    for name, file in files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        copy_file(file, path)
+    for above in {os.path.dirname(name) for name in files}:
+        while above:
+            sync_directory(os.path.join(folder, above))
+            above = os.path.dirname(above)
 
 
 def is_other(content: Location | bytes, copied: Location) -> bool:
@@ -104,14 +122,22 @@ def without_sharding(copy: Copy) -> Copy:
     return dataclasses.replace(copy, changed={sharding: None, tree: json.dumps(described).encode()})
 
 
-def _files_below(folder: Location, above: str) -> Iterator[tuple[str, Location]]:
+def files_below(folder: Location, above: str = "") -> Iterator[tuple[str, Location]]:
     """Yield the relative path and location of each file below a folder, also by links."""
     for name in sorted(folder.listdir()):
         path = folder / name
         if path.isdir():
-            yield from _files_below(path, f"{above}{name}/")
+            yield from files_below(path, f"{above}{name}/")
         else:
             yield f"{above}{name}", path
+
+
+def folders_below(folder: Location, above: str = "") -> Iterator[str]:
+    """Yield the relative path of each folder below a folder: an item may need one that is empty."""
+    for name in sorted(folder.listdir()):
+        if (folder / name).isdir():
+            yield f"{above}{name}"
+            yield from folders_below(folder / name, f"{above}{name}/")
 
 
 def _pieces(content: Location | bytes) -> Iterator[bytes]:

@@ -10,12 +10,24 @@ from flax_ckpt_compat._convert.item_copies import Copy
 from flax_ckpt_compat._convert.jobs import FILES, TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    MissingLeavesError,
+    NameCollisionError,
+    UnsupportedLeafError,
+)
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.orbax_directory import ItemKind, Layout, kind_of_item, names_in, recorded_handlers
+from flax_ckpt_compat._discovery.orbax_directory import (
+    ItemKind,
+    Layout,
+    beside_tree,
+    kind_of_item,
+    names_in,
+    recorded_handlers,
+)
 from flax_ckpt_compat._view import metadata
 
 # The names of a step's only tree, as Orbax's managers write it by default.
@@ -41,9 +53,10 @@ class Output:
     # Item name → item to copy as it is, and the tree of one that this library reads, to compare and to count.
     copies: dict[str, Copy] = dataclasses.field(default_factory=dict)
     copied_trees: dict[str, Node] = dataclasses.field(default_factory=dict)
-    files: dict[str, Location] = dataclasses.field(default_factory=dict)  # name → other file of a step, to copy
+    files: dict[str, Location] = dataclasses.field(default_factory=dict)  # relative path → other file, to copy
     handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → name of the handler that reads it
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
+    custom_of_trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # item name → that of the tree alone
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
 
     @property
@@ -94,9 +107,10 @@ def output_of(opened: Opened, job: Job) -> Output:
     if job.to == "safetensors":
         found.trees = {"": safetensors.prepared(found.trees[""])}
         notes += safetensors.note_of_others(found.trees[""])
-    if items.files:
+    if items.beside:
         done = "not converted" if job.to in FILES else "copied"
-        notes.append(f"{done}: other files in its directory: {one_line(items.files)}")
+        names = (f"{item}/{name}" if item else name for item, name in items.beside)
+        notes.append(f"{done}: other files in its directory: {one_line(names)}")
     found.notes = notes
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
@@ -105,8 +119,12 @@ def output_of(opened: Opened, job: Job) -> Output:
         notes.extend(["not converted: custom metadata"] if described.custom else [])
     else:
         found.custom = dict(described.custom)
-    if described.custom_of_trees:
-        notes.append("not converted: custom metadata of trees")
+    for name, custom in described.custom_of_trees.items():
+        if job.to not in FILES and name in items.rewritten and name in items.names and isinstance(custom, dict):
+            found.custom_of_trees[items.names[name]] = custom
+        elif name not in items.kinds or items.kinds[name] is ItemKind.TREE:
+            notes.append("not converted: custom metadata of trees")
+            break
     if job.to == "msgpack" and described.writer is None and job.target is None:
         notes.extend(_note_of_nones(opened, trees))
     return found
@@ -125,9 +143,18 @@ class _Items:
         self.handlers = {name: handlers.get(name, "") for name in (*opened.items, *unknown)}
         self.kinds = {name: kind_of_item(item, self.handlers[name]) for name, item in opened.items.items()}
         self.kinds |= dict.fromkeys(unknown, ItemKind.UNKNOWN)
-        for name in opened.items:
-            opened.reader(name)
-        self.files = _other_files(opened) if job.items is None else {}
+        self.opaque = unknown  # what this library does not read
+        for name, kind in self.kinds.items():
+            if kind is ItemKind.UNKNOWN and name in opened.items:
+                try:
+                    opened.reader(name)
+                except CheckpointError:  # it only looks like a tree
+                    self.opaque = [*self.opaque, name]
+            elif kind is not ItemKind.UNKNOWN:
+                opened.reader(name)
+        self.names: dict[str, str] = {}  # the items that are converted → their names in the result
+        # Item and name of files and folders that Orbax does not write, in the directory of the step ('') or of a tree.
+        self.beside = _others(opened, self.rewritten, of_step=job.items is None)
         self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
 
     @property
@@ -137,7 +164,11 @@ class _Items:
 
     def check_all_are_leaves(self) -> None:
         """Raise UnsupportedLeafError if there is more than trees, arrays and keys: a file has no place for it."""
-        kinds = [(name, kind) for name, kind in self.kinds.items() if name not in self.opened.trees]
+        kinds = [
+            (name, kind)
+            for name, kind in self.kinds.items()
+            if name not in self.opened.trees or (kind is ItemKind.UNKNOWN and not self._is_only_tree(name))
+        ]
         others = [f"{name} ({kind.value})" if name else kind.value for name, kind in kinds]
         if not others:
             return
@@ -149,13 +180,36 @@ class _Items:
             path=self.opened.path,
         )
 
+    def _is_only_tree(self, name: str) -> bool:
+        """Return whether the item of an unknown handler holds nothing but a tree that this library reads."""
+        location = self.opened.items[name].location
+        return name not in self.opaque and not beside_tree(location, names_in(location))
+
     def copy(self, name: str) -> Copy:
         """Return an item to copy."""
         folder = self.opened.location / name
-        found = Copy(folder, self.kinds[name])
+        found = Copy(folder, self.kinds[name], is_whole=not name)
         if found.kind is ItemKind.JSON and self.job.to != "v1":
             found = item_copies.with_v0_names(found)
         return item_copies.without_sharding(found) if self.job.sharding == "drop" else found
+
+    def files(self) -> dict[str, Location]:
+        """Return the path in the result of each file that lies beside an item, or in a folder beside one."""
+        found: dict[str, Location] = {}
+        for item, name in self.beside:
+            source = self.opened.location / item / name if item else self.opened.location / name
+            # Transforms may make one tree of several. A manager would take a folder beside a tree's for an item.
+            above = self.names.get(item, "" if "" in self.names else item) if item or source.isdir() else ""
+            final = f"{above}/{name}" if above else name
+            if source.isdir():
+                found |= {f"{final}/{path}": file for path, file in item_copies.files_below(source)}
+            elif found.setdefault(final, source) is not source:
+                raise NameCollisionError(
+                    f"{self.opened.path}: {final} would be both {found[final]} and {source}; give the item a name "
+                    f"(--item {item}={item}), or rename a file",
+                    path=self.opened.path,
+                )
+        return found
 
     def handler(self, name: str) -> str:
         """Return the name of the handler that reads an item in the result: the recorded one, if it can; or ''."""
@@ -182,23 +236,26 @@ class _Items:
         return ITEM[self.job.to] if is_of_v1 or name in ("", ITEM["manager"]) else name
 
 
-def _other_files(opened: Opened) -> dict[str, Location]:
-    """Return the files in the directory of a step, or of one tree, that Orbax does not write, as a configuration."""
-    known = [*opened.items, *opened.contents.unknown, *layout.STEP_FILES]
+def _others(opened: Opened, trees: list[str], *, of_step: bool) -> list[tuple[str, str]]:
+    """Return (item, name) of what lies beside the items in a step's directory, and in those of its trees."""
+    here = opened.location
     if opened.contents.layout is Layout.TREE:
-        known += layout.TREE_FILES
-    elif opened.contents.layout is not Layout.ITEMS:
-        return {}
-    names = [
-        name for name in sorted(names_in(opened.location).difference(known)) if not layout.ZARR2_CHUNK.fullmatch(name)
-    ]
-    return {name: opened.location / name for name in names if (opened.location / name).isfile()}
+        return [("", name) for name in beside_tree(here, names_in(here))] if of_step and trees else []
+    if opened.contents.layout is not Layout.ITEMS:
+        return []
+    known = (*opened.items, *opened.contents.unknown, *layout.STEP_FILES)
+    names = sorted(names_in(here).difference(known)) if of_step else []
+    found = [("", name) for name in names if (here / name).isfile()]
+    for item in trees:
+        folder = opened.items[item].location
+        found += [(item, name) for name in beside_tree(folder, names_in(folder))]
+    return found
 
 
 def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:
     """Return the trees as they are stored, in the containers of the target, or those that the format records."""
     opened, job = items.opened, items.job
-    trees = {name: opened.reader(name).tree for name in opened.trees}
+    trees = {name: opened.reader(name).tree for name in opened.trees if name not in items.opaque}
     if job.target is not None:
         from flax_ckpt_compat._trees import state_dict  # it imports jax
 
@@ -267,14 +324,15 @@ def _arranged(trees: dict[str, Node], items: _Items) -> Output:
         kinds = [ItemKind.TREE, ItemKind.ARRAY]
         if not only or items.job.items is not None:
             kinds.append(ItemKind.JSON)  # else, a restore gives a dict of the item
-        if items.kinds.get(only, ItemKind.TREE) in kinds:
+        if items.kinds.get(only, ItemKind.TREE) in kinds or not only:
             names = {only: ""}
     if len(set(names.values())) < len(names):
         raise NameCollisionError(f"two items would both be called one of {', '.join(names.values())}; rename one")
+    items.names = names
     return Output(
         {names[name]: trees[name] for name in written},
         {names[name]: items.copy(name) for name in copied},
         {names[name]: trees[name] for name in copied if name in trees},
-        items.files,
+        items.files(),
         {new: handler for name, new in names.items() if (handler := items.handler(name))},
     )

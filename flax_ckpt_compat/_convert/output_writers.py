@@ -57,14 +57,23 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
     with translated(final, "written"):
         for item, copy in output.copies.items():
             copy.write(os.path.join(temporary, item) if item else temporary)
-        for name, file in output.files.items():
-            item_copies.copy_file(file, os.path.join(temporary, name))
+        item_copies.copy_files(output.files, temporary)
+        for item, custom in output.custom_of_trees.items():
+            _add_custom(os.path.join(temporary, item, layout.TREE_METADATA), custom)
         if output.has_items:
             _finish_step(temporary, output)
         elif output.copies:
             _write_step_metadata(temporary, {}, output, output.handlers[""])
         elif output.custom:
             _edit_metadata(temporary, output.custom)
+
+
+def _add_custom(file: str, custom: dict[str, Any]) -> None:
+    """Add a user's own metadata to that of a tree."""
+    with open(file, "rb") as opened:
+        content = json.load(opened)
+    content["custom_metadata"] = {**custom, **(content.get("custom_metadata") or {})}
+    write_file(file, json.dumps(content).encode(), new=False)
 
 
 def _finish_step(temporary: str, output: Output) -> None:
@@ -106,8 +115,12 @@ def has_other_metadata(location: Location, to: str, output: Output) -> bool:
     """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
     if to in FILES:
         return False
-    found, expected = metadata.read_step_metadata(location).get("custom_metadata"), output.custom
-    return json.dumps(found or {}, sort_keys=True) != json.dumps(expected, sort_keys=True)
+    pairs = [(metadata.read_step_metadata(location).get("custom_metadata") or {}, output.custom)]
+    for item in output.trees:
+        pairs.append(
+            (metadata.custom_of_tree(location / item if item else location), output.custom_of_trees.get(item, {}))
+        )
+    return any(json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True) for found, wanted in pairs)
 
 
 def check_kept(location: Location, to: str) -> None:
@@ -132,12 +145,13 @@ def copy_root_metadata(jobs: Iterable[Job]) -> None:
 
 
 @contextmanager
-def reading(location: Location, to: str) -> Iterator[dict[tuple[str, Path], Any]]:
+def reading(location: Location, to: str, output: Output) -> Iterator[dict[tuple[str, Path], Any]]:
     """Open a written checkpoint: (item, key path) → `LeafHandle`, None or empty container."""
     if to == "safetensors":
         with closing(SafetensorsReader(location)) as reader:
             yield {("", keys): leaf for keys, leaf in iter_leaves(reader.tree)}
         return
     with closing(Opened(location, verify=False, warns=False)) as opened:
-        items = {name: opened.reader(name).tree for name in opened.trees}
+        opaque = output.copies.keys() - output.copied_trees.keys()
+        items = {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
         yield {(item, keys): leaf for item, tree in items.items() for keys, leaf in iter_leaves(tree)}

@@ -118,6 +118,29 @@ def is_tree(path: Location, names: set[str]) -> bool:
     return layout.MSGPACK_FILE in names and (_begins_like_aggregate(_first_bytes(child)) or is_array(child))
 
 
+def beside_tree(path: Location, names: set[str]) -> list[str]:
+    """Return the names of files and folders in the directory of a tree that are no part of it, as a configuration."""
+    has_database = layout.MANIFEST in names
+    others = []
+    for name in sorted(names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))):
+        child = path / name
+        if child.isfile():
+            is_part = bool(layout.ZARR2_CHUNK.fullmatch(name))
+        elif has_database:
+            is_part = name == layout.DATA_DIRECTORY or name.startswith(layout.PROCESS_PREFIX)
+        else:
+            is_part = name.startswith(layout.PROCESS_PREFIX) or holds_array(child)
+        if not is_part and not temporaries.is_temporary(name) and holds_files(child):
+            others.append(name)
+    return others
+
+
+def holds_array(path: Location) -> bool:
+    """Return whether a directory is an array, or has one at any depth."""
+    names = names_in(path)
+    return bool(names.intersection(layout.ARRAY_METADATA_FILES)) or any(holds_array(path / name) for name in names)
+
+
 def is_array(path: Location) -> bool:
     """Return whether a directory has the zarr metadata of one array."""
     return any((path / name).isfile() for name in layout.ARRAY_METADATA_FILES)
@@ -166,8 +189,10 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | st
 
 
 def kind_of_handler(handler: str) -> ItemKind:
-    """Return the kind of the items that a handler of Orbax, v0 or v1, writes."""
-    name = handler.rpartition(".")[2]
+    """Return the kind of the items that a handler of Orbax, v0 or v1, writes; a user's own may have a name alike."""
+    package, name = handler.partition(".")[0], handler.rpartition(".")[2]
+    if package != "orbax":
+        return ItemKind.UNKNOWN
     if "RandomKey" in name:
         return ItemKind.KEY
     if name.startswith(("Json", "Metrics")):
@@ -200,7 +225,7 @@ def missing_part(path: Location, names: set[str], handler: str) -> str | None:
         return layout.TREE_METADATA
     if kind is ItemKind.ARRAY and not names.intersection((layout.SINGLE_ARRAY, layout.MANIFEST)):
         return layout.SINGLE_ARRAY
-    if kind is ItemKind.JSON and json_name(names, handler) is None:
+    if kind is ItemKind.JSON and not names.difference(FINISHED):
         return "data.json" if ".v1." in handler else layout.JSON_FILES[0]
     if kind is ItemKind.KEY:
         key = layout.JAX_KEY if "Jax" in handler else layout.NUMPY_KEY
@@ -261,14 +286,15 @@ def is_folder_of_arrays(path: Location, names: set[str]) -> bool:
 
 
 def json_name(names: set[str], handler: str = "") -> str | None:
-    """Return the name of the one file of a JSON item among the names in its directory, or None.
+    """Return the name of the file of a JSON item among the names in its directory, or None.
 
-    With a recorded ``handler`` of JSON, that file may have any name."""
+    With a recorded ``handler`` of JSON, that file may have any name, or others beside it."""
     rest = names.difference(FINISHED)
     known = rest.intersection(layout.JSON_FILES)
-    if len(rest) == 1 and (known or kind_of_handler(handler) is ItemKind.JSON):
+    is_json = kind_of_handler(handler) is ItemKind.JSON
+    if len(rest) == 1 and (known or is_json):
         return next(iter(rest))
-    return None
+    return next(iter(known)) if len(known) == 1 and is_json else None
 
 
 def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:

@@ -44,10 +44,8 @@ def read_metadata(opened: Opened) -> Metadata:
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
     step = read_step_metadata(opened.location)
     trees = {name: _object(item.location / TREE_METADATA) for name, item in opened.trees.items()}
-    custom = {name: tree["custom_metadata"] for name, tree in trees.items() if tree.get("custom_metadata")}
-    ours = [name for name, value in custom.items() if isinstance(value, dict) and _OURS in value]
-    for name in ours:
-        custom[name] = {key: value for key, value in custom[name].items() if key != _OURS}
+    custom = {name: _custom(tree) for name, tree in trees.items()}
+    ours = [name for name, tree in trees.items() if _is_ours(tree)]
     own = step.get("custom_metadata")
     return Metadata(
         started=_time(step.get("init_timestamp_nsecs")),
@@ -62,6 +60,21 @@ def read_metadata(opened: Opened) -> Metadata:
 def read_step_metadata(location: Location) -> dict[str, Any]:
     """Return the JSON of a checkpoint's own metadata file, not of its trees."""
     return _object(location / STEP_METADATA)
+
+
+def custom_of_tree(location: Location) -> Any:
+    """Return the custom metadata of a tree alone; empty if it has none."""
+    return _custom(_object(location / TREE_METADATA))
+
+
+def _is_ours(tree: dict[str, Any]) -> bool:
+    custom = tree.get("custom_metadata")
+    return isinstance(custom, dict) and _OURS in custom
+
+
+def _custom(tree: dict[str, Any]) -> Any:
+    custom = tree.get("custom_metadata") or {}
+    return {key: value for key, value in custom.items() if key != _OURS} if isinstance(custom, dict) else custom
 
 
 def _object(file: Location) -> dict[str, Any]:

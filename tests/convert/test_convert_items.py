@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from flax import serialization
+from google.protobuf.timestamp_pb2 import Timestamp
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
@@ -39,16 +40,18 @@ GENERATOR = np.random.RandomState(5).get_state(legacy=False)
 
 
 class WordsHandler(ocp.CheckpointHandler):
-    """A user's own handler: a file in a folder, and an empty file."""
+    """A user's own handler: a file in a folder, an empty file, and an empty folder."""
 
     def save(self, directory: Any, args: Any) -> None:
         """Writes them."""
         (Path(directory) / "inside").mkdir()
         (Path(directory) / "inside" / "words.txt").write_text(args.words)
         (Path(directory) / "empty").touch()
+        (Path(directory) / "none" / "yet").mkdir(parents=True)
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Reads one."""
+        assert not list((Path(directory) / "none" / "yet").iterdir())
         return (Path(directory) / "inside" / "words.txt").read_text()
 
 
@@ -58,6 +61,51 @@ class Words(ocp.args.CheckpointArgs):
     """Its argument."""
 
     words: str = ""
+
+
+class JsonAndWordsHandler(WordsHandler):
+    """Has a name that begins like one of Orbax, and a file that is called like one of Orbax's."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        """Writes all."""
+        super().save(directory, args)
+        (Path(directory) / "_METADATA").write_text("not JSON")
+
+
+@ocp.args.register_with_handler(JsonAndWordsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class JsonAndWords(ocp.args.CheckpointArgs):
+    """Its argument."""
+
+    words: str = ""
+
+
+class PyTreeWithAssetsHandler(ocp.CheckpointHandler):
+    """A user's own handler that lets Orbax's write a tree, and puts a file beside it."""
+
+    def __init__(self) -> None:
+        """Has one of Orbax's."""
+        self._trees = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+
+    def save(self, directory: Any, args: Any) -> None:
+        """Writes both."""
+        self._trees.save(directory, args=ocp.args.PyTreeSave(args.tree))
+        (directory / "assets").mkdir()
+        (directory / "assets" / "words.txt").write_text("of a model")
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Reads both."""
+        return self._trees.restore(directory, args=ocp.args.PyTreeRestore()), (
+            directory / "assets/words.txt"
+        ).read_text()
+
+
+@ocp.args.register_with_handler(PyTreeWithAssetsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class TreeWithAssets(ocp.args.CheckpointArgs):
+    """Its argument."""
+
+    tree: Any = None
 
 
 def own_name(name: str = "words.json") -> ocp.JsonCheckpointHandler:
@@ -88,6 +136,11 @@ KINDS = {
     "notes": Kind(ocp.args.JsonSave(NOTES), ocp.args.JsonRestore, NOTES),
     "words": Kind(ocp.args.JsonSave(NOTES), ocp.args.JsonRestore, NOTES),  # under a file's name of its own
     "vocabulary": Kind(Words("of mine"), Words, "of mine"),
+    "tokens": Kind(JsonAndWords("alike"), JsonAndWords, "alike"),
+    "network": Kind(TreeWithAssets({"w": MEAN}), TreeWithAssets, ({"w": MEAN}, "of a model")),
+    "settings": Kind(
+        ocp.args.ProtoSave(Timestamp(seconds=5)), lambda: ocp.args.ProtoRestore(Timestamp), Timestamp(seconds=5)
+    ),
 }
 
 
@@ -204,6 +257,93 @@ def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, na
     copied.write_text("lr: 0.2")
     with pytest.raises(errors.ConversionError, match=r"config\.yaml has other bytes"):
         flax_ckpt_compat.convert(source, tmp_path / "dst", to, resume=True, **step)
+
+
+def below(folder: Path) -> list[str]:
+    """The relative paths of the files and folders below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["database", "folders"])
+def test_folders_beside_a_tree_are_copied(tmp_path: Path, to: Any, options: dict[str, Any]) -> None:
+    """They stay beside the tree's files: as the item of a step, real managers would ask for its handler."""
+    source = tmp_path / "run" / "5"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(source, args=ocp.args.PyTreeSave(EMA))
+    (source / "assets" / "deep").mkdir(parents=True)
+    (source / "assets" / "deep" / "words.txt").write_text("word")
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, step=5)
+    assert [note for note in done.notes if "assets" in note and note.startswith("copied")]
+    own = {"manager": "default", "v1": "state", "orbax": ""}[to]
+    copied = Path(done.destination) / own / "assets" / "deep" / "words.txt"
+    assert copied.read_text() == "word"
+    if to == "manager":
+        with ocp.CheckpointManager(tmp_path / "dst") as manager:
+            assert bits(manager.restore(5)) == bits(EMA)
+    if to == "v1":
+        with v1.training.Checkpointer(tmp_path / "dst") as steps:
+            assert bits(steps.load(5)) == bits(EMA)
+    copied.unlink()
+    with pytest.raises(errors.ConversionError, match=r"words\.txt"):
+        flax_ckpt_compat.convert(source, tmp_path / "dst", to, step=5, resume=True)
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "file", "msgpack")
+    assert [note for note in done.notes if "assets" in note and note.startswith("not converted")]
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+def test_files_beside_the_tree_of_an_item_are_copied(tmp_path: Path, to: Any) -> None:
+    """Into the item of its new name; those of a JSON item, whose file is still found, too."""
+    source = saved(tmp_path / "run", ("state", "notes"))
+    for item in ("state", "notes"):
+        (source / item / "readme.txt").write_text(item)
+    assert flax_ckpt_compat.restore(source, item="notes") == NOTES
+    renamed = {"state": "model", "notes": "notes"}
+    result = converted(source, tmp_path / "dst", to, item=renamed, **({} if to == "orbax" else {"step": 5}))
+    assert (result / "model" / "readme.txt").read_text() == "state"
+    assert (result / "notes" / "readme.txt").read_text() == "notes"
+    assert bits(restored(result, "notes", KINDS["notes"])) == bits(NOTES)
+
+
+def test_a_tree_with_files_of_a_users_own_handler_is_no_file(tmp_path: Path) -> None:
+    """Its other files have no place in one, so it is refused; a tree alone, of whatever handler, is converted."""
+    source = saved(tmp_path / "run", ("network",))
+    with pytest.raises(errors.ConversionError, match=r"no place for network \(of an unknown kind\)"):
+        converted(source, tmp_path / "file", "msgpack")
+    shutil.rmtree(source / "network" / "assets")
+    found = serialization.msgpack_restore(converted(source, tmp_path / "file", "msgpack").read_bytes())
+    assert bits(found) == bits({"w": MEAN})
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+def test_a_checkpoint_of_a_users_own_tree_handler(tmp_path: Path, to: Any) -> None:
+    """Without a step around it, it is copied as a whole: its handler reads it."""
+    with ocp.Checkpointer(PyTreeWithAssetsHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "alone", args=KINDS["network"].saved)
+    result = converted(tmp_path / "alone", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
+    if to == "orbax":
+        with ocp.Checkpointer(PyTreeWithAssetsHandler()) as checkpointer:
+            assert bits(checkpointer.restore(result, args=TreeWithAssets())) == bits(KINDS["network"].value)
+        assert below(result) == below(tmp_path / "alone")
+    else:
+        name = {"manager": "default", "v1": "state"}[to]
+        assert bits(restored(result, name, KINDS["network"])) == bits(KINDS["network"].value)
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
+    """What PyTreeSave took as custom_metadata is in the tree's metadata; a result without it is found."""
+    saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1, "names": ["a"]})
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(5, args=ocp.args.Composite(ema=saving, mean=KINDS["mean"].saved))
+    result = converted(tmp_path / "run" / "5", tmp_path / "dst", to, **({} if to == "orbax" else {"step": 5}))
+    found = ocp.PyTreeCheckpointHandler().metadata(result / "ema").custom_metadata
+    assert {key: found[key] for key in ("lr", "names")} == {"lr": 0.1, "names": ["a"]}
+    assert bits(restored(result, "ema", KINDS["ema"])) == bits(EMA)
+    file = result / "ema" / "_METADATA"
+    file.write_text(file.read_text().replace("0.1", "0.2"))
+    with pytest.raises(errors.ConversionError, match="custom metadata is other JSON"):
+        converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True, **({} if to == "orbax" else {"step": 5}))
 
 
 @pytest.mark.parametrize("to", ["manager", "orbax"])
