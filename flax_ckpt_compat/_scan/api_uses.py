@@ -93,5 +93,7 @@ def _calls_in(body: list[ast.stmt], names: Names, function: str) -> Iterator[ast
 
 
 def _is_relative(texts: list[str]) -> bool:
-    """Return whether a path may be a text without a root; nobody knows what stands before an unknown part."""
-    return any(not re.match(r"/|~|\{|\w+://", one) for one in texts)
+    """Return whether a path may be a text without a root; nobody knows what stands before an unknown part.
+
+    An empty text is the default of an option that was not given."""
+    return any(one and not re.match(r"/|~|\{|\w+://", one) for one in texts)

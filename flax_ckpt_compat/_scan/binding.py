@@ -5,14 +5,31 @@ from __future__ import annotations
 import ast
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .evaluation import Evaluation
 from .facts import MADE, NAMES, Key, option, returned
+from .guards import guards
 from .library import API
 from .modules import Function, Module
-from .names import last_name
-from .values import ANY_KEY, CHECKPOINT, FUNCTION, LINK, NOTHING, RUN, TEXT, Tag, Value, at_index, element, texts, union
+from .names import last_name, written
+from .values import (
+    ANY_KEY,
+    CHECKPOINT,
+    FUNCTION,
+    KEYS,
+    LINK,
+    NOTHING,
+    RUN,
+    TEXT,
+    Tag,
+    Value,
+    at_index,
+    element,
+    keys_of,
+    texts,
+    union,
+)
 
 _MOST_VISITS = 8  # of a statement, on average: most need one or two
 _ADD = {"add", "append", "appendleft", "extend", "insert", "put", "put_nowait", "update"}
@@ -81,6 +98,7 @@ class Binding:
                 self._facts.add(returned(scope), value(module, node.value))
         elif isinstance(node, Function):
             self._parameters(module, node)
+            self._decorate(module, node)
         elif isinstance(node, ast.Call):
             self._call(module, node)
 
@@ -99,7 +117,7 @@ class Binding:
             value = self._evaluation.value(module, over)
             if isinstance(target, ast.Name):  # texts of a tuple, as of names; other tuples may be elements of a list
                 value |= frozenset(tag._replace(place=()) for tag in value if tag.kind == TEXT)
-        self._bind(module, target, value)
+        self._bind(module, target, union([value, keys_of(value)]))
 
     def _bind(self, module: Module, target: ast.expr, value: Value, *, into: bool = False) -> None:
         """Bind a target of an assignment; or put a value ``into`` the container that it is, wherever that is bound."""
@@ -110,7 +128,9 @@ class Binding:
             self._bind(module, target.value, value)
         elif isinstance(target, ast.Subscript):
             key = target.slice.value if isinstance(target.slice, ast.Constant) else ANY_KEY
-            self._bind(module, target.value, at_index(value, key if isinstance(key, str | int) else ANY_KEY), into=True)
+            held = at_index(value, key if isinstance(key, str | int) else ANY_KEY)
+            keys = NOTHING if key != ANY_KEY else at_index(self._evaluation.value(module, target.slice), KEYS)
+            self._bind(module, target.value, union([held, keys]), into=True)
         elif isinstance(target, ast.Name):
             found = self._project.resolve(module, target) if into else None
             scope = found[0].tree if found and found[1] else module.scope_of_name(target)
@@ -130,6 +150,13 @@ class Binding:
         for one, default in defaults:
             if default is not None:
                 self._facts.add((id(node), one.arg), self._evaluation.value(module, default))
+
+    def _decorate(self, module: Module, node: ast.AST) -> None:
+        """Bind the first parameter of a function's decorators to the function."""
+        for decorator in getattr(node, "decorator_list", ()):
+            for called in self._evaluation.functions(module, decorator):
+                if isinstance(called, Function) and called.args.args:
+                    self._facts.add((id(called), called.args.args[0].arg), frozenset([Tag(FUNCTION, id(node))]))
 
     def _call(self, module: Module, node: ast.Call) -> None:
         name = last_name(node.func)
@@ -159,6 +186,23 @@ class Binding:
                     self._facts.change(NAMES)
         if name in _DIRECTORY_OF:
             self._is_run(module, argument(node, "ckpt_dir", 0))
+        if name == "restore_checkpoint":
+            self._is_restored(module, argument(node, "ckpt_dir", 0))
+
+    def _is_restored(self, module: Module, node: ast.expr | None) -> None:
+        """Take note of the tests by ``isfile`` that let a restore of this path begin: it is one file, or none."""
+        if node is None:
+            return
+        path = written(node)
+        for test, is_true in guards(module, node):
+            for part in _that_hold(test, is_true=is_true):
+                if isinstance(part, ast.Call) and last_name(part.func) in {"isfile", "is_file"}:
+                    receiver = [part.func.value] if isinstance(part.func, ast.Attribute) else []
+                    if path in map(written, [*part.args, *receiver]):
+                        self._evaluation.file_tests.add(id(part))
+        scope = module.scope_of_name(node) if isinstance(node, ast.Name) else None
+        if isinstance(scope, Function):
+            self._facts.add(_is_restored_key(scope, path), NOTHING)
 
     def _is_run(self, module: Module, node: ast.expr | None) -> None:
         """Take note that an expression is a directory that checkpoints are saved to."""
@@ -220,6 +264,8 @@ class Binding:
             self._facts.add((id(called), name), self._evaluation.value(module, value))
             if self._facts.has(_is_run_key(called, name)):
                 self._is_run(module, value)
+            if self._facts.has(_is_restored_key(called, name)):
+                self._is_restored(module, value)
         self._pass_rest(module, called, names[len(plain) :], given[len(plain) :])
         if arguments.vararg is not None:
             rest = given[len(names) :]
@@ -249,8 +295,9 @@ class Binding:
     def _copy(self, module: Module, node: ast.Call, name: str) -> None:
         """Take note of where a call copies, moves or links a checkpoint to: that is one, too."""
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if isinstance(node.func, ast.Attribute) and module.names.of(node.func) is None and len(values) == 1:
-            values.insert(0, node.func.value)  # path.rename(other)
+        holder = node.func.value if isinstance(node.func, ast.Attribute) and not module.names.of(node.func) else None
+        if holder is not None and (len(values) == 1 or self._evaluation.holds(module, holder)):
+            values.insert(0, holder)  # path.rename(other)
         if name in _MAKE_DIRECTORY and values:
             made = set(texts(self._evaluation.value(module, values[0])))
             if not made <= self._made:
@@ -264,6 +311,9 @@ class Binding:
         if not self._evaluation.is_checkpoint(source):
             return
         is_link, known = name in _LINKS, self._evaluation.value(module, target)
+        folder, last = _folder_and_name(target)
+        if last is not None and self._evaluation.holds(module, last):  # it keeps its name
+            self._is_run(module, folder)
         if name in _COPY_INTO and (not texts(known) or any(map(self._may_be_directory, texts(known)))):
             self._is_run(module, target)  # a directory, as far as is known
             return
@@ -310,6 +360,31 @@ def argument(node: ast.Call, name: str, position: int) -> ast.expr | None:
 
 def _is_run_key(function: object, parameter: str) -> Key:
     return id(function), f"{parameter} is a run"
+
+
+def _folder_and_name(path: ast.expr) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the parts of a path of two parts, or (None, None)."""
+    if isinstance(path, ast.Call) and last_name(path.func) == "join" and len(path.args) == 2:
+        return path.args[0], path.args[1]
+    if isinstance(path, ast.BinOp) and isinstance(path.op, ast.Div):
+        return path.left, path.right
+    return None, None
+
+
+def _is_restored_key(function: object, parameter: str) -> Key:
+    return id(function), f"{parameter} is restored"
+
+
+def _that_hold(test: ast.expr, *, is_true: bool) -> Iterator[ast.expr]:
+    """Give the parts of a test that are true if its result is this one."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _that_hold(test.operand, is_true=not is_true)
+    elif isinstance(test, ast.BoolOp):
+        if isinstance(test.op, ast.And) is is_true:
+            for value in test.values:
+                yield from _that_hold(value, is_true=is_true)
+    elif is_true:
+        yield test
 
 
 def _is_static(function: ast.AST) -> bool:

@@ -7,11 +7,13 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
+from .names import last_name
 from .values import CHECKPOINT, ENTRY, LINK, MENTION, NOTHING, RUN, Tag, Value, text, texts, union
 
 Part = str | ast.expr  # Text, or an expression whose value stands there
 TextsOf = Callable[[ast.expr], list[str]]
 _UNKNOWN = "{"
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
 _NO_VALUE = ast.Constant(None)  # what a template has no argument for
 _MOST = 6  # texts of one expression
 _SPECIFIER = re.compile(r"%(?:\(\w+\))?[-+ #0]*\d*(?:\.\d+)?[sdrifge]")
@@ -30,6 +32,8 @@ def parts_of(node: ast.expr, texts_of: TextsOf) -> list[Part] | None:
         template = next(iter(texts_of(node.left)), None)
         given = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
         return None if template is None else _filled(template, _SPECIFIER, given)
+    if isinstance(node, ast.Call) and last_name(node.func) in _PATHS and len(node.args) > 1:
+        return _with_slashes(node.args)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "format":
             return _of_format(node, node.func, texts_of)

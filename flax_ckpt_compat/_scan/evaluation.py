@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from .names import written
 from .values import (
     ANY_KEY,
     CHECKPOINT,
+    ENTRY,
     FUNCTION,
+    KEYS,
     LIBRARY,
     LINK,
     NOTHING,
@@ -25,6 +28,8 @@ from .values import (
     Value,
     at_index,
     element,
+    of_sequence,
+    of_table,
     pieces,
     text,
     texts,
@@ -43,6 +48,7 @@ class Evaluation:
         self.facts = Facts()
         self.listings = Listings(names, self.before_tests, self.facts, project.node)
         self.by_convention: dict[int, set[str]] = {}  # names of a module that are paths of checkpoints by spelling
+        self.file_tests: set[int] = set()  # calls of `isfile` whose answer lets a restore of that path begin
         self._library = Library(self)
         self._memo: dict[tuple[int, bool], tuple[Value, frozenset[Key], int]] = {}  # with what was read, and when
         self._with_tests = True
@@ -157,7 +163,8 @@ class Evaluation:
     def _evaluate(self, module: Module, node: ast.AST) -> Value:
         api = module.names.of(node) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else None
         found = self._evaluate_kind(module, node)
-        return found | {Tag(LIBRARY, api)} if api is not None and f"{api}.".startswith(f"{API}.") else found
+        is_known = api is not None and (f"{api}.".startswith(f"{API}.") or _is_file_function(module, node, api))
+        return found | {Tag(LIBRARY, str(api))} if is_known else found
 
     def _evaluate_kind(self, module: Module, node: ast.AST) -> Value:
         if isinstance(node, ast.expr) and (parts := self._parts(module, node)) is not None:
@@ -226,7 +233,11 @@ class Evaluation:
             return base
         index = node.slice.value if isinstance(node.slice, ast.Constant) else None
         key = self.facts.get((id(module.tree), written(node))) if index is not None else NOTHING
-        return element(base, index if isinstance(index, int | str) else ANY_KEY) | key
+        if isinstance(index, str):
+            return element(base, index) | key
+        if written(node.slice) == "-1" and (walked := element(frozenset(tag for tag in base if tag.kind == ENTRY), 2)):
+            return walked  # the names of files, which `os.walk` gives last
+        return of_sequence(base, index) | key if isinstance(index, int) else of_sequence(base, None) | of_table(base)
 
     def _tuple(self, module: Module, node: ast.Tuple) -> Value:
         return union(at_index(self.value(module, one), at) for at, one in enumerate(node.elts))
@@ -239,6 +250,8 @@ class Evaluation:
         for key, value in zip(node.keys, node.values, strict=True):
             held = self.value(module, value)
             constant = key.value if isinstance(key, ast.Constant) else ANY_KEY
+            if key is not None and constant == ANY_KEY:
+                values.append(at_index(self.value(module, key), KEYS))
             values.append(held if key is None else at_index(held, constant if isinstance(constant, str) else ANY_KEY))
         return union(values)
 
@@ -257,7 +270,7 @@ class Evaluation:
         return self.value(module, node.elt)
 
     def _dict_comprehension(self, module: Module, node: ast.DictComp) -> Value:
-        return at_index(self.value(module, node.value), ANY_KEY)
+        return at_index(self.value(module, node.value), ANY_KEY) | at_index(self.value(module, node.key), KEYS)
 
     def _inner(self, module: Module, node: ast.Starred | ast.NamedExpr | ast.Await) -> Value:
         return self.value(module, node.value)
@@ -276,6 +289,12 @@ class Evaluation:
     def _by_convention(self, module: Module, name: str) -> Value:
         is_path = name in self.by_convention.get(id(module), ())
         return frozenset([Tag(CHECKPOINT)]) if is_path else NOTHING
+
+
+def _is_file_function(module: Module, node: ast.AST, dotted: str) -> bool:
+    """Return whether a function of files is passed on as a value: in a table, as a default, as an attribute."""
+    is_function = not isinstance(node, ast.Call) and re.match(r"(os|shutil|gfile)\.|.*\.gfile\.", dotted)
+    return bool(is_function) and not isinstance(module.parents.get(id(node)), ast.Attribute)
 
 
 _KINDS: dict[type[ast.AST], Callable[[Evaluation, Module, Any], Value]] = {

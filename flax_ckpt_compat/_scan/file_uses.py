@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from .evaluation import Evaluation
 from .guards import guards
-from .library import ARCHIVE
-from .listings import ALL, DIRECTORIES, FILES
+from .library import ARCHIVE, FILE_SYSTEMS
+from .listings import ALL, DIRECTORIES, FILES, Listing
 from .modules import Module
 from .names import last_name, written
 from .values import CHECKPOINT, ENTRY, LIBRARY, MENTION, Value, texts
@@ -34,6 +34,12 @@ METHODS = {
     "upload": {"add_file", "upload_file", "upload_from_filename", "fput_object"},
     "glob": {"glob", "rglob", "iglob"},
 }
+# Methods of fsspec's file systems that take a file, unless they are told to be recursive.
+_OF_FILE_SYSTEMS = {"rm": "remove", "rm_file": "remove", "cp_file": "copy", "get_file": "copy", "put_file": "copy"}
+_OF_FILE_SYSTEMS |= {"copy": "copy", "cp": "copy", "get": "copy", "put": "copy", "download": "copy", "upload": "copy"}
+_OF_FILE_SYSTEMS |= {"isfile": "is-file", "size": "size", "open": "open", "cat": "open", "cat_file": "open"}
+_MOST_PATHS = 2
+_TAKE_FOLDERS = {"shutil.copytree", "shutil.move", "shutil.rmtree"}
 _OF_ARGUMENT = {"upload", "glob"}  # methods whose argument is the checkpoint
 _OF_ENTRIES = {"remove", "copy", "is-file", "upload"}  # what fails on any entry of a run directory
 _SIZES = {"st_size", "length", "size"}
@@ -64,10 +70,14 @@ class FileUses:
 
     def __init__(self, evaluation: Evaluation, module: Module) -> None:
         self._evaluation, self._module, self._names = evaluation, module, module.names
+        imported = (name for one in evaluation.project.modules for name in one.names.all())
+        self._has_epath = any(name.partition(".")[0] == "etils" for name in imported)  # whose `copy` takes files only
 
     def found(self) -> Found:
         """Give each use, as the kind of finding and the node."""
         for node in self._module.nodes:
+            if isinstance(node, ast.Call | ast.Compare) and self._selects(node):
+                self._looks_for_checkpoints(node)
             if isinstance(node, ast.Call):
                 yield from ((kind, node) for kind in self._of_call(node))
             elif isinstance(node, ast.While) and self._polls(node):
@@ -80,7 +90,9 @@ class FileUses:
         """Give the kinds of file operation that a call performs on a checkpoint."""
         for kind, values in self._operations(node):
             if self._is_used(kind, values, node) and not self._is_spared(kind, node):
-                yield "only-files" if kind == "is-file" and not self._holds_any(values) else kind
+                yields_to_restore = id(node) in self._evaluation.file_tests
+                is_of_any = kind == "is-file" and not yields_to_restore and not self._holds_any(values)
+                yield "only-files" if is_of_any else kind
         yield from self._of_shell(node)
         if self._parses(node):
             yield "parse-name"
@@ -95,10 +107,14 @@ class FileUses:
             values = values[:1]  # it may overwrite the other one
         if kind:
             yield kind, values
-        elif isinstance(node.func, ast.Attribute):
+        elif of_system := self._of_file_system(node):
+            yield of_system, values[:1]
+        elif isinstance(node.func, ast.Attribute) and not self._is_of_project(node.func):
             method = next((kind for kind, methods in METHODS.items() if node.func.attr in methods), None)
             if method:
                 yield method, values if method in _OF_ARGUMENT else [node.func.value]
+            if node.func.attr == "copy" and node.args and self._has_epath:
+                yield "copy", [node.func.value]
             if node.func.attr == "write" and self._is_archive(node.func.value):
                 yield "upload", values[:1]
         passed = [
@@ -110,16 +126,34 @@ class FileUses:
             receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             yield of_it, inner or receiver
 
+    def _is_of_project(self, function: ast.expr) -> bool:
+        return any(True for _ in self._evaluation.functions(self._module, function))
+
     def kind_of(self, function: ast.expr) -> str | None:
         """Return the kind of file operation that a function of a library performs, or None."""
         dotted = self._names.of(function) or (
             written(function) if isinstance(function, ast.Name | ast.Attribute) else ""
         )
-        tail = ".".join(dotted.split(".")[-2:])
-        return next((kind for kind, calls in CALLS.items() if tail in calls), None)
+        passed_on = self._evaluation.value(self._module, function) if self._names.of(function) is None else ()
+        names = [dotted, *(str(tag.of) for tag in passed_on if tag.kind == LIBRARY and not tag.place)]
+        if _TAKE_FOLDERS.intersection(names):  # `copytree` or `copy`, whichever fits
+            return None
+        tails = {".".join(name.split(".")[-2:]) for name in names}
+        return next((kind for kind, calls in CALLS.items() if tails & calls), None)
+
+    def _of_file_system(self, node: ast.Call) -> str | None:
+        """Return the kind of file operation that a method of fsspec's file systems performs, or None."""
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _OF_FILE_SYSTEMS:
+            return None
+        holder = self._evaluation.value(self._module, node.func.value)
+        is_one = any(tag.kind == LIBRARY and str(tag.of).startswith(FILE_SYSTEMS) for tag in holder)
+        is_recursive = any(keyword.arg == "recursive" for keyword in node.keywords) or len(node.args) > _MOST_PATHS
+        return _OF_FILE_SYSTEMS[node.func.attr] if is_one and not is_recursive else None
 
     def _is_used(self, kind: str, nodes: list[ast.expr], node: ast.Call) -> bool:
         values = [self._evaluation.value(self._module, one) for one in nodes]
+        if id(node) in self._evaluation.file_tests:
+            return True
         if kind == "glob":
             return any(map(self._evaluation.is_checkpoint, values))
         if any(map(_is_mode_to_write, [*nodes, *node.args, *(keyword.value for keyword in node.keywords)])):
@@ -204,9 +238,26 @@ class FileUses:
         asked = [part for test, is_true in guards(self._module, node) if is_true for part in ast.walk(test)]
         return any(isinstance(part, ast.Call) and last_name(part.func) in _NUMBER_TESTS for part in asked)
 
-    def _looks_for_checkpoints(self, node: ast.Call) -> bool:
-        """Return whether a match tells the checkpoints among the entries of a listing."""
-        before = [self._evaluation.before_tests(self._module, arg) for arg in node.args]
+    def _selects(self, node: ast.expr) -> bool:
+        """Return whether a test asks for names, and is no test that passes over them; nothing may be done to them."""
+        is_asked = True
+        for child, parent in self._module.above(node):
+            if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
+                is_asked = not is_asked
+            elif isinstance(parent, ast.If | ast.IfExp | ast.While) and child is parent.test:
+                passes_over = isinstance(parent, ast.If) and isinstance(parent.body[0], ast.Continue)
+                return is_asked is not passes_over
+            elif not isinstance(parent, ast.BoolOp):
+                is_filter = isinstance(parent, ast.comprehension | ast.GeneratorExp | ast.ListComp | ast.Return)
+                return is_asked and (is_filter or isinstance(parent, ast.Assert))
+        return False
+
+    def _looks_for_checkpoints(self, node: ast.Call | ast.Compare) -> bool:
+        """Return whether a test tells the checkpoints among the entries of a listing."""
+        asked = node.args if isinstance(node, ast.Call) else [node.left, *node.comparators]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asked = [node.func.value, *asked]
+        before = [self._evaluation.before_tests(self._module, arg) for arg in asked]
         numbers = {int(tag.of) for value in before for tag in value if tag.kind == ENTRY}
         listings = self._evaluation.listings
         told = [number for number in numbers if listings.says(self._module, node, True, number) == "checkpoint"]
@@ -223,6 +274,8 @@ class FileUses:
         listings = self._evaluation.listings.by_id
         listed = [listings[int(tag.of)] for value in values for tag in value if tag.kind == ENTRY and not tag.place]
         of_run = [one for one in listed if one.of_run and one.gives in (ALL, DIRECTORIES)]
+        if last_name(node.func) == "rmdir":  # of what is empty, as all are from the bottom up once all files are gone
+            of_run = [one for one in of_run if not self._removes_all_files(one)]
         if not of_run:
             return False
         asked = [
@@ -233,6 +286,19 @@ class FileUses:
         ]
         tolerant = any(keyword.arg == "ignore_errors" for keyword in node.keywords)
         return tolerant or bool(_FILE_FIRST & set(asked)) or any(one.gives == DIRECTORIES for one in of_run)
+
+    def _removes_all_files(self, listing: Listing) -> bool:
+        """Return whether a program removes each file that a walk from the bottom up gives."""
+        is_upwards = any(one.arg == "topdown" and written(one.value) == "False" for one in listing.call.keywords)
+        listings = self._evaluation.listings.by_id
+        numbers = {number for number, one in listings.items() if one.call is listing.call and one.gives == FILES}
+        calls = (node for node in self._module.nodes if isinstance(node, ast.Call) and node.args)
+        removing = (node for node in calls if self.kind_of(node.func) == "remove")
+        return is_upwards and any(
+            tag.kind == ENTRY and int(tag.of) in numbers
+            for node in removing
+            for tag in self._evaluation.before_tests(self._module, node.args[0])
+        )
 
     def _polls(self, node: ast.While) -> bool:
         calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]

@@ -25,6 +25,9 @@ from .values import (
     at_index,
     dict_values,
     element,
+    keys_of,
+    of_sequence,
+    of_table,
     pieces,
     texts,
     union,
@@ -54,14 +57,16 @@ _KEEP |= {
     "replace_prefix",
     "tqdm",
 }
+_OF_ANY = {"deque", "iter", "list", "max", "min", "next", "nlargest", "nsmallest", "reversed", "set", "sorted", "tuple"}
 _MAKE_ABSOLUTE = {"abspath", "absolute", "realpath", "resolve"}
-_OF_CONTAINER = {"get", "pop", "popleft", "popitem", "setdefault"}
+_OF_CONTAINER = {"get", "pop", "popitem", "setdefault"}
 _PARSERS = {"split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "replace", "strip", "rstrip"}
 _PARSERS |= {"lstrip", "splitext", "lower", "upper", "with_suffix"}
 _COPIES = {"copy", "copy2", "copyfile", "copytree", "move", "rename", "replace"}  # return where they copied to
 ARCHIVE = "zipfile.ZipFile"
 _GLOBS = {"glob", "iglob", "rglob", "Glob"}
 _ANYTHING = re.compile(r"(^|/)\*+(/\*+)*/?$")  # a glob that gives all entries
+FILE_SYSTEMS = ("fsspec.", "gcsfs.", "s3fs.")
 _OBJECTS = {ARCHIVE, "shutil.make_archive"}
 
 
@@ -95,7 +100,7 @@ class Library:
         dotted, name = module.names.of(node.func), last_name(node.func)
         if self._evaluation.dotted(module, node.func) in _RETURN_PATHS:
             return frozenset([Tag(CHECKPOINT)])
-        if dotted in _OBJECTS or (dotted or "").startswith("tempfile."):
+        if dotted in _OBJECTS or (dotted or "").startswith(("tempfile.", *FILE_SYSTEMS)):
             return frozenset([Tag(LIBRARY, str(dotted))])
         listed = self._listing(module, node, name)
         if listed is not None:
@@ -111,12 +116,17 @@ class Library:
         if name == "enumerate":
             return at_index(union(values[:1]), 1)
         if name == "items":
-            return at_index(dict_values(receiver), 1)
+            return at_index(dict_values(receiver), 1) | at_index(keys_of(receiver), 0)
+        if name == "keys":
+            return keys_of(receiver)
         if name == "values":
             return dict_values(receiver)
+        if name == "popleft" or (name == "pop" and (not node.args or _is_position(node.args[0]))):
+            return of_sequence(receiver, None)
         if name in _OF_CONTAINER:
             key = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ANY_KEY
-            return union([element(receiver, key if isinstance(key, str) else ANY_KEY), *values[1:]])
+            table = NOTHING if isinstance(key, str) and key != ANY_KEY else of_table(receiver)
+            return union([element(receiver, key if isinstance(key, str) else ANY_KEY), table, *values[1:]])
         if name == "split" and (dotted or "").endswith("path.split"):
             return at_index(union(values), 1)
         if dotted in {"re.split", "re.sub"} and len(values) > 1:
@@ -128,6 +138,7 @@ class Library:
         if name not in _KEEP:
             return NOTHING
         kept = union([receiver, *values])
+        kept = union([kept, keys_of(kept)]) if name in _OF_ANY else kept
         return _with_root(kept) if name in _MAKE_ABSOLUTE else kept
 
     def _value(self, module: Module, node: ast.expr) -> Value:
@@ -200,6 +211,12 @@ class Library:
         else:
             asked = ast.Call(function, [node.args[1]], [])
         return self._asked.setdefault(id(node), asked)
+
+
+def _is_position(node: ast.expr) -> bool:
+    """Return whether an argument is a number, as ``-1``."""
+    number = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(number, ast.Constant) and isinstance(number.value, int)
 
 
 def _with_root(value: Value) -> Value:

@@ -11,7 +11,7 @@ from .facts import NAMES, Facts
 from .guards import guards
 from .modules import Module
 from .names import last_name
-from .values import CHECKPOINT, ENTRY, FUNCTION, RUN, Tag, Value, texts
+from .values import CHECKPOINT, ENTRY, FUNCTION, RUN, Tag, Value, texts, texts_of_elements
 
 # What a listing gives, by the function's last name: both files and directories, or what `os.walk` sorts apart.
 LISTERS = {"listdir", "iterdir", "ListDirectory", "scandir", "ls"}
@@ -170,7 +170,7 @@ class Listings:
     def _texts(self, module: Module, value: ast.expr) -> list[str]:
         if isinstance(value, ast.Tuple):
             return [one for part in value.elts for one in self._texts(module, part)]
-        return texts(self.value_of(module, value))
+        return [*texts(held := self.value_of(module, value)), *texts_of_elements(held)]
 
     def _is_about(self, module: Module, node: ast.expr, number: int) -> bool:
         return any(tag.kind == ENTRY and tag.of == number for tag in self.value_of(module, node))

@@ -31,6 +31,7 @@ Value = frozenset[Tag]
 NOTHING: Value = frozenset()
 _MANY = Tag("many")
 ANY_KEY = "[]"
+KEYS = "{}"  # the place of a dict's keys
 
 
 def text(content: str) -> Value:
@@ -41,6 +42,11 @@ def text(content: str) -> Value:
 def texts(value: Value) -> list[str]:
     """Return the texts that a value may be."""
     return sorted(str(tag.of) for tag in value if tag.kind == TEXT and not tag.place)
+
+
+def texts_of_elements(value: Value) -> list[str]:
+    """Return the texts that the elements of a tuple, or the values of a dict, may be."""
+    return sorted(str(tag.of) for tag in value if tag.kind == TEXT and len(tag.place) == 1)
 
 
 def union(values: Iterable[Value]) -> Value:
@@ -69,10 +75,34 @@ def element(value: Value, index: int | str) -> Value:
     )
 
 
+def of_sequence(value: Value, index: int | None) -> Value:
+    """Return what an element of a list or tuple holds, of which the index may be unknown.
+
+    A list holds what its elements do: dicts, whose keys tell, and tuples, unless the index tells that it is one."""
+    whole = frozenset(tag for tag in value if tag.place and (index is None or isinstance(tag.place[0], str)))
+    return whole | element(value, ANY_KEY if index is None else index)
+
+
+def keys_of(value: Value) -> Value:
+    """Return what the keys of a dict hold."""
+    return frozenset(tag._replace(place=tag.place[1:]) for tag in value if tag.place and tag.place[0] == KEYS)
+
+
+def of_table(value: Value) -> Value:
+    """Return the functions that a dict may hold under a key that is not known."""
+    return frozenset(
+        tag._replace(place=tag.place[1:])
+        for tag in value
+        if tag.kind in (FUNCTION, LIBRARY) and tag.place and isinstance(tag.place[0], str)
+    )
+
+
 def dict_values(value: Value) -> Value:
     """Return what the values of a dict hold."""
     return frozenset(
-        tag._replace(place=tag.place[1:]) if tag.place and isinstance(tag.place[0], str) else tag for tag in value
+        tag._replace(place=tag.place[1:]) if tag.place and isinstance(tag.place[0], str) else tag
+        for tag in value
+        if KEYS not in tag.place[:1]
     )
 
 

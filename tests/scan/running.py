@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import io
 import json
 import os
@@ -40,7 +41,10 @@ def stand_in_for_tensorflow() -> dict[str, types.ModuleType]:
     package: Any = types.ModuleType("tensorflow")
     package.io = types.ModuleType("tensorflow.io")
     package.io.gfile = gfile
-    return {"tensorflow": package, "tensorflow.io": package.io, "tensorflow.io.gfile": gfile}
+    modules = {"tensorflow": package, "tensorflow.io": package.io, "tensorflow.io.gfile": gfile}
+    for name, module in modules.items():  # which etils looks for
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    return modules
 
 
 def run_program(file: Path, program: Path) -> dict[str, Any]:
