@@ -18,6 +18,7 @@ from .values import (
     CHECKPOINT,
     FUNCTION,
     KEYS,
+    LIBRARY,
     LINK,
     NOTHING,
     RUN,
@@ -88,7 +89,7 @@ class Binding:
             if node.value is not None:
                 self._assign(module, node.target, node.value)
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            self._iterate(module, node.target, node.iter)
+            self._iterate(module, node)
         elif isinstance(node, ast.withitem):
             if node.optional_vars is not None:
                 self._bind(module, node.optional_vars, value(module, node.context_expr))
@@ -110,22 +111,33 @@ class Binding:
         else:
             self._bind(module, target, self._evaluation.value(module, node))
 
-    def _iterate(self, module: Module, target: ast.expr, over: ast.expr) -> None:
+    def _iterate(self, module: Module, node: ast.For | ast.AsyncFor | ast.comprehension) -> None:
+        target, over = node.target, node.iter
         if isinstance(over, ast.Tuple):
             value = union(self._evaluation.value(module, one) for one in over.elts)
         else:
             value = self._evaluation.value(module, over)
             if isinstance(target, ast.Name):  # texts of a tuple, as of names; other tuples may be elements of a list
                 value |= frozenset(tag._replace(place=()) for tag in value if tag.kind == TEXT)
-        self._bind(module, target, union([value, keys_of(value)]))
+        held = union([value, keys_of(value)])
+        self._bind(module, target, held)
+        if not isinstance(node, ast.comprehension):
+            self._bind(module, target, held, loop=node)
 
-    def _bind(self, module: Module, target: ast.expr, value: Value, *, into: bool = False) -> None:
-        """Bind a target of an assignment; or put a value ``into`` the container that it is, wherever that is bound."""
+    def _bind(
+        self, module: Module, target: ast.expr, value: Value, *, into: bool = False, loop: ast.AST | None = None
+    ) -> None:
+        """Bind a target of an assignment, in a scope or within a loop alone.
+
+        Or put a value ``into`` the container that it is, wherever that is bound."""
         if isinstance(target, ast.Tuple | ast.List):
             for at, one in enumerate(target.elts):
-                self._bind(module, one, element(value, at))
+                self._bind(module, one, element(value, at), loop=loop)
         elif isinstance(target, ast.Starred):
-            self._bind(module, target.value, value)
+            self._bind(module, target.value, value, loop=loop)
+        elif loop is not None:
+            if isinstance(target, ast.Name):
+                self._facts.add((id(loop), target.id), value)
         elif isinstance(target, ast.Subscript):
             key = target.slice.value if isinstance(target.slice, ast.Constant) else ANY_KEY
             held = at_index(value, key if isinstance(key, str | int) else ANY_KEY)
@@ -135,6 +147,8 @@ class Binding:
             found = self._project.resolve(module, target) if into else None
             scope = found[0].tree if found and found[1] else module.scope_of_name(target)
             self._facts.add((id(scope), found[1] if found and found[1] else target.id), value)
+            if (within := module.loop_of_name(target)) is not None:
+                self._facts.add((id(within), target.id), value)
         elif (key_of := self._evaluation.key(module, target)) is not None:
             self._facts.add(key_of, value)
 
@@ -174,7 +188,10 @@ class Binding:
             self._bind(module, node.args[0], added, into=True)
         if name in _DEFINE_OPTIONS:
             self._option(module, node, name)
-        self._copy(module, node, name)
+        passed_on = self._evaluation.value(module, node.func) if module.names.of(node.func) is None else NOTHING
+        named = {str(tag.of).rpartition(".")[2] for tag in passed_on if tag.kind == LIBRARY and not tag.place}
+        for one in sorted(named | {name}):
+            self._copy(module, node, one)
         self._callbacks(module, node)
 
     def _api_call(self, module: Module, node: ast.Call, name: str) -> None:
@@ -211,7 +228,7 @@ class Binding:
             self._is_run(module, inner[0] if inner else None)
         elif isinstance(node, ast.Name):
             scope = module.scope_of_name(node)
-            self._facts.add((id(scope), node.id), frozenset([Tag(RUN)]))
+            self._bind(module, node, frozenset([Tag(RUN)]))
             if isinstance(scope, Function) and any(
                 one.arg == node.id for one in ast.walk(scope.args) if isinstance(one, ast.arg)
             ):

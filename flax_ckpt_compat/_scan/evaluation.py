@@ -176,6 +176,9 @@ class Evaluation:
         return parts_of(node, lambda template: texts(self.value(module, template)))
 
     def _name(self, module: Module, node: ast.Name) -> Value:
+        loop = module.loop_of_name(node)
+        if loop is not None and self.facts.has((id(loop), node.id)):  # other loops may use the same name
+            return self.facts.get((id(loop), node.id)) | self._by_convention(module, node.id)
         found = self.facts.get((id(module.scope_of_name(node)), node.id))
         imported = self.project.resolve(module, node)
         if imported and imported[1]:

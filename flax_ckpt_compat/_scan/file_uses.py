@@ -19,10 +19,20 @@ CALLS = {
     "remove": {"os.remove", "os.unlink", "gfile.remove", "gfile.Remove", "io.remove"},
     "copy": {"shutil.copy", "shutil.copy2", "shutil.copyfile", "gfile.copy", "gfile.Copy", "io.copy", "os.link"},
     "open": {"open", "io.open", "gfile.GFile", "gfile.Open", "io.GFile", "epath.open", "fsspec.open", "gzip.open"}
-    | {"bz2.open", "codecs.open", "filecmp.cmp", "fileinput.input", "io.read_file", "linecache.getlines", "lzma.open"}
+    | {
+        "aiofiles.open",
+        "bz2.open",
+        "codecs.open",
+        "filecmp.cmp",
+        "fileinput.input",
+        "io.read_file",
+        "linecache.getlines",
+        "lzma.open",
+    }
     | {"np.fromfile", "np.load", "np.memmap", "numpy.fromfile", "numpy.load", "numpy.memmap", "os.truncate"},
     "is-file": {"path.isfile"},
     "size": {"path.getsize", "os.stat", "gfile.stat"},
+    "upload": {"huggingface_hub.upload_file"},
     "glob": {"glob.glob", "glob.iglob", "gfile.glob", "gfile.Glob", "io.glob"},
 }
 METHODS = {
@@ -156,9 +166,13 @@ class FileUses:
             return True
         if kind == "glob":
             return any(map(self._evaluation.is_checkpoint, values))
-        if any(map(_is_mode_to_write, [*nodes, *node.args, *(keyword.value for keyword in node.keywords)])):
+        if kind == "open" and any(
+            map(_is_mode_to_write, [*nodes, *node.args, *(keyword.value for keyword in node.keywords)])
+        ):
             return False
         if kind == "size" and last_name(node.func) == "stat" and not self._asks_size(node):
+            return False
+        if kind == "size" and self._asks_whether_empty(node):
             return False
         if any(map(self._evaluation.is_checkpoint, values)):
             return True
@@ -177,7 +191,9 @@ class FileUses:
         return any(one.of_run and one.gives == ALL for one in listed)
 
     def _is_spared(self, kind: str, node: ast.Call) -> bool:
-        """Return whether a call is made only where ``os.path.isdir`` said no, as in fixed code."""
+        """Return whether a call is made only where a path is no directory, as in fixed code, or its error is caught."""
+        if self._has_branch_for_folders(node) or self._catches_folders(node):
+            return True
         if kind == "is-file":
             return False
         for test, is_true in guards(self._module, node):
@@ -188,6 +204,31 @@ class FileUses:
                 return True
         return False
 
+    def _has_branch_for_folders(self, node: ast.Call) -> bool:
+        """Return whether ``os.path.isfile`` chooses between this call, or is it, and one that takes directories."""
+        for child, parent in self._module.above(node):
+            if not isinstance(parent, ast.If | ast.IfExp):
+                continue
+            is_negated = isinstance(parent.test, ast.UnaryOp) and isinstance(parent.test.op, ast.Not)
+            asked = {last_name(part.func) for part in ast.walk(parent.test) if isinstance(part, ast.Call)}
+            other = parent.body if is_negated else parent.orelse
+            branch = other if isinstance(other, list) else [other]
+            if asked & {"isfile", "is_file"} and child not in branch and any(map(_names_folders, branch)):
+                return True
+        return False
+
+    def _catches_folders(self, node: ast.Call) -> bool:
+        """Return whether what a directory raises here is caught, by name or by code that takes directories."""
+        tries = [(child, parent) for child, parent in self._module.above(node) if isinstance(parent, ast.Try)]
+        handlers = [one for child, parent in tries if child in parent.body for one in parent.handlers]
+        return any(
+            last_name(part) == "IsADirectoryError"
+            or (last_name(part) in {"OSError", "PermissionError"} and _names_folders(one))
+            for one in handlers
+            if one.type is not None
+            for part in (one.type.elts if isinstance(one.type, ast.Tuple) else [one.type])
+        )
+
     def _asks_size(self, node: ast.Call) -> bool:
         """Return whether the size is used of what ``stat`` returns."""
         parent = self._module.parents.get(id(node))
@@ -196,6 +237,17 @@ class FileUses:
         names = {target.id for target in getattr(parent, "targets", ()) if isinstance(target, ast.Name)}
         attributes = [one for one in self._module.nodes if isinstance(one, ast.Attribute) and one.attr in _SIZES]
         return any(isinstance(one.value, ast.Name) and one.value.id in names for one in attributes)
+
+    def _asks_whether_empty(self, node: ast.Call) -> bool:
+        """Return whether a size is compared with 0, which that of a directory's entry is not, either."""
+        for _, parent in self._module.above(node):
+            if isinstance(parent, ast.Compare):
+                return any(
+                    isinstance(one, ast.Constant) and one.value == 0 for one in [parent.left, *parent.comparators]
+                )
+            if not isinstance(parent, ast.Attribute):
+                break
+        return False
 
     def _is_archive(self, node: ast.expr) -> bool:
         return any(tag == (LIBRARY, ARCHIVE, (), False) for tag in self._evaluation.value(self._module, node))
@@ -206,7 +258,8 @@ class FileUses:
             return
         parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
         values = [self._evaluation.value(self._module, part) for part in parts]
-        if not any(tag.kind in (CHECKPOINT, MENTION) for value in values for tag in value):
+        mentioned = any(tag.kind in (CHECKPOINT, MENTION) for value in values for tag in value)
+        if not mentioned and not any(map(self._evaluation.is_checkpoint, values)):
             return
         words = " ".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
         words = " ".join([words, *(one for value in values for one in texts(value))])
@@ -306,6 +359,12 @@ class FileUses:
         values = [value for call in asked for value in (*call.args, getattr(call.func, "value", None))]
         held = any(self._evaluation.holds(self._module, value) for value in values)
         return held and any(last_name(call.func) == "sleep" for call in calls)
+
+
+def _names_folders(node: ast.AST) -> bool:
+    """Return whether code calls, or asks for, what takes directories."""
+    named = (last_name(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute))
+    return any(name in {"rmtree", "copytree", "isdir", "is_dir", "DeleteRecursively"} for name in named)
 
 
 def _is_mode_to_write(node: ast.expr) -> bool:

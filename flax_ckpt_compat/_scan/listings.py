@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,11 @@ IS_CHECKPOINT, IS_OTHER, IS_FILE, IS_DIRECTORY = "checkpoint", "other", "file", 
 _AFFIXES = {"startswith", "endswith", "match", "fullmatch", "search", "fnmatch", "fnmatchcase", "contains", "findall"}
 _FILE_TESTS = {"isfile": IS_FILE, "is_file": IS_FILE, "isdir": IS_DIRECTORY, "is_dir": IS_DIRECTORY}
 _FILE_TESTS["IsDirectory"] = IS_DIRECTORY
+_REGEX_TESTS = {"match", "fullmatch", "search", "findall"}
+_NO_TEXT = re.compile(
+    r"\\[A-Za-z]|\[[^]]*\]|\(\?P?[<=!:]\w*>?|\{[^}]*\}"
+)  # of a regular expression: no letters of a name
+_WORD = re.compile(r"\w{2}")
 _DEEPEST = 6  # tests of tests
 _SHORTEST = 3  # letters that say something of a name
 
@@ -138,6 +144,8 @@ class Listings:
             if not any(self._is_about(module, value, number) for value in values):
                 return None
             known = [one for value in values for one in self._texts(module, value)]
+            if name in _REGEX_TESTS:
+                known = [one for one in known if _WORD.search(_NO_TEXT.sub(" ", one))]
             return self._judge(known, is_true, excludes=True)
         return self._of_function(module, test, is_true, number, depth)
 

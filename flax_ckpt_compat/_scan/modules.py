@@ -46,6 +46,7 @@ class Module:
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
         self._scopes: dict[int, Scope] = {}
         self._scopes_of: dict[int, list[ast.AST]] = {}
+        self._loops: dict[int, set[str]] = {}
         self.project: Project  # set by it
         self._bound = set(self._bindings())
         self._assigned: dict[tuple[int, str], list[ast.expr]] = {}
@@ -90,6 +91,18 @@ class Module:
         """Return the scope that a name is bound in: by an assignment, a loop or a parameter; else the module."""
         scopes = self.scopes(name)
         return next((scope for scope in scopes if (id(scope), name.id) in self._bound), self.tree)
+
+    def loop_of_name(self, name: ast.Name) -> ast.For | ast.AsyncFor | None:
+        """Return the innermost loop around a name that binds it, if nothing else does within it."""
+        for child, parent in self.above(name):
+            if isinstance(parent, Function):
+                return None
+            if isinstance(parent, ast.For | ast.AsyncFor) and child in parent.body:
+                if id(parent) not in self._loops:
+                    self._loops[id(parent)] = _names_of_loop(parent)
+                if name.id in self._loops[id(parent)]:
+                    return parent
+        return None
 
     def _bindings(self) -> Iterator[tuple[int, str]]:
         for node in self.nodes:
@@ -235,6 +248,16 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name) and node.value:
         yield node.target.id, node.value
+
+
+def _names_of_loop(loop: ast.For | ast.AsyncFor) -> set[str]:
+    """Return the names that a loop binds, but for those that are bound again in its body."""
+
+    def bound(nodes: Sequence[ast.AST]) -> set[str]:
+        parts = (part for node in nodes for part in ast.walk(node))
+        return {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+
+    return bound([loop.target]) - bound(loop.body)
 
 
 def _closure(node: ast.ClassDef, step: object) -> list[ast.ClassDef]:

@@ -72,6 +72,8 @@ def _is_known(evaluation: Evaluation, module: Module, node: ast.Call) -> bool:
     """Return whether it is known what a called function does: the project's, the standard library's, the API's."""
     if any(True for _ in evaluation.functions(module, node.func)):
         return True
+    if any(tag.kind == LIBRARY and not tag.place for tag in evaluation.value(module, node.func)):
+        return True
     dotted, name = evaluation.dotted(module, node.func), last_name(node.func)
     if dotted is None and isinstance(node.func, ast.Attribute):
         return name in _METHODS | _TOLD or evaluation.value(module, node.func.value) != frozenset()
