@@ -238,8 +238,9 @@ class Evaluation:
         key = self.facts.get((id(module.tree), written(node))) if index is not None else NOTHING
         if isinstance(index, str):
             return element(base, index) | key
-        if written(node.slice) == "-1" and (walked := element(frozenset(tag for tag in base if tag.kind == ENTRY), 2)):
-            return walked  # the names of files, which `os.walk` gives last
+        walked = frozenset(tag for tag in base if tag.kind == ENTRY and tag.place[:1] == (2,))
+        if walked and written(node.slice) == "-1":
+            return element(walked, 2)  # the names of files, which `os.walk` gives last
         return of_sequence(base, index) | key if isinstance(index, int) else of_sequence(base, None) | of_table(base)
 
     def _tuple(self, module: Module, node: ast.Tuple) -> Value:
