@@ -18,7 +18,9 @@ def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
     """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
     if structure.is_single_array:
         return leaves[0]
-    containers = structure.annotations.containers if structure.annotations is not None else structure.rich_types
+    containers = structure.rich_types
+    if structure.annotations is not None:
+        containers = {**containers, **structure.annotations.containers}
     if len(leaves) == 1 and not structure.entries[0].path:
         return _annotated(leaves[0], containers.get(()))
     builder = _Builder(structure.location / TREE_METADATA)

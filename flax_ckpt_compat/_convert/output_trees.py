@@ -57,6 +57,8 @@ class Output:
     handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → name of the handler that reads it
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
     custom_of_trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # item name → that of the tree alone
+    # Item name → Orbax's record of a tree's tuples and namedtuples.
+    rich_types: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
 
     @property
@@ -125,6 +127,10 @@ def output_of(opened: Opened, job: Job) -> Output:
         elif name not in items.kinds or items.kinds[name] is ItemKind.TREE:
             notes.append("not converted: custom metadata of trees")
             break
+    if job.to not in FILES and job.target is None and job.transforms is None:
+        found.rich_types = {
+            items.names[name]: text for name, text in described.rich_types.items() if name in items.names
+        }
     if job.to == "msgpack" and described.writer is None and job.target is None:
         notes.extend(_note_of_nones(opened, trees))
     return found

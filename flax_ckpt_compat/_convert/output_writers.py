@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat import config
@@ -58,8 +58,9 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
         for item, copy in output.copies.items():
             copy.write(os.path.join(temporary, item) if item else temporary)
         item_copies.copy_files(output.files, temporary)
-        for item, custom in output.custom_of_trees.items():
-            _add_custom(os.path.join(temporary, item, layout.TREE_METADATA), custom)
+        for item in output.trees.keys() & (output.custom_of_trees.keys() | output.rich_types.keys()):
+            file = os.path.join(temporary, item, layout.TREE_METADATA)
+            _add_metadata(file, output.custom_of_trees.get(item, {}), output.rich_types.get(item))
         if output.has_items:
             _finish_step(temporary, output)
         elif output.copies:
@@ -68,12 +69,33 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
             _edit_metadata(temporary, output.custom)
 
 
-def _add_custom(file: str, custom: dict[str, Any]) -> None:
-    """Add a user's own metadata to that of a tree."""
+def _add_metadata(file: str, custom: dict[str, Any], rich_types: str | None) -> None:
+    """Add a user's own metadata, and Orbax's record of tuples and namedtuples, to the metadata of a tree."""
     with open(file, "rb") as opened:
         content = json.load(opened)
     content["custom_metadata"] = {**custom, **(content.get("custom_metadata") or {})}
+    if rich_types is not None:
+        entries = content["tree_metadata"].values()
+        values = {tuple(str(key["key"]) for key in one["key_metadata"]): one["value_metadata"] for one in entries}
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no record of Orbax
+            content["value_metadata_tree"] = json.dumps(_with_values(json.loads(rich_types), (), values))
     write_file(file, json.dumps(content).encode(), new=False)
+
+
+def _with_values(node: Any, path: Path, values: dict[Path, Any]) -> Any:
+    """Return Orbax's record of a tree with the leaves that were written: shardings may be left out."""
+    if isinstance(node, list):
+        return [_with_values(child, (*path, str(at)), values) for at, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if not isinstance(node.get("category"), str):
+        return {key: _with_values(child, (*path, key), values) for key, child in node.items()}
+    if node["category"] == "namedtuple":
+        entries = [{**one, "value": _with_values(one["value"], (*path, one["key"]), values)} for one in node["entries"]]
+        return {**node, "entries": entries}
+    if "entries" in node:
+        return {**node, "entries": _with_values(node["entries"], path, values)}
+    return {**node, "data": values[path]}
 
 
 def _finish_step(temporary: str, output: Output) -> None:

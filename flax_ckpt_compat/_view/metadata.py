@@ -27,6 +27,7 @@ class Metadata:
         custom: Orbax's ``custom_metadata`` of the checkpoint.
         custom_of_trees: item name → ``custom_metadata`` of that tree alone; the item of a flat directory is ''.
         items: names of the items; empty for a checkpoint that is one tree.
+        rich_types: item name → Orbax's record of that tree's tuples and namedtuples, as JSON.
         writer: ``flax_ckpt_compat`` if we wrote an Orbax directory, else None: no release of Flax or Orbax records
             its name or version.
     """
@@ -35,6 +36,7 @@ class Metadata:
     committed: datetime.datetime | None
     custom: Mapping[str, Any]
     custom_of_trees: Mapping[str, Any]
+    rich_types: Mapping[str, str]
     items: tuple[str, ...]
     writer: str | None
 
@@ -52,6 +54,9 @@ def read_metadata(opened: Opened) -> Metadata:
         committed=_time(step.get("commit_timestamp_nsecs")),
         custom=own if isinstance(own, dict) else {},
         custom_of_trees={name: value for name, value in custom.items() if value},
+        rich_types={
+            name: text for name, tree in trees.items() if isinstance(text := tree.get("value_metadata_tree"), str)
+        },
         items=tuple(name for name in opened.items if name),
         writer=_OURS if ours else None,
     )

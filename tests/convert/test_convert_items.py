@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from click.testing import CliRunner
+from etils import epath
 from flax import serialization
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -344,6 +347,40 @@ def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
     file.write_text(file.read_text().replace("0.1", "0.2"))
     with pytest.raises(errors.ConversionError, match="custom metadata is other JSON"):
         converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True, **({} if to == "orbax" else {"step": 5}))
+
+
+class Pair(NamedTuple):
+    """A user's named tuple."""
+
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+def test_rich_types_travel(tmp_path: Path, to: Any) -> None:
+    """Real Orbax restores the tuples and named tuples that it recorded, and so does structure="stored"."""
+    options = importlib.import_module("orbax.checkpoint._src.metadata.pytree_metadata_options")
+    handler = ocp.PyTreeCheckpointHandler(
+        pytree_metadata_options=options.PyTreeMetadataOptions(support_rich_types=True)
+    )
+    adam = jax.tree.map(np.asarray, optax.adam(1).init(MEAN))
+    tree = {"pair": Pair(MEAN, (1, [Pair(2, None)])), "empty": (), "list": [3], "adam": adam}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "run" / "5", args=ocp.args.PyTreeSave(tree))
+        before = checkpointer.restore(tmp_path / "run" / "5", args=ocp.args.PyTreeRestore())
+    result = converted(tmp_path / "run", tmp_path / "dst", to)
+    result /= {"manager": "default", "v1": "state", "orbax": ""}[to]
+    after = handler.restore(epath.Path(result), args=ocp.args.PyTreeRestore())
+    paths = [
+        [(str(path), bits(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(one)] for one in (before, after)
+    ]
+    assert paths[0] == paths[1] and any("GetAttrKey" in path for path, _ in paths[1])
+    found = flax_ckpt_compat.restore(result, structure="stored")
+    assert (found["pair"]._fields, type(found["pair"].y), found["adam"][0]._fields) == (
+        ("x", "y"),
+        tuple,
+        ("count", "mu", "nu"),
+    )
 
 
 @pytest.mark.parametrize("to", ["manager", "orbax"])

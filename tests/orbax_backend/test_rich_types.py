@@ -72,7 +72,7 @@ def test_stored_structure(tmp_path: Path) -> None:
 
 
 def test_other_structures_are_as_before(tmp_path: Path) -> None:
-    """Flax's is of dicts; a target has its own types; a conversion keeps what it can."""
+    """Flax's is of dicts; a target has its own types; a conversion keeps those recorded."""
     path, _ = rich(tmp_path / "saved", TREE)
     assert checkpoints.restore_checkpoint(path, None)["pair"]["first"] == {
         "inner": {"0": 1, "1": {"0": 2, "1": {"0": 3}}}
@@ -82,7 +82,7 @@ def test_other_structures_are_as_before(tmp_path: Path) -> None:
     flax_ckpt_compat.convert(path, tmp_path / "copy", "orbax")
     again = flax_ckpt_compat.restore(tmp_path / "copy")
     assert again["tuple"][1] == 3 and isinstance(again["tuple"], tuple)
-    assert list(again["pair"]) == ["second", "first"]
+    assert again["pair"]._fields == ("second", "first")
 
 
 @pytest.mark.parametrize(
