@@ -33,10 +33,14 @@ def prepared(tree: Node) -> Node:
 
 def note_of_others(tree: Node) -> list[str]:
     """Return a note that names what is kept beside the arrays, where other readers do not look."""
-    others = [path for path, leaf in iter_leaves(tree) if not isinstance(leaf, StoredArray | Branch)]
+    others = [path for path, leaf in iter_leaves(tree) if _is_plain(leaf)]
     if not others:
         return []
     return [f"numbers, text and None are kept as JSON in the file's header: {one_line(map(show_path, others))}"]
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or type(leaf) in (bool, int, float, str)
 
 
 def check(tree: Node) -> None:
@@ -54,7 +58,7 @@ def check(tree: Node) -> None:
                 refused.append(f"{shown} ({leaf.dtype})")
             elif leaf_name(path) == METADATA:
                 raise NameCollisionError(f"{shown}: a safetensors file has its own {METADATA}; rename it", leaf=shown)
-        elif not isinstance(leaf, Branch) and leaf is not None and type(leaf) not in (bool, int, float, str):
+        elif not isinstance(leaf, Branch) and not _is_plain(leaf):
             refused.append(f"{shown} ({type(leaf).__name__})")
     if refused:
         raise UnsupportedLeafError(
