@@ -16,6 +16,7 @@ class CheckpointNames:
 
     def __init__(self) -> None:
         self._prefixes = {_DEFAULT}
+        self.has_unknown_prefix = False  # one that begins with a variable, as f"{model}_"
         self._copies: dict[str, re.Pattern[str]] = {}
         self._links: dict[str, re.Pattern[str]] = {}
         self._pattern = self._compiled()
@@ -23,6 +24,9 @@ class CheckpointNames:
     def add_prefix(self, text: str) -> bool:
         """Take note of a prefix, up to what is unknown of it; return whether it is new."""
         prefix = re.split(r"[{%]", text, maxsplit=1)[0]
+        if not prefix and text and not self.has_unknown_prefix:
+            self.has_unknown_prefix = True
+            return True
         if len(prefix) < _SHORTEST or prefix in self._prefixes:
             return False
         self._prefixes.add(prefix)
@@ -43,6 +47,14 @@ class CheckpointNames:
         if self._pattern.search(text):
             return not _EXTENSION.search(text)
         return self._is_of(self._copies, text)
+
+    def may_be(self, text: str) -> bool:
+        """Return whether a text may be a name of checkpoints: ``best_*`` may, with a prefix of code not scanned here.
+
+        Of prefixes that begin with a variable, names that do may, unless they have an extension."""
+        name = text.rpartition("/")[2]
+        is_of_unknown = self.has_unknown_prefix and name.startswith("{") and not _EXTENSION.search(name)
+        return name in ("", "{") or (name.endswith("*") and "." not in name) or is_of_unknown
 
     def has_link(self, text: str) -> bool:
         """Return whether text is the path of a link to a checkpoint."""

@@ -98,9 +98,4 @@ def _is_unknown(evaluation: Evaluation, module: Module, node: ast.expr) -> bool:
     is_told_apart = any(tag.kind == ENTRY for tag in evaluation.before_tests(module, node))
     if is_told_apart or any(tag.kind in (CHECKPOINT, LIBRARY, RUN) for tag in value if not tag.place):
         return False
-    return all(_is_any_name(one.rpartition("/")[2]) for one in texts(value))
-
-
-def _is_any_name(name: str) -> bool:
-    """Return whether a text may be the name of a checkpoint: ``best_*`` may, with a prefix of code not scanned here."""
-    return name in ("", "{") or (name.endswith("*") and "." not in name)
+    return all(map(evaluation.names.may_be, texts(value)))

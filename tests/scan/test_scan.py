@@ -404,6 +404,21 @@ def test_relative_paths(code: str, is_relative: bool, tmp_path: Path) -> None:
     assert ("relative-path" in [one.kind for one in report.findings]) == is_relative
 
 
+def test_a_prefix_that_is_not_known(tmp_path: Path) -> None:
+    """What may be called like the checkpoints is not followed; other files are told by their extensions."""
+    code = """\
+import os
+from flax.training import checkpoints
+
+def train(workdir, model, state):
+    checkpoints.save_checkpoint(workdir, state, 1, prefix=f"{model}_")
+    os.remove(f"{workdir}/{model}_0")
+    os.remove(f"{workdir}/{model}_0.png")
+    os.remove(f"{workdir}/log")
+"""
+    assert [(one.line, one.kind) for one in _scan_code(tmp_path, train=code).not_followed] == [(6, "path")]
+
+
 def test_shell_commands_of_notebooks(tmp_path: Path) -> None:
     """They are the commands of IPython that they become, and shown as they are written."""
     cells = ["from flax.training import checkpoints\npath = checkpoints.latest_checkpoint('d')"]
