@@ -442,6 +442,9 @@ def _flat_without_tree(path: Location, names: set[str], handler: str) -> Descrip
         return Description(layout_of_lost, _recorded(part))
     if file := json_file(path, names, handler):
         return Description(Layout.JSON, items={"": Item(None, file)})
+    if kind_of_handler(handler) is ItemKind.KEY:
+        key = layout.JAX_KEY if layout.JAX_KEY in names else layout.NUMPY_KEY
+        return Description(Layout.TREE, items={"": Item(Format.ORBAX, path / key)})
     return _without_items(path, names)
 
 
