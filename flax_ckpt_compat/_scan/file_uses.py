@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .evaluation import Evaluation
 from .guards import guards
@@ -49,6 +49,10 @@ _OF_FILE_SYSTEMS = {"rm": "remove", "rm_file": "remove", "cp_file": "copy", "get
 _OF_FILE_SYSTEMS |= {"copy": "copy", "cp": "copy", "get": "copy", "put": "copy", "download": "copy", "upload": "copy"}
 _OF_FILE_SYSTEMS |= {"isfile": "is-file", "size": "size", "open": "open", "cat": "open", "cat_file": "open"}
 _MOST_PATHS = 2
+_OF_FILES_AND_FOLDERS = [
+    ({"remove", "unlink", "Remove"}, {"rmtree", "DeleteRecursively"}),
+    ({"copy", "copy2", "copyfile", "Copy"}, {"copytree"}),
+]
 _TAKE_FOLDERS = {"shutil.copytree", "shutil.move", "shutil.rmtree"}
 _OF_ARGUMENT = {"upload", "glob"}  # methods whose argument is the checkpoint
 _OF_ENTRIES = {"remove", "copy", "is-file", "upload"}  # what fails on any entry of a run directory
@@ -205,25 +209,24 @@ class FileUses:
         return False
 
     def _has_branch_for_folders(self, node: ast.Call) -> bool:
-        """Return whether ``os.path.isfile`` chooses between this call, or is it, and one that takes directories."""
+        """Return whether ``os.path.isfile`` chooses between this call, or is it, and the like of it for directories."""
         for child, parent in self._module.above(node):
             if not isinstance(parent, ast.If | ast.IfExp):
                 continue
             is_negated = isinstance(parent.test, ast.UnaryOp) and isinstance(parent.test.op, ast.Not)
             asked = {last_name(part.func) for part in ast.walk(parent.test) if isinstance(part, ast.Call)}
-            other = parent.body if is_negated else parent.orelse
-            branch = other if isinstance(other, list) else [other]
-            if asked & {"isfile", "is_file"} and child not in branch and any(map(_names_folders, branch)):
+            branches = [one if isinstance(one, list) else [one] for one in (parent.body, parent.orelse)]
+            of_files, of_folders = reversed(branches) if is_negated else branches
+            if asked & {"isfile", "is_file"} and child not in of_folders and _does_the_same(of_files, of_folders):
                 return True
         return False
 
     def _catches_folders(self, node: ast.Call) -> bool:
-        """Return whether what a directory raises here is caught, by name or by code that takes directories."""
+        """Return whether what a directory raises here is caught, and the like is done for directories then."""
         tries = [(child, parent) for child, parent in self._module.above(node) if isinstance(parent, ast.Try)]
         handlers = [one for child, parent in tries if child in parent.body for one in parent.handlers]
         return any(
-            last_name(part) == "IsADirectoryError"
-            or (last_name(part) in {"OSError", "PermissionError"} and _names_folders(one))
+            last_name(part) in {"IsADirectoryError", "OSError", "PermissionError"} and _does_the_same([node], one.body)
             for one in handlers
             if one.type is not None
             for part in (one.type.elts if isinstance(one.type, ast.Tuple) else [one.type])
@@ -361,10 +364,13 @@ class FileUses:
         return held and any(last_name(call.func) == "sleep" for call in calls)
 
 
-def _names_folders(node: ast.AST) -> bool:
-    """Return whether code calls, or asks for, what takes directories."""
-    named = (last_name(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute))
-    return any(name in {"rmtree", "copytree", "isdir", "is_dir", "DeleteRecursively"} for name in named)
+def _does_the_same(of_files: Sequence[ast.AST], of_folders: Sequence[ast.AST]) -> bool:
+    """Return whether code does to directories what other code does to files."""
+    files, folders = (
+        {last_name(part) for one in nodes for part in ast.walk(one) if isinstance(part, ast.Name | ast.Attribute)}
+        for nodes in (of_files, of_folders)
+    )
+    return any(files & one and folders & other for one, other in _OF_FILES_AND_FOLDERS)
 
 
 def _is_mode_to_write(node: ast.expr) -> bool:
