@@ -188,8 +188,7 @@ class _Items:
 
     def _is_only_tree(self, name: str) -> bool:
         """Return whether the item of an unknown handler holds nothing but a tree that this library reads."""
-        location = self.opened.items[name].location
-        return name not in self.opaque and not beside_tree(location, names_in(location))
+        return name not in self.opaque and not _beside(self.opened, name)
 
     def copy(self, name: str) -> Copy:
         """Return an item to copy."""
@@ -246,16 +245,20 @@ def _others(opened: Opened, trees: list[str], *, of_step: bool) -> list[tuple[st
     """Return (item, name) of what lies beside the items in a step's directory, and in those of its trees."""
     here = opened.location
     if opened.contents.layout is Layout.TREE:
-        return [("", name) for name in beside_tree(here, names_in(here))] if of_step and trees else []
+        return [("", name) for name in _beside(opened, "")] if of_step and trees else []
     if opened.contents.layout is not Layout.ITEMS:
         return []
     known = (*opened.items, *opened.contents.unknown, *layout.STEP_FILES)
     names = sorted(names_in(here).difference(known)) if of_step else []
     found = [("", name) for name in names if (here / name).isfile()]
-    for item in trees:
-        folder = opened.items[item].location
-        found += [(item, name) for name in beside_tree(folder, names_in(folder))]
-    return found
+    return found + [(item, name) for item in trees for name in _beside(opened, item)]
+
+
+def _beside(opened: Opened, item: str) -> list[str]:
+    """Return what lies beside a tree and is no part of it; old releases of Orbax had folders named like leaves."""
+    folder = opened.items[item].location
+    of_leaves = {layout.leaf_name(path).partition("/")[0] for path, _ in iter_leaves(opened.reader(item).tree)}
+    return [name for name in beside_tree(folder, names_in(folder)) if name not in of_leaves]
 
 
 def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:

@@ -27,10 +27,11 @@ def parameters() -> list[object]:
 def test_conversions_restore_to_what_was_saved(
     case: corpus.Case, unpacked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To Orbax's format, and from there to msgpack."""
+    """To Orbax's format, and from there to msgpack; nothing that old releases wrote is taken for a file of the user's."""
     path, expected, _ = read_case(case, unpacked)
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
-        flax_ckpt_compat.convert(path, tmp_path / "orbax", "orbax")
+        (done,) = flax_ckpt_compat.convert(path, tmp_path / "orbax", "orbax")
+        assert not [note for note in done.notes if "other files" in note]
         flax_ckpt_compat.convert(tmp_path / "orbax", tmp_path / "file", "msgpack")
         for result in ("orbax", "file"):
             assert_equal(case, expected, checkpoints.restore_checkpoint(tmp_path / result, None), with_target=False)
