@@ -27,7 +27,7 @@ def parameters() -> list[object]:
 def test_conversions_restore_to_what_was_saved(
     case: corpus.Case, unpacked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To Orbax's format, and from there to msgpack; nothing that old releases wrote is taken for a file of the user's."""
+    """To Orbax's format, and from there to msgpack; all that old releases wrote is theirs."""
     path, expected, _ = read_case(case, unpacked)
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
         (done,) = flax_ckpt_compat.convert(path, tmp_path / "orbax", "orbax")
