@@ -180,7 +180,8 @@ class Binding:
             return
         for called in self._evaluation.functions(module, node.func):
             self._pass(module, called, node)
-        if isinstance(node.func, ast.Attribute) and name in _ADD:
+        is_transfer = name == "put" and len(node.args) > 1  # put(source, target); a queue's takes one
+        if isinstance(node.func, ast.Attribute) and name in _ADD and not is_transfer:
             added = union(self._evaluation.value(module, one) for one in node.args)
             self._bind(module, node.func.value, added, into=True)
         if name in _ADD_TO_FIRST and node.args:

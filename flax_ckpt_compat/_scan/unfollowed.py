@@ -35,6 +35,7 @@ _FILE_WORDS |= {"size", "stat", "sync", "unlink", "upload", "zip"}
 _TOLD = {"critical", "debug", "error", "exception", "info", "log", "print", "warn", "warning", "write", "echo", "secho"}
 _BUILTIN = set(dir(builtins))
 _METHODS = {name for kind in (str, list, dict, set, bytes) for name in dir(kind)}
+_HAVE_QUEUES = {"asyncio", "multiprocessing", "queue"}
 _OPERATIONS = set().union(*METHODS.values())
 _ASKED = {"remove", "copy", "is-file", "upload"}  # operations that are told of where nothing is known of the path
 
@@ -75,6 +76,8 @@ def _is_known(evaluation: Evaluation, module: Module, node: ast.Call) -> bool:
     if any(tag.kind == LIBRARY and not tag.place for tag in evaluation.value(module, node.func)):
         return True
     dotted, name = evaluation.dotted(module, node.func), last_name(node.func)
+    if dotted is None and name in {"put", "put_nowait"}:  # of a queue, or of a store
+        return any(one.partition(".")[0] in _HAVE_QUEUES for one in module.names.all())
     if dotted is None and isinstance(node.func, ast.Attribute):
         return name in _METHODS | _TOLD or evaluation.value(module, node.func.value) != frozenset()
     top = (dotted or name).partition(".")[0]

@@ -404,6 +404,20 @@ def test_relative_paths(code: str, is_relative: bool, tmp_path: Path) -> None:
     assert ("relative-path" in [one.kind for one in report.findings]) == is_relative
 
 
+@pytest.mark.parametrize(
+    ("code", "kinds"),
+    [
+        ("sftp.put(path, '/b')", ["wrapped"]),
+        ("bucket.put(path)", ["wrapped"]),
+        ("import queue\npaths = queue.Queue()\npaths.put(path)\nos.remove(paths.get())", ["remove"]),
+    ],
+)
+def test_what_is_put_into_a_store_or_a_queue(code: str, kinds: list[str], tmp_path: Path) -> None:
+    """A store's client is not scanned; a queue gives back what it got."""
+    before = "import os\nfrom flax.training import checkpoints\npath = checkpoints.save_checkpoint('/a', s, 1)\n"
+    assert [one.kind for one in _scan_code(tmp_path, train=f"{before}{code}\n").actions] == kinds
+
+
 def test_a_prefix_that_is_not_known(tmp_path: Path) -> None:
     """What may be called like the checkpoints is not followed; other files are told by their extensions."""
     code = """\
