@@ -9,7 +9,7 @@ from flax.training import checkpoints
 
 def collect(path, target):
     if os.path.isfile(path):  # expect: is-file
-        shutil.copy(path, target)  # expect: copy
+        os.replace(path, target)
     else:
         shutil.rmtree(path)
 
