@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgpack  # type: ignore[import-untyped]
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
-from . import format, gda_read
+from . import format, gda_read, value_runs
 from .format import ArrayHeader, FileRanges
 from .sequential_reader import Window
 
@@ -22,8 +23,25 @@ _EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 _FLOAT32, _FLOAT64, _FIRST_INT, _LAST_INT = 0xCA, 0xCB, 0xCC, 0xD3
 # Tag of a number → bytes with the tag; 1 for all others.
 _NUMBER_WIDTHS = dict(zip(range(_FLOAT32, _LAST_INT + 1), (5, 9, 2, 3, 5, 9, 2, 3, 5, 9), strict=True))
+# Values that are decoded at once; for fewer, it takes longer than one by one.
+_MIN_RUN = 16
 # Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
 _PREFIX = 6
+
+
+# Bytes of a text, at least, that is no reason to decode one by one.
+_SHORT_VALUE = 256
+# Of an unpacker that fails at the head of a container, so that no value is decoded twice, and behind arrays and bytes.
+_VALUES_ONLY = dict.fromkeys(("max_array_len", "max_map_len", "max_bin_len", "max_ext_len"), 0)
+_VALUES_ONLY |= {"max_str_len": 2**16, "max_buffer_size": 0, "read_size": 2**10}
+
+
+def _mapping(pairs: list[Any]) -> dict[str, Any]:
+    """Return the dict of names and values by turns; raise ValueError for other keys, or one twice."""
+    found = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    if len(found) * 2 != len(pairs) or set(map(type, found)) != {str}:
+        raise ValueError("a key twice, or one that is not text")
+    return found
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,6 +88,7 @@ class Parser:
         self._stack: list[_Frame] = []
         self._headers: dict[bytes, ArrayHeader] = {}
         self._lengths = PathLengths(window.size)
+        self._leaf_of = value_runs.leaf_of(reader)
 
     def document(self) -> Node:
         """Parse one document, which is the whole file."""
@@ -232,9 +251,33 @@ class Parser:
             self._lengths.add(path, count)
         except ValueError as error:
             raise window.corrupt(str(error)) from None
+        if count >= _MIN_RUN and not self._of_orbax:
+            run = self._run(count, path, is_map)
+            if run is not None:
+                return run
         branch = Branch({}) if is_map else Branch({}, Container.LIST)
         self._stack.append(_Frame(branch, count, path, is_map, in_list or not is_map))
         return branch
+
+    def _run(self, count: int, path: Path, is_map: bool) -> Branch | None:
+        """Decode all children of a container, whose header was read, if they are Python values; else return None."""
+        window, values, wanted = self._window, list[Any](), count * (1 + is_map)
+        unpacker = msgpack.Unpacker(**_VALUES_ONLY)
+        try:
+            for piece in window.ahead():
+                unpacker.feed(piece)
+                found = list(itertools.islice(unpacker, wanted - len(values)))
+                values += found
+                if len(values) == wanted:
+                    branch = value_runs.branch_of(_mapping(values) if is_map else values, path, self._leaf_of)
+                    if branch is not None:
+                        window.skip(unpacker.tell())
+                    return branch
+                if not found and len(piece) > _SHORT_VALUE:
+                    break  # the bytes are a part of an array, or long text
+        except format.DECODE_ERRORS:  # `_fill` finds out what is wrong, if anything is
+            pass
+        return None
 
     def _native(self, tag: int, path: Path) -> LeafHandle | None:
         window = self._window

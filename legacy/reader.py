@@ -13,14 +13,13 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import KeyData, Node
+from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
 from .checksummed_file import UNIT, ChecksummedObject, open_checksums, truncated
@@ -84,7 +83,7 @@ class MsgpackReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        return Inspection(tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in handles_of(self)])))
+        return Inspection(tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in self._handles()])))
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -158,7 +157,11 @@ class MsgpackReader(Reader):
     @functools.cached_property
     def _array_nbytes(self) -> int:
         """Return the size of all arrays in the file, in bytes."""
-        return sum([leaf.nbytes for leaf in handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder])
+        return sum([leaf.nbytes for leaf in self._handles() if leaf.dtype is not None and not leaf.in_gda_folder])
+
+    def _handles(self) -> Iterator[LeafHandle]:
+        """Yield the leaves, but for those of runs, of which none is an array."""
+        return (leaf for _, leaf in iter_leaves(self.tree, (), {}) if isinstance(leaf, LeafHandle))
 
     def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
         """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from . import format
 from .read_bytes import MsgpackSource
 
 _MIN_SKIP = 2 * 2**10
+_FIRST_AHEAD = 512
 _REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
 
 
@@ -50,6 +53,25 @@ class Window:
         if end > self.fresh_until:
             self.refill()
         return piece
+
+    def ahead(self) -> Iterator[bytes]:
+        """Yield the bytes from the current position on, in growing pieces, without moving the window."""
+        at, step = self.at, _FIRST_AHEAD
+        while at < len(self.data):
+            yield self.data[at : at + step]
+            at, step = at + step, 4 * step
+        offset, step = self.base + max(self.at, len(self.data)), self._sizes.first
+        while offset < self.size:
+            step = min(step * self._sizes.growth, self._sizes.largest)
+            piece = self._pread(min(step, self.size - offset), offset)
+            offset += len(piece)
+            yield piece
+
+    def skip(self, length: int) -> None:
+        """Move past bytes that came from `ahead`."""
+        self.at += length
+        if self.at > self.fresh_until:
+            self.refill()
 
     def end_of(self, length: int) -> int:
         """Return the position after the next ``length`` bytes; raise if the file has fewer."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.tree import Branch, Container, Path, PathLengths
 
-from . import format
+from . import format, value_runs
 from .checksummed_file import ChecksummedFile
 from .read_bytes import File, MsgpackSource
 
@@ -32,7 +32,7 @@ _BYTES_AFTER |= {0xD2: 4, 0xD3: 8, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _MIN_VALUES = 1000
 # A hostile file may announce more values than it has: the unpacker allocates space for them, and does not touch it.
 _MOST_VALUES = 2**22
-_PLAIN = frozenset({int, float, bool, type(None)})
+_TEXT = frozenset({str})
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
@@ -110,18 +110,33 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
-    """Replace the unpacked values by handles, and the dicts by branches, in place."""
+    """Replace the unpacked values by handles, and the dicts and lists by branches, in place."""
     if type(document) is not dict or document.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
         raise ValueError("no tree")
-    stack: list[tuple[Path, dict[str, Any]]] = [((), document)]
-    keys = []  # maps of PRNG keys
-    numbers = format.NUMBERS
+    # Key path, branch, and whether it is in a list: there, parts of arrays and of keys stay dicts.
+    stack: list[tuple[Path, Branch, bool]] = []
+    keys: list[tuple[dict[str, Any], Path]] = []  # maps of PRNG keys
+    numbers, leaf_of = format.NUMBERS, value_runs.leaf_of(reader)
+
+    def branch_of(values: Any, path: Path, in_list: bool) -> Branch:
+        if len(path) >= format.MAX_DEPTH or (not in_list and values.keys() == format.CHUNK_KEYS):
+            raise ValueError("too deep, or an array in chunks")
+        if type(values) is dict and not _TEXT.issuperset(map(type, values)):
+            raise TypeError("a key that is not text")
+        lengths.add(path, len(values))
+        branch = value_runs.branch_of(values, path, leaf_of)
+        if branch is None:
+            is_list = type(values) is list
+            children = dict(zip(map(str, range(len(values))), values, strict=True)) if is_list else values
+            branch = Branch(children, Container.LIST if is_list else Container.DICT)
+            stack.append((path, branch, in_list or is_list))
+        return branch
+
+    root = branch_of(document, (), False)
     while stack:
-        parent, children = stack.pop()
-        lengths.add(parent, len(children))
+        parent, branch, in_list = stack.pop()
+        children = branch.children
         for key, value in children.items():
-            if type(key) is not str:
-                raise TypeError("a key that is not text")
             path = (*parent, key)
             kind = type(value)
             number = numbers.get(kind)
@@ -132,41 +147,13 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
                 children[key] = LeafHandle(
                     path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, format.Unpacked(data)
                 )
-            elif kind is dict:
-                if len(path) >= format.MAX_DEPTH or value.keys() == format.CHUNK_KEYS:
-                    raise ValueError("too deep, or an array in chunks")
-                if value.keys() == format.KEY_KEYS:
+            elif kind is dict or kind is list:
+                if kind is dict and not in_list and value.keys() == format.KEY_KEYS:
                     keys.append((children, path))
-                children[key] = Branch(value)
-                stack.append((path, value))
-            elif kind is list:
-                children[key] = _list(value, path, reader, lengths)
+                children[key] = branch_of(value, path, in_list or kind is list)
             elif value is not None:
-                children[key] = _leaf(value, path, reader)
+                children[key] = leaf_of(path, value)
     for children, path in keys:
         branch = children[path[-1]]
         children[path[-1]] = format.prng_key(branch, path) or branch
-    return Branch(document)
-
-
-def _list(values: list[Any], path: Path, reader: Reader, lengths: PathLengths) -> Branch:
-    """Return a list of numbers, as old releases and other programs write them; others are left to `parse`."""
-    if len(path) >= format.MAX_DEPTH or not _PLAIN.issuperset(map(type, values)):
-        raise ValueError("too deep, or a list with other values than numbers")
-    lengths.add(path, len(values))
-    names = map(str, range(len(values)))
-    children = {
-        name: None if value is None else _leaf(value, (*path, name), reader)
-        for name, value in zip(names, values, strict=True)
-    }
-    return Branch(children, Container.LIST)
-
-
-def _leaf(value: Any, path: Path, reader: Reader) -> LeafHandle:
-    if type(value) is str and not value.startswith(format.PLACEHOLDER):
-        kind, nbytes = LeafKind.STR, len(value)
-    elif type(value) is bytes:
-        return LeafHandle(path, LeafKind.BYTES, (), None, len(value), None, reader, format.Unpacked(value))
-    else:
-        kind, nbytes = format.NUMBERS[type(value)]
-    return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
+    return root

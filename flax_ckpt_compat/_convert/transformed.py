@@ -61,11 +61,12 @@ def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[s
 
 def _is_unchanged(plan: TreePlan) -> bool:
     stored = [leaf for _, leaf in iter_leaves(plan.reader.tree) if isinstance(leaf, LeafHandle)]
-    return [leaf.source for leaf in plan.leaves] == stored and all(leaf.cast is None for leaf in plan.leaves)
+    leaves = list(plan.single_leaves())
+    return [leaf.source for leaf in leaves] == stored and all(leaf.cast is None for leaf in leaves)
 
 
 def _tree_of(plan: TreePlan) -> Node:
-    leaves = iter([_leaf(plan, leaf) for leaf in plan.leaves])
+    leaves = iter([_leaf(plan, leaf) for leaf in plan.single_leaves()])
     if plan.target is None:
         return map_leaves(lambda *_: next(leaves), plan.tree)
     state = plan.target.filled(leaves, plan.stored_subtrees, "stored")

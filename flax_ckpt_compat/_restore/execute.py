@@ -110,7 +110,7 @@ class ReadLeaves:
             self.values = read_once.read(plan, reads, self.casts_at_read, self.mapped, together, meter)
         elif self.casts_at_read or self.mapped:
             self.values = casting.read(plan.reader, reads, self.casts_at_read, self.mapped)
-        elif reads:
+        elif reads or plan.runs:  # the reader tells of files without checksums
             self.values = dict(zip(reads, plan.reader.read(reads), strict=True))
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
@@ -153,7 +153,7 @@ class ReadLeaves:
         if not isinstance(source, LeafHandle):
             if source is Own.KEEP_TARGET and isinstance(leaf.target, jax.ShapeDtypeStruct):
                 self._abstract.append(show_path(leaf.path))
-            return leaf.target if source is Own.KEEP_TARGET else source
+            return leaf.target if source is Own.KEEP_TARGET else source  # None, or a run
         cast = self._casts.get(leaf)
         if leaf.slices is None:
             value = placement.finish(leaf, source, self.take(source), cast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at
+from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -42,7 +43,7 @@ def plan_tree(
         planner = _Planner(plan, frozenset() if target is None or leaf_by_leaf else target.custom_paths)
         if target is None:
             plan.stored_subtrees[()] = tree
-            for leaf_path, leaf in iter_leaves(tree):
+            for leaf_path, leaf in iter_leaves(tree, (), plan.runs):
                 planner.take(leaf, None, leaf_path)
         else:
             planner.node(tree, target.node, ())
@@ -82,6 +83,10 @@ class _Planner:
                 self.absent(target, path)
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> None:
+        if (run := stored.run) is not None and self._choose is None and _is_like(run, target):
+            self._plan.runs[id(target)] = run
+            self._plan.leaves.append(LeafPlan(path, run, target))
+            return
         fields = fields_of(stored, target)
         if self._choose is None and path in self._custom_paths and not _same_names(stored, target):
             self.take_subtree(stored, path, target)
@@ -169,7 +174,7 @@ class _Planner:
     def take_subtree(self, stored: Branch, path: Path, target: Node = None) -> None:
         """Plan a stored branch as it is, for a target that takes any structure."""
         self._plan.stored_subtrees[path] = stored
-        for rest, leaf in iter_leaves(stored):
+        for rest, leaf in iter_leaves(stored, (), self._plan.runs):
             if leaf is Own.KEEP_TARGET:
                 self.keep(node_at(target, rest), path, "from_target")
             else:
@@ -227,6 +232,17 @@ class _Planner:
         if chosen:
             used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}
             plan.unused = [path for path in plan.unused if path not in used]
+
+
+def _is_like(run: ValueRun, target: Branch) -> bool:
+    """Return whether a target has the names of a run, in its order, and Python values of the same types."""
+    values, children = run.values, target.children
+    if len(values) != len(children):
+        return False
+    names = values if isinstance(values, dict) else map(str, range(len(values)))
+    found = list(map(type, values.values() if isinstance(values, dict) else values))
+    is_alike = found == list(map(type, children.values())) and KIND_OF_TYPE.keys() >= set(found)
+    return is_alike and all(map(operator.eq, names, children))
 
 
 def _shape_of(stored: LeafHandle | Derived, target: Any) -> Any:

@@ -90,3 +90,10 @@ def test_what_transformers_wrote() -> None:
         }
         for name, leaf in found.items()
     } == expected
+
+
+def test_a_dict_of_numbers_in_two_files(tmp_path: Path) -> None:
+    """The files' parts of one dict are joined, also where all of them are Python values."""
+    params = {"config": {f"n{n:02}": n for n in range(40)}}
+    index = write(tmp_path, params, 2)
+    assert flax_ckpt_compat.restore(index) == params
