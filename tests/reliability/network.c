@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <sys/uio.h>
@@ -201,6 +202,18 @@ static int is_folder(int fd) {
 }
 
 int fsync(int fd) { REFUSE(is_folder(fd), EINVAL); return REAL(fsync, fd); }
+/* The locks of a directory never reach the server; those of files are such of byte ranges, which need the right access. */
+int flock(int fd, int operation) {
+    char path[PATH_MAX];
+    if (below(path_of(fd, path))) {
+        int access = fcntl(fd, F_GETFL) & O_ACCMODE;
+        REFUSE(is_folder(fd), EBADF);
+        REFUSE(operation & LOCK_EX && access == O_RDONLY, EBADF);
+        REFUSE(operation & LOCK_SH && access == O_WRONLY, EBADF);
+    }
+    return REAL(flock, fd, operation);
+}
+
 int fdatasync(int fd) { REFUSE(is_folder(fd), EINVAL); return REAL(fdatasync, fd); }
 int fallocate(int fd, int mode, off_t at, off_t size) {
     char path[PATH_MAX];

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -11,13 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import atomic, temporaries, writer_locks
 from flax_ckpt_compat.cli import main
+from tests.reliability import shim
 from tests.support.saves import names, tree, use_flag
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +34,10 @@ import flax, numpy as np
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import atomic
 import socket
+from tests.reliability import shim
 socket.sethostname(sys.argv[4])
+if shim.is_loaded():
+    shim.network(sys.argv[1], shim.Network.ONE_MACHINE)
 def stop(*_, **__):
     print(" ".join(sorted(os.listdir(sys.argv[1]))), flush=True)
     sys.stdin.read()
@@ -52,10 +60,10 @@ needs_unshare = pytest.mark.skipif(not _can_unshare(), reason="new namespaces ar
 class Container:
     """A program in namespaces of its own that is in the middle of a save."""
 
-    def __init__(self, folder: Path, format: str, step: int, host: str) -> None:
+    def __init__(self, folder: Path, format: str, step: int, host: str, environment: dict[str, str] | None = None):
         command = [*UNSHARE, sys.executable, "-c", WRITER, str(folder), format, str(step), host]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment)
         assert self.process.stdout is not None
         self.seen = self.process.stdout.readline().split()  # what was in the directory in the middle of its save
 
@@ -95,6 +103,28 @@ def test_a_crash_loop_leaves_one_temporary(format: str, tmp_path: Path, begin: C
         container.kill()
     assert len(names(tmp_path)) == 1
     assert "1 to remove" in clean(tmp_path, "--dry-run").stdout
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path, tree(), 9)
+    assert names(tmp_path) == ["checkpoint_9"]
+
+
+@pytest.mark.slow
+@needs_unshare
+@pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not() or "it is there")
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_crash_loop_where_directories_take_no_lock(
+    format: str, tmp_path: Path, begin: Callable[..., Container]
+) -> None:
+    """By the rules of NFS (network.c), `flock` refuses them: a file within is locked, while the writer is alive."""
+    rules = {**os.environ, **shim.environment()}
+    first = begin(tmp_path, format, 0, "pod-0", rules)
+    second = begin(tmp_path, format, 1, "pod-1", rules)
+    assert [len(first.seen), len(second.seen)] == [1, 2]  # the first one lives
+    first.kill()
+    second.kill()
+    third = begin(tmp_path, format, 2, "pod-2", rules)
+    assert len(third.seen) == 1
+    third.kill()
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, tree(), 9)
     assert names(tmp_path) == ["checkpoint_9"]
@@ -160,6 +190,138 @@ def refusing(number: int) -> Callable[[int], None]:
         real(descriptor)
 
     return fsync
+
+
+def _refuse_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `flock` refuse directories, as on NFS and other network file systems."""
+    real = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+_NFS = (("nfs4", ("rw", "local_lock=none")),)
+
+
+@pytest.mark.parametrize("is_network", [False, True])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_directories_that_take_no_lock(
+    is_network: bool, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save in Orbax's format locks a file in its temporary, which no checkpoint has; nor is anything else in it."""
+    caplog.set_level(logging.WARNING, "flax_ckpt_compat")
+    with use_flag(True):
+        checkpoints.save_checkpoint(tmp_path, tree(), 0)
+    expected = sorted(entry.name for entry in (tmp_path / "checkpoint_0").iterdir())
+    _refuse_directories(monkeypatch)
+    if is_network:
+        monkeypatch.setattr(writer_locks, "_mounts_of", lambda _: _NFS)
+    seen, real = [], atomic.publish
+
+    def publish(temporary: str, final: str, *, new: bool = False) -> None:
+        seen.append((writer_locks.is_held(temporary), writer_locks.LOCK_FILE in os.listdir(temporary)))
+        real(temporary, final, new=new)
+
+    monkeypatch.setattr(atomic, "publish", publish)
+    with use_flag(True):
+        for step, overwrite in ((1, False), (1, True), (2, False)):
+            checkpoints.save_checkpoint(tmp_path, tree(), step, keep=keep, overwrite=overwrite)
+        assert seen == [(True, True)] * 3
+        kept = names(tmp_path)
+        assert kept == ["checkpoint_1", "checkpoint_2"][-keep:]
+        assert all(sorted(entry.name for entry in (tmp_path / name).iterdir()) == expected for name in kept)
+        assert flax_ckpt_compat.verify(tmp_path / "checkpoint_2").ok
+    assert not writer_locks._held
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("to", ["orbax", "manager", "v1"])
+def test_conversions_to_directories_that_take_no_lock(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with the source, and gets the name, is the checkpoint alone; its entries are synced."""
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path / "source", tree(), 1)
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / "expected", to=to)
+    _refuse_directories(monkeypatch)
+    locked, hold = [], writer_locks.hold
+    monkeypatch.setattr(writer_locks, "hold", lambda *a, **b: locked.append(hold(*a, **b)) or locked[-1])
+    listed, fsync = dict[int, list[str]](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            listed[os.fstat(descriptor).st_ino] = sorted(os.listdir(descriptor))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / "converted", to=to)
+    assert locked == [True]
+    assert not writer_locks._held
+    found, expected = (
+        sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_dir())
+        for name in ("converted", "expected")
+    )
+    assert found == expected
+    assert not [*tmp_path.rglob(writer_locks.LOCK_FILE)]
+    folders = [path for path in (tmp_path / "converted").rglob("*") if path.is_dir()]
+    assert all(sorted(os.listdir(path)) == listed[path.stat().st_ino] for path in folders)
+
+
+def test_a_directory_of_a_dead_writer_that_took_no_lock_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file in it tells: locked, it stays; not locked, it goes, on NFS after a while, as servers lose locks."""
+    path = Path(
+        atomic.temporary_path(str(tmp_path / "checkpoint_7"), locked=True).replace(temporaries.machine(), "0" * 12)
+    )
+    path.mkdir()
+    file = path / writer_locks.LOCK_FILE
+    _refuse_directories(monkeypatch)
+    with file.open("wb") as lock:
+        assert "0 to remove" in clean(tmp_path, "--yes").stdout  # its lock is yet to come
+        (path / "data").write_bytes(b"x")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert "0 to remove" in clean(tmp_path, "--yes", "--force").stdout
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_locks, "_mounts_of", lambda _: _NFS)
+            patch.setattr(temporaries, "_LOCK_LOST_SECONDS", -1.0)
+            assert "0 to remove" in clean(tmp_path, "--yes", "--force").stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_locks, "_mounts_of", lambda _: _NFS)
+        assert "0 to remove" in clean(tmp_path, "--dry-run").stdout
+        patch.setattr(temporaries, "_LOCK_LOST_SECONDS", -1.0)
+        assert "1 to remove" in clean(tmp_path, "--dry-run").stdout
+    file.rename(tmp_path / "elsewhere")
+    assert "0 to remove" in clean(tmp_path, "--dry-run").stdout  # between that file's removal and the new name
+    (tmp_path / "elsewhere").rename(file)
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path, tree(), 9)
+    assert names(tmp_path) == ["checkpoint_9"]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_no_locks_at_all(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nothing can be locked, a save says so, leaves no file for it, and only time tells of its temporary."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    seen, real = [], atomic.publish
+
+    def publish(temporary: str, final: str, *, new: bool = False) -> None:
+        held = writer_locks.is_held(temporary)
+        seen.append((held, os.path.isdir(temporary) and writer_locks.LOCK_FILE in os.listdir(temporary)))
+        real(temporary, final, new=new)
+
+    monkeypatch.setattr(atomic, "publish", publish)
+    with use_flag(flag):
+        checkpoints.save_checkpoint(tmp_path, tree(), 1)
+    assert seen == [(None, False)]
+    assert "cannot be locked" in caplog.text
 
 
 @pytest.fixture

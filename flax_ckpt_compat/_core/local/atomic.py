@@ -32,6 +32,7 @@ from flax_ckpt_compat._core.local.temporaries import (
     is_taken,
     parse,
     release,
+    remove_lock_file,
     writer_of,
 )
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
@@ -148,6 +149,7 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
     Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
     directory is replaced. Before anything that is replaced is deleted, what has the name now is what was written."""
     with translated(final):
+        unlock_directory(temporary)
         written = _sizes_in(temporary)
         move = gda_folder.place_arrays(temporary, final)
         try:
@@ -160,6 +162,12 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
             _remove_replaced(replaced, final)
         gda_folder.remove_replaced(move)
         release(temporary)
+
+
+def unlock_directory(temporary: str) -> None:
+    """Remove what only temporaries have from a directory that was written: it is published, or compared, next."""
+    if remove_lock_file(temporary):
+        sync_directory(temporary)
 
 
 def _sizes_in(path: str) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,7 @@ def begin(temporary: str) -> None:
     """Create the folder for a temporary's arrays, with that of a generation where the final name is taken."""
     final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
     folder = folder_of(temporary)
-    temporaries.create_directory(folder)
+    temporaries.create_directory(folder, lock_file=False)
     taken = final is None or presence.lexists(final) or presence.lexists(folder_of(final))
     if generation is not None and taken:
         os.mkdir(os.path.join(folder, generation))

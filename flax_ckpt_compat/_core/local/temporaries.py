@@ -130,10 +130,10 @@ def link_marker_of(temporary: str) -> str | None:
     return os.path.join(directory, basename[: match.start("role")] + "put" + basename[match.end("role") :])
 
 
-def create_directory(path: str) -> None:
-    """Create a directory; hold it if it is a temporary of this process."""
+def create_directory(path: str, *, lock_file: bool = True) -> None:
+    """Create a directory; hold it if it is a temporary of this process, by a ``lock_file`` in it where it has to be."""
     os.mkdir(path)
-    _hold_new(path)
+    _hold_new(path, lock_file=lock_file)
 
 
 def create_file(path: str) -> int:
@@ -147,9 +147,15 @@ def create_file(path: str) -> int:
     return descriptor
 
 
-def _hold_new(path: str) -> None:
+def remove_lock_file(temporary: str) -> bool:
+    """Remove the lock file from a temporary directory that was written; return whether there was one."""
+    match = parse(os.path.basename(temporary))
+    return match is not None and writer_locks.remove_lock_file(match["tag"])
+
+
+def _hold_new(path: str, *, lock_file: bool = False) -> None:
     match = parse(os.path.basename(path))
-    if match is not None and _is_locked(match) and not writer_locks.hold(match["tag"], path):
+    if match is not None and _is_locked(match) and not writer_locks.hold(match["tag"], path, lock_file=lock_file):
         _log.warning("%s cannot be locked, so other saves may take it for what a dead process left", path)
 
 

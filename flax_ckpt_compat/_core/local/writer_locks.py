@@ -2,6 +2,7 @@
 
 Names of hosts and numbers of processes tell nothing across containers; a lock holds in all containers of one kernel.
 It is taken before the first byte is written, so that only an empty temporary may be one whose lock is yet to come.
+Directories of NFS, whose locks stay in one machine, and those of file systems that lock files only hold a lock file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _OF_THIS_MACHINE = frozenset([
 _NFS, _SERVER_LOCKS = frozenset(["nfs", "nfs4"]), "local_lock=none"
 _WAIT_SECONDS, _POLL_SECONDS = 5.0, 0.002
 _held: dict[str, list[int]] = {}  # tag of a temporary → descriptors
+# In a temporary directory that cannot be locked itself. Whatever reads the checkpoint never sees it.
+LOCK_FILE = ".writer-lock"
+_lock_files: dict[str, str] = {}  # tag of a temporary → path of the lock file in it
 
 
 def is_of_this_machine(directory: str) -> bool:
@@ -57,23 +61,53 @@ def _mounts_of(device: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-def hold(tag: str, path: str) -> bool:
-    """Lock what is at a path until `release` of this tag, or the end of this process; return whether it is locked."""
-    descriptor = None
+def hold(tag: str, path: str, *, lock_file: bool = False) -> bool:
+    """Lock what is at a path until `release` of this tag, or the end of this process; return whether it is locked.
+
+    With ``lock_file``, create a file in a directory that cannot be locked itself, and lock that;
+    `remove_lock_file` removes it before the directory is published."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if work_in(path if stat.S_ISDIR(os.fstat(descriptor).st_mode) else os.path.dirname(path) or os.curdir):
+        if _lock(tag, path, os.O_RDONLY):
+            return True
+    except OSError:  # no locks, or none is left, or it may not be read
+        pass
+    try:
+        within = os.path.join(path, LOCK_FILE)
+        return lock_file and work_in(path) and _lock(tag, within, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except OSError:
+        with suppress(OSError):  # without its lock it would say that this process is dead
+            remove_lock_file(tag)
+        return False
+
+
+def _lock(tag: str, path: str, access: int) -> bool:
+    """Lock a file or directory that is there, or is created; return False if its locks stay in this machine."""
+    descriptor: int | None = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    assert descriptor is not None
+    try:
+        if access & os.O_CREAT:
+            _lock_files[tag] = path
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        reaches = is_of_this_machine(path) if is_directory else work_in(os.path.dirname(path) or os.curdir)
+        if reaches:
             # Others may lock it only to look whether it is; shared, because NFS takes exclusive ones for writing only.
             lock_in_time(descriptor, fcntl.LOCK_SH, _WAIT_SECONDS)
             _held.setdefault(tag, []).append(descriptor)
             descriptor = None
-            return True
-    except OSError:  # no locks, or none is left, or it may not be read
-        pass
+        return reaches
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    return False
+
+
+def remove_lock_file(tag: str) -> bool:
+    """Remove the lock file of a tag; return whether there was one. From then on, only time protects the directory."""
+    path = _lock_files.pop(tag, None)
+    if path is not None:
+        release(tag)  # first, as NFS renames a file that is open instead
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    return path is not None
 
 
 def lock_in_time(descriptor: int, operation: int, seconds: float) -> None:
@@ -90,6 +124,7 @@ def lock_in_time(descriptor: int, operation: int, seconds: float) -> None:
 
 def release(tag: str) -> None:
     """Unlock what `hold` locked under a tag."""
+    _lock_files.pop(tag, None)
     for descriptor in _held.pop(tag, ()):
         with suppress(OSError):  # a fork of this process may have the descriptor, too
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -100,15 +135,29 @@ def release(tag: str) -> None:
 def is_held(path: str) -> bool | None:
     """Return whether a writer that locks what it writes is alive; None if that cannot be told."""
     try:
-        status = os.lstat(path)
-        is_directory = stat.S_ISDIR(status.st_mode)
         directory = os.path.dirname(path) or os.curdir
-        if is_directory and not is_of_this_machine(directory):
+        is_local, status = is_of_this_machine(directory), os.lstat(path)
+        if not work_in(directory) or not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
             return None
-        if not (is_directory or stat.S_ISREG(status.st_mode)) or not work_in(directory):
-            return None
-        is_empty = not os.listdir(path) if is_directory else not status.st_size
-        access = os.O_RDONLY if is_of_this_machine(directory) else os.O_RDWR  # which NFS takes an exclusive lock for
+        if stat.S_ISDIR(status.st_mode):
+            names, within = os.listdir(path), os.path.join(path, LOCK_FILE)
+            is_empty, has_file = not set(names) - {LOCK_FILE}, LOCK_FILE in names
+            if not (has_file or is_local):
+                return None
+            path = within if has_file else path
+        else:
+            is_empty = not status.st_size
+    except OSError:
+        return None
+    # NFS takes an exclusive lock for writing only, and elsewhere one may look who may not write.
+    found = _is_taken(path, os.O_RDONLY) if is_local else None
+    found = _is_taken(path, os.O_RDWR) if found is None else found
+    return None if is_empty and not found else found
+
+
+def _is_taken(path: str, access: int) -> bool | None:
+    """Return whether others hold a lock on what is at a path; None if that cannot be told with this access."""
+    try:
         descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
@@ -119,7 +168,7 @@ def is_held(path: str) -> bool | None:
     finally:
         with suppress(OSError):
             os.close(descriptor)
-    return None if is_empty else False
+    return False
 
 
 def _forget_all() -> None:
@@ -129,6 +178,7 @@ def _forget_all() -> None:
             with suppress(OSError):
                 os.close(descriptor)
     _held.clear()
+    _lock_files.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
