@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
+from flax_ckpt_compat._core.local.temporaries import Use
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import RemoteStorage, Source, Storage
@@ -244,9 +245,11 @@ class Location:
 
         ``locked``: a backend creates it, which locks it, so that others can tell whether this process is alive."""
         found = self.storage.temporary_path(self.path, locked=locked)
+        use = Use(found)
         try:
             yield found
         except BaseException:
+            del use
             atomic.remove_temporary(found)
             raise
 

@@ -403,11 +403,11 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
             assert removes.wait(60)
         remove_others(request, *listing)
 
-    def hide_later(path: str) -> Any:
+    def hide_later(path: str, *rest: Any) -> Any:
         if path.endswith("checkpoint_7"):
             removes.set()
             other.join(0.5)
-        return hide(path)
+        return hide(path, *rest)
 
     monkeypatch.setattr(retention, "_remove_others", remove_later)
     monkeypatch.setattr(removal, "_hide", hide_later)

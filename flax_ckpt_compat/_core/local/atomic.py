@@ -26,6 +26,7 @@ from flax_ckpt_compat._core.local.syncing import sync_directory as sync_director
 from flax_ckpt_compat._core.local.temporaries import (
     ABSENT,
     GONE,
+    Use,
     abandon,
     claimed_path,
     is_alive,
@@ -84,7 +85,7 @@ def _remove_leftover(path: str) -> bool:
             if gda_folder.is_link_marker(os.path.basename(path)):
                 gda_folder.recover(path)
             else:
-                delete(_never_put_back(path))
+                _delete_replaced(path)
     except OSError as error:
         _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
         return False
@@ -205,7 +206,7 @@ def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
 def _remove_replaced(replaced: str, final: str) -> None:
     """Delete the replaced checkpoint; log a failure, as the new one is in place."""
     try:
-        delete(_never_put_back(replaced))
+        _delete_replaced(replaced)
         sync_directory(os.path.dirname(final))
     except BaseException as error:
         abandon(replaced)
@@ -222,19 +223,22 @@ def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[st
             _remove_leftover(os.path.join(directory, name))
 
 
-def _never_put_back(path: str) -> str:
-    """Rename a replaced checkpoint before its deletion, so that `restore_set_aside` never puts back half of it."""
+def _delete_replaced(path: str) -> None:
+    """Delete a temporary, a replaced checkpoint by another name: `restore_set_aside` never puts back half of it."""
     match = parse(os.path.basename(path))
     if match is None or match["role"] != "old":
-        return path
+        return delete(path)
     doomed = claimed_path(os.path.join(os.path.dirname(path), match["name"]), now=path)
+    use = Use(doomed)
     try:
         os.rename(path, doomed)
     except BaseException:
         release(doomed)
         raise
     release(path)
-    return doomed
+    delete(doomed)
+    del use
+    return None
 
 
 def _put_in_place(temporary: str, final: str, new: bool) -> str | None:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
-from flax_ckpt_compat._core.local.temporaries import GONE, abandon, claimed_path, release
+from flax_ckpt_compat._core.local.temporaries import GONE, Use, abandon, claimed_path, release
 from flax_ckpt_compat._core.local.writer_locks import lock_in_time
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -28,21 +29,40 @@ _DOOMED = "removed" + TEMPORARY
 _LOCK_SECONDS = 5.0
 
 
+class _Call:
+    """A call of `locked`: once nothing holds it, Ctrl-C has ended it, whatever it has still open."""
+
+
+_calls: list[tuple[weakref.ref[_Call], list[int]]] = []  # with their descriptors
+
+
 @contextmanager
 def locked(directory: str) -> Iterator[None]:
     """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
-    descriptor = None
+    for ended in [one for one in _calls if one[0]() is None]:
+        _close(ended[1])
+        with suppress(ValueError):  # another thread did
+            _calls.remove(ended)
+    call, descriptors = _Call(), list[int]()
+    _calls.append((weakref.ref(call), descriptors))
     try:
         with suppress(OSError):
-            descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-            lock_in_time(descriptor, fcntl.LOCK_EX, _LOCK_SECONDS)
+            # In one step, between whose halves no Ctrl-C comes.
+            descriptors.extend(map(os.open, [directory], [os.O_RDONLY | os.O_CLOEXEC]))
+            lock_in_time(descriptors[0], fcntl.LOCK_EX, _LOCK_SECONDS)
         yield
     finally:
-        if descriptor is not None:
-            with suppress(OSError):  # a fork of this process may have the descriptor, too
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            with suppress(OSError):
-                os.close(descriptor)
+        _close(descriptors)
+
+
+def _close(descriptors: list[int]) -> None:
+    """Unlock and close descriptors, each of which is in the list until it is closed."""
+    for descriptor in descriptors:
+        with suppress(OSError):  # a fork of this process may have the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    while descriptors:
+        with suppress(OSError):
+            list(map(os.close, map(list.pop, [descriptors])))  # in one step
 
 
 def discard(paths: Iterable[str]) -> dict[str, StorageError]:
@@ -52,10 +72,11 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
     assert not isinstance(paths, str)  # its characters would be paths
     failures: dict[str, StorageError] = {}
     hidden: dict[str, str | None] = {}
+    uses: list[Use] = []
     try:
         for path in paths:
             try:
-                hidden[path] = _hide(path)
+                hidden[path] = _hide(path, uses)
             except GONE:
                 continue
             except OSError as error:
@@ -84,8 +105,8 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
     return failures
 
 
-def _hide(path: str) -> str | None:
-    """Rename a directory and return its new path; delete anything else.
+def _hide(path: str, uses: list[Use]) -> str | None:
+    """Rename a directory and return its new path, whose use is added to ``uses``; delete anything else.
 
     On overlayfs, directories of lower layers, such as those of a container's image, cannot be renamed: they get a mark
     that makes them incomplete for all readers of ours, and keep their path."""
@@ -94,6 +115,7 @@ def _hide(path: str) -> str | None:
         return None
     _refuse_if_contents_stay(path)
     aside = claimed_path(path)
+    uses.append(Use(aside))
     try:
         os.rename(path, aside)
     except OSError as error:

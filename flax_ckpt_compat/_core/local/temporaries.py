@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import time
+import weakref
 from contextlib import suppress
 from typing import Literal
 
@@ -53,6 +54,18 @@ _log = logging.getLogger("flax_ckpt_compat")
 # Tags of failed saves of this process. The next save removes what is left of them, because it could not be removed
 # or a late process of the same job wrote it again.
 _abandoned: set[str] = set()
+_uses: dict[str, weakref.ref[Use]] = {}  # tag of a temporary → what is alive while this process uses it
+
+
+class Use:
+    """A use of a temporary by this process: once nothing holds it, the temporary is abandoned.
+
+    Ctrl-C may come at any place, also where a save that it interrupted is cleaned up."""
+
+    def __init__(self, temporary: str):
+        match = parse(os.path.basename(temporary))
+        if match is not None:
+            _uses[match["tag"]] = weakref.ref(self)
 
 
 def temporary_path(path: str, role: str = "new", *, locked: bool = False) -> str:
@@ -190,7 +203,8 @@ def _is_locked(match: re.Match[str]) -> bool:
 
 def writer_of(match: re.Match[str], path: str) -> Literal["alive", "perhaps", "dead"]:
     """Return the state of the writer of a temporary, given its parsed name; "perhaps": only time can tell."""
-    if match["tag"] in _abandoned:
+    use = _uses.get(match["tag"])
+    if match["tag"] in _abandoned or (use is not None and use() is None):
         return "dead"
     if match["machine"] == machine():
         started, recorded = start_time(int(match["pid"])), int(match["start"])

@@ -1,0 +1,82 @@
+"""Storms of Ctrl-C: many interrupts during saves of both formats, evictions, background saves and conversions."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core import location
+from flax_ckpt_compat._core.local import atomic, removal
+from tests.save.interrupt_storm import FORMATS, KINDS
+from tests.support import interrupting
+from tests.support.interpreters import ROOT
+from tests.support.saves import tree
+
+
+def _storm(folder: Path, seed: int, rounds: int) -> dict[str, int]:
+    """Run a storm in a process of its own, which has to end; return its counts."""
+    command = [sys.executable, "-m", "tests.save.interrupt_storm", str(folder), str(seed), str(rounds)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 + 3 * rounds)
+    assert ended.returncode == 0, f"seed {seed}, {rounds} rounds:\n{ended.stdout}\n{ended.stderr[-4000:]}"
+    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return counts
+
+
+def test_a_storm(tmp_path: Path) -> None:
+    """After each interrupt the last acknowledged checkpoint restores; at last saves work, and leave nothing hidden."""
+    counts = _storm(tmp_path, 1, 20)
+    assert counts["interrupts"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 14))
+def test_long_storms(seed: int, tmp_path: Path) -> None:
+    """The same, of other seeds, and of all kinds of calls."""
+    counts = _storm(tmp_path, seed, 300)
+    assert {key.rsplit(" ", 1)[0] for key in counts if key != "interrupts"} == {
+        f"{format} {kind}" for format in FORMATS for kind in KINDS
+    }
+
+
+@pytest.mark.parametrize(
+    "place",
+    [removal, pytest.param(atomic, marks=pytest.mark.slow), pytest.param(location, marks=pytest.mark.slow)],
+    ids=["removal", "publishing", "location"],
+)
+@pytest.mark.parametrize("fails", [False, True], ids=["evicts", "fails"])
+def test_what_an_interrupt_leaves_goes_with_the_next_save(
+    flag: bool, fails: bool, place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever Ctrl-C comes in an eviction, or in the removal of what a failed save wrote.
+
+    What was set aside to be deleted stayed, whole, while the process lived: its writer is alive."""
+    checkpoints.save_checkpoint(tmp_path, tree(), 0)
+    is_place, at, real = True, 0, os.fsync
+
+    def save() -> None:
+        with contextlib.suppress(errors.StorageError):
+            checkpoints.save_checkpoint(tmp_path, tree(), 2 * at, keep=1, overwrite=True)
+
+    def refuse(_: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    while is_place:
+        at += 1
+        if fails:
+            monkeypatch.setattr(os, "fsync", refuse)
+        is_place = interrupting.ctrl_c(save, at, place.__file__)
+        monkeypatch.setattr(os, "fsync", real)
+        checkpoints.save_checkpoint(tmp_path, tree(), 2 * at + 1, keep=1, overwrite=True)
+        assert os.listdir(tmp_path) == [f"checkpoint_{2 * at + 1}"], at
+    assert at > 5
