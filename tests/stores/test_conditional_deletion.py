@@ -239,3 +239,15 @@ def test_what_a_writer_that_lost_leaves_is_deleted_by_version(bucket: Bucket, de
     assert bucket.keys() == []
     assert len(deletions) == 2
     assert all(deletions)
+
+
+def test_a_writer_clears_all_but_what_it_keeps_and_its_marker(bucket: Bucket) -> None:
+    """What other processes of its save have uploaded stays, of whatever name; all else goes, commit files too."""
+    url = f"{bucket.url}/run/c"
+    for name in ("_METADATA", "manifest.ocdbt", "d/old", "d/new", "commit_success.txt"):
+        client.write(f"{url}/{name}", b"x")
+    lease = WriteLease(url)
+    lease.clear(keep=["d/new", "manifest.ocdbt"])
+    assert bucket.keys() == sorted(f"run/c/{name}" for name in ("d/new", "manifest.ocdbt", lease.marker))
+    lease.release()
+    assert bucket.keys() == ["run/c/d/new", "run/c/manifest.ocdbt"]
