@@ -17,7 +17,7 @@ from tests.reliability import shim
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run experiments and print their table; exit with 1 if ours failed in any."""
+    """Run experiments and print their table; exit with 1 if ours failed where it promises not to."""
     options = _options(arguments)
     if not shim.why_not() and not shim.is_loaded():
         os.execve(
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
                 page.show(system.name, row.cells[system.name])
             if options.write:
                 page.write(row)
-        failed = failed or row.failed
+        failed = failed or (row.failed and experiment.is_promised)
     return int(failed)
 
 

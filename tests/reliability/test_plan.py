@@ -99,3 +99,19 @@ def test_the_page_says_how_many_were_planned(tmp_path: Path, monkeypatch: pytest
     assert (calls[1], read[1]) == (f"0 of {ran}, 120 planned", "0 of 7")
     calls, read = cells("--continue")
     assert (calls[1], read[1]) == ("0 of 120", "0 of 7")
+
+
+@pytest.mark.parametrize("is_promised", [True, False])
+def test_the_command_fails_where_a_promise_is_broken(is_promised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of what is known to go wrong is shown, and does not count."""
+
+    def run(_: System, tally: Tally, __: Extent) -> None:
+        tally.add("lost: a checkpoint", "a case")
+
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
+    monkeypatch.setattr(logging, "disable", lambda _: None)
+    monkeypatch.setattr(command.shim, "is_loaded", lambda: True)
+    monkeypatch.setattr(experiments, "WITH_SHIM", ())
+    row = experiments.Experiment("late", "late", run, (OURS,), is_promised)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", (row,))
+    assert command.main(["--scale", "1"]) == is_promised
