@@ -111,7 +111,7 @@ def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
 
 
 def verify(array: FolderArray, path: Path) -> bool:
-    """Verify the metadata of an array, and the chunks of it or its slice; return whether all have checksums.
+    """Verify the metadata and the chunks of a whole array; return whether all have checksums.
 
     Chunks are decoded, in bounded memory, which verifies their content."""
     check_metadata(array, path)
@@ -124,7 +124,7 @@ def verify(array: FolderArray, path: Path) -> bool:
     limit = max(1, BATCH_BYTES // array.dtype.itemsize)
     boxes = array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
     reads = BatchedReads(verify=True)
-    for box in boxes if array.index is None else [array.index]:
+    for box in boxes:
         reads.begin(dataclasses.replace(array, index=box), path)
         reads.finish()
     return True
@@ -153,9 +153,8 @@ def _is_altered(array: FolderArray, path: Path, what: str, rest: str = "") -> Ch
 
 
 def _chunk_names(array: FolderArray) -> list[str]:
-    """Return the names of the chunks that hold an array, or its slice."""
-    index = array.index or tuple(slice(0, length) for length in array.shape)
-    rows = [range(one.start // side, -(-one.stop // side)) for one, side in zip(index, array.chunks, strict=True)]
+    """Return the names of the chunks that hold an array."""
+    rows = [range(-(-length // side)) for length, side in zip(array.shape, array.chunks, strict=True)]
     return [".".join(map(str, numbers)) or "0" for numbers in itertools.product(*rows)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_ckpt_compat
+from flax_ckpt_compat._core.tree import Shard
 
 MIB = 1 << 20
 
@@ -66,6 +68,21 @@ def test_no_chunk_reaches_over_two_shards(part: tuple[int, ...], split: list[int
         assert chunks == list(part)
     if split == [1, 1, 1, 1]:
         assert math.prod(chunks) * 8 <= limit
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (1, 4), (3, 5), (2, 7), (1, 3)])
+def test_a_shard_that_cuts_a_chunk_is_refused(start: int, stop: int) -> None:
+    """What it lacks of the chunk would be stored as something else; shards that begin and end with chunks pass."""
+    text = zarr.dump_metadata((8, 3), (2, 3), np.dtype(np.int16), Encoding())
+    info = zarr.parse_array_metadata(json.dumps(text).encode(), zarr3=False)
+    columns = slice(0, 3)
+    with pytest.raises(ValueError, match="was expected to lie in one shard"):
+        ocdbt_writer._cells_of(Shard((slice(start, stop), columns), np.zeros((stop - start, 3), np.int16)), info)
+    whole = Shard((slice(2, 6), columns), np.zeros((4, 3), np.int16))
+    assert ocdbt_writer._cells_of(whole, info) == [
+        ("1.0", (slice(0, 2), columns)),
+        ("2.0", (slice(2, 4), columns)),
+    ]
 
 
 @pytest.mark.slow

@@ -263,6 +263,41 @@ def test_two_spellings_of_a_step_are_one_step(flag: bool, tmp_path: Path) -> Non
     assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7.0"], 3)
 
 
+def test_a_replaced_spelling_does_not_count(flag: bool, tmp_path: Path) -> None:
+    """Of two steps that are kept, one is the older step, and not the name that goes anyway."""
+    for step in (5, 7):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
+    ours.save_checkpoint(tmp_path, tree(8), 7.0, keep=2, overwrite=True)
+    assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_5", "checkpoint_7.0"], 8)
+
+
+@pytest.mark.filterwarnings("ignore:Flax Checkpointing:DeprecationWarning")
+def test_newer_steps_that_are_overwritten_do_not_count(flag: bool, tmp_path: Path) -> None:
+    """As in Flax: of two steps that are kept, one is the older step, and not the newer one that goes anyway."""
+    for module, folder in ((ours, tmp_path / "ours"), (flax_checkpoints, tmp_path / "flax")):
+        for step in (3, 5, 9):
+            module.save_checkpoint(folder, tree(step), step, keep=3)
+        module.save_checkpoint(folder, tree(6), 5, keep=2, overwrite=True)
+    assert names(tmp_path / "ours") == names(tmp_path / "flax") == ["checkpoint_3", "checkpoint_5"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, ["checkpoint_7", "checkpoint_7.0"]), (1, ["checkpoint_7"])])
+def test_the_other_spelling_of_another_writer(
+    keep: int, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was saved since the check: without ``overwrite`` only ``keep`` removes it, as the older of the two."""
+    remove_others = retention._remove_others
+
+    def after_the_other_writer(*arguments: Any) -> None:
+        shutil.copytree(tmp_path / "checkpoint_7", tmp_path / "checkpoint_7.0")
+        remove_others(*arguments)
+
+    monkeypatch.setattr(retention, "_remove_others", after_the_other_writer)
+    with use_flag(True):
+        ours.save_checkpoint(tmp_path, tree(7), 7, keep=keep)
+    assert names(tmp_path) == left
+
+
 def test_huge_steps_are_told_apart(flag: bool, tmp_path: Path) -> None:
     """Clock readings in nanoseconds differ by less than a float can show, and still are different steps."""
     first = 1_795_210_434_730_666_001
