@@ -204,6 +204,23 @@ def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.
     assert caught is None or caught.value.leaf in lost
 
 
+def test_a_file_that_ends_where_a_leaf_does(tmp_path: Path) -> None:
+    """That leaf is whole: the next one is named, and none where only the rest of the run is lost."""
+    (tmp_path / "file").write_bytes(b"abcd")
+    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
+        first, second = (Read(source, at, 4, (name,)) for at, name in ((0, "first"), (4, "second")))
+        for reads, expected in (([first, second], second), ([first], None)):
+            ended = list[Read | None]()
+
+            def note(read: Read | None, ended: list[Read | None] = ended) -> Exception:
+                ended.append(read)
+                return EOFError()
+
+            with pytest.raises(EOFError):
+                read_runs([Run(source, 0, 8, reads)], bool, note)
+            assert ended == [expected]
+
+
 @given(data=st.data())
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[_ANY])
 def test_mapped_ranges_are_what_the_file_holds(tmp_path: Path, data: st.DataObject) -> None:

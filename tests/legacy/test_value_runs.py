@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tracemalloc
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
-from flax_ckpt_compat.legacy import BACKEND, parse, reader
+from flax_ckpt_compat.legacy import BACKEND, format, parse, reader, value_runs
 from flax_ckpt_compat.legacy.sequential_reader import Window
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,38 @@ def test_as_flax_and_as_value_by_value(scratch: Callable[[], Path], document: An
         assert describe(BACKEND.open(location_of(path))) == described
         assert fingerprint(checkpoints.restore_checkpoint(path, None)) == expected
     path.unlink()
+
+
+_ONE_OF_EACH = [True, 2, 2.5, 1j, "text", b"by", None]
+# As numpy holds numbers, and characters and bytes as such.
+_NBYTES = dict(zip(_ONE_OF_EACH, [1, 8, 8, 16, 4, 2, 0], strict=True))
+
+
+@pytest.mark.parametrize("of", [list, lambda values: dict(zip("ab", values, strict=True))], ids=["list", "dict"])
+def test_a_run_takes_what_its_values_take(of: Callable[[Any], Any]) -> None:
+    """Of one type or of two."""
+    for values in itertools.product(_ONE_OF_EACH, repeat=2):
+        branch = value_runs.branch_of(of(values), (), lambda *_: None)
+        assert branch is not None and branch.run is not None
+        assert branch.run.nbytes == sum(_NBYTES[one] for one in values)
+
+
+@pytest.mark.parametrize(
+    "values", [[], {}, [1, np.float32(2)], [1, [2]], [format.PLACEHOLDER], {"a": 1, "b": format.PLACEHOLDER + "b"}]
+)
+def test_what_is_no_run(values: Any) -> None:
+    """Nothing, arrays, other containers, and references to arrays of several processes, which are text in the file."""
+    assert value_runs.branch_of(values, (), lambda *_: None) is None
+
+
+@pytest.mark.parametrize("takes", ["small files", "large files"])
+def test_a_reference_among_numbers(takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an array that is not there, and never its text."""
+    if takes == "large files":
+        monkeypatch.setattr(reader, "unpack", lambda *_: None)
+    path = _write(tmp_path / "checkpoint_1", {"a": [*range(50), format.PLACEHOLDER + "a/50"]})
+    with pytest.raises(CorruptCheckpointError, match=r"no array .*checkpoint_1_gda/a/50"):
+        flax_ckpt_compat.restore(path)
 
 
 @given(document=_DOCUMENTS, cut=st.floats(0, 1), flip=st.integers(0, 255), at=st.floats(0, 1))

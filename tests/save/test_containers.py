@@ -357,6 +357,37 @@ def test_an_empty_temporary_may_be_locked_at_once(tmp_path: Path, foreign: Calla
     assert (left.exists(), written.exists()) == (True, False)
 
 
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_an_empty_temporary_that_is_locked(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Its writer is alive, also before the first byte; without the lock, nothing is known until there is one."""
+    path = tmp_path / "temporary"
+    make(path)
+    assert writer_locks.is_held(str(path)) is None
+    assert writer_locks.hold("tag", str(path))
+    assert writer_locks.is_held(str(path)) is True
+    writer_locks.release("tag")
+    assert writer_locks.is_held(str(path)) is None
+
+
+def test_exclusive_locks_are_for_writing_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS (flock(2)): a file is held by a descriptor that reads, and looked at by one that writes."""
+    path, lock = tmp_path / "temporary", fcntl.flock
+    path.write_bytes(b"x")
+
+    def of_nfs(descriptor: int, operation: int) -> None:
+        writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if operation & fcntl.LOCK_EX and not writes:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    monkeypatch.setattr(writer_locks, "_mounts_of", lambda _: (("nfs4", ("rw", "local_lock=none")),))
+    assert writer_locks.hold("tag", str(path))
+    assert writer_locks.is_held(str(path)) is True
+    writer_locks.release("tag")
+    assert writer_locks.is_held(str(path)) is False
+
+
 def test_locks_that_do_not_reach(tmp_path: Path, foreign: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system of other machines whose locks stay in one of them, time decides."""
     left = foreign(locked=True)

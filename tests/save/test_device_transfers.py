@@ -64,6 +64,19 @@ def test_values_are_those_of_numpy(placed: list[int]) -> None:
         assert value.tobytes() == np.array(array, order="C").tobytes()
 
 
+@pytest.mark.parametrize("page_locked", [False, True])
+def test_arrays_in_another_layout(page_locked: bool) -> None:
+    """A compiler may choose columns first for what it keeps on a device; the values are in C order all the same."""
+    layouts = pytest.importorskip("jax.experimental.layout")
+    if not hasattr(layouts, "Format"):
+        pytest.skip("this jax names layouts otherwise")
+    array = jnp.arange(12.0).reshape(3, 4)
+    array = jax.device_put(array, layouts.Format(layouts.Layout((1, 0)), array.sharding))
+    assert not np.asarray(array).flags.c_contiguous
+    (found,) = device_transfers.to_host([array], page_locked=page_locked)
+    assert found.flags.c_contiguous and found.tolist() == np.arange(12.0).reshape(3, 4).tolist()
+
+
 def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
     """What was copied by then stays; numpy copies the rest, and nothing more is tried."""
     count = jax.device_put

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.object_store import client, retrying, uploads
+from flax_ckpt_compat._core.object_store import client, replace_directory, retrying, uploads, writer_markers
 from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from tests.stores.test_faults import from_request, state
 from tests.support import s3
@@ -232,3 +233,68 @@ def test_a_new_context_within_a_conditional_write(any_bucket: AnyBucket, monkeyp
     monkeypatch.setattr(uploads, "_as_array", later)
     assert not uploads.write_if(url, bytes(2 * 2**20), there)
     assert client.read(url) == b"newer"
+
+
+METADATA, DATA = "_METADATA", "d/0123456789abcdef0123456789abcdef"
+
+
+def _settle(bucket: AnyBucket, staged: Path, at_look: Callable[[int], None]) -> int:
+    """Uploads two files, while something happens before each look at the folder; returns how many looks it took."""
+    for name in (METADATA, DATA):
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes(b"new " + name.encode())
+    bucket.put(f"run/c/{METADATA}", b"old")
+    lease = writer_markers.WriteLease(f"{bucket.url}/run/c")
+    look, looks = lease.list_others, list[int]()
+
+    def look_later() -> set[str]:
+        looks.append(len(looks))
+        at_look(looks[-1])
+        return look()
+
+    lease.list_others = look_later  # type: ignore[method-assign]
+    bucket.put("run/c/kept", b"kept")
+    versions = replace_directory.shared_versions(lease, [METADATA])
+    replace_directory.upload_all(lease, str(staged), [METADATA, DATA], versions, ["kept"])
+    there = {key.removeprefix("run/c/"): bucket.get(key) for key in bucket.keys("run/c/")}
+    there.pop(lease.marker)
+    assert there == {"kept": b"kept", **{name: b"new " + name.encode() for name in (METADATA, DATA)}}
+    return len(looks)
+
+
+@pytest.mark.parametrize("change", ["nothing", "a stray", METADATA, DATA])
+def test_what_late_requests_do_to_an_upload(change: str, any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """An object that comes is removed, one that goes is uploaded again: in one more round, as the next look shows."""
+
+    def at_look(number: int) -> None:
+        if number or change == "nothing":
+            return
+        if change == "a stray":
+            any_bucket.put("run/c/stray", b"of an aborted writer")
+        else:
+            any_bucket.delete(f"run/c/{change}")
+
+    assert _settle(any_bucket, tmp_path, at_look) == (1 if change == "nothing" else 2)
+
+
+def test_another_version_is_replaced_once_it_is_known(
+    any_bucket: AnyBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of that name came late, after the versions were looked up: its version is looked up again."""
+    upload, rounds = uploads.upload, list[list[str]]()
+
+    def after_a_late_write(directory: str, url: str, names: Any, *rest: Any) -> list[str]:
+        if not rounds:
+            any_bucket.put(f"run/c/{METADATA}", b"of an aborted writer")
+        rounds.append(sorted(names))
+        return upload(directory, url, names, *rest)
+
+    monkeypatch.setattr(uploads, "upload", after_a_late_write)
+    assert _settle(any_bucket, tmp_path, lambda _: None) == 2
+    assert rounds == [[METADATA, DATA], [METADATA]]
+
+
+def test_a_folder_that_never_settles(any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """Another program writes to it: nothing is committed."""
+    with pytest.raises(errors.ConcurrentWriteError):
+        _settle(any_bucket, tmp_path, lambda number: any_bucket.put(f"run/c/stray{number}", b""))
