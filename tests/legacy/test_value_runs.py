@@ -101,8 +101,8 @@ def test_a_reference_among_numbers(takes: str, tmp_path: Path, monkeypatch: pyte
     """It is an array that is not there, and never its text."""
     if takes == "large files":
         monkeypatch.setattr(reader, "unpack", lambda *_: None)
-    path = _write(tmp_path / "checkpoint_1", {"a": [*range(50), format.PLACEHOLDER + "a/50"]})
-    with pytest.raises(CorruptCheckpointError, match=r"no array .*checkpoint_1_gda/a/50"):
+    path = _write(tmp_path / "checkpoint_1", {"a": [*range(5_000), format.PLACEHOLDER + "a/5000"]})
+    with pytest.raises(CorruptCheckpointError, match=r"no array .*checkpoint_1_gda/a/5000"):
         flax_ckpt_compat.restore(path)
 
 

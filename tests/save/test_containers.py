@@ -445,3 +445,23 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert writer_locks.is_held(path) is False
     finally:
         os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_fork_releases_nothing_of_its_own(tmp_path: Path) -> None:
+    """The numbers of the descriptors that its parent locks are those of its own files soon."""
+    code = f"""
+import os
+from flax_ckpt_compat._core.local import writer_locks
+path = {str(tmp_path / "temporary")!r}
+open(path, "w").close()
+assert writer_locks.hold("tag", path)
+child = os.fork()
+if not child:
+    own = os.open(path, os.O_RDONLY)
+    writer_locks.release("tag")
+    os.fstat(own)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), writer_locks.is_held(path))
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert process.stdout.split() == ["0", "True"], process.stderr

@@ -256,6 +256,7 @@ def _settle(bucket: AnyBucket, staged: Path, at_look: Callable[[int], None]) -> 
     bucket.put("run/c/kept", b"kept")
     versions = replace_directory.shared_versions(lease, [METADATA])
     replace_directory.upload_all(lease, str(staged), [METADATA, DATA], versions, ["kept"])
+    assert versions.keys() == {METADATA}  # the others have names of their own, and need no condition
     there = {key.removeprefix("run/c/"): bucket.get(key) for key in bucket.keys("run/c/")}
     there.pop(lease.marker)
     assert there == {"kept": b"kept", **{name: b"new " + name.encode() for name in (METADATA, DATA)}}
