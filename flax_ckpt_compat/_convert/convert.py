@@ -68,7 +68,8 @@ def convert(
         progress: called with each result as it completes.
 
     Returns:
-        What was done, in the order of the sources.
+        What was done, in the order of the sources. ``left_out`` of each is what a file has no place for: custom
+        metadata, other files in the directory.
 
     Raises:
         ConversionError: some checkpoints could not be converted; all others were.

@@ -50,8 +50,12 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
         message = str(failure) if job.source in str(failure) else f"{job.source}: {failure}"
         error = f"{type(failure).__name__}: {message}"
         status = "failed"
-    leaves, nbytes, notes = (len(found.leaves), found.nbytes, tuple(found.notes)) if found else (0, 0, ())
-    return Conversion(job.source, job.destination, status, leaves, nbytes, time.monotonic() - start, notes, error)
+    seconds = time.monotonic() - start
+    if found is None:
+        return Conversion(job.source, job.destination, status, seconds=seconds, error=error)
+    notes, left_out = tuple(found.notes), () if error is not None else tuple(found.left_out)
+    size = len(found.leaves), found.nbytes
+    return Conversion(job.source, job.destination, status, *size, seconds, notes, error, left_out)
 
 
 def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:

@@ -46,6 +46,8 @@ class Conversion:
         seconds: time taken.
         notes: what to know about the result, such as dicts that became lists.
         error: why it failed, or None.
+        left_out: what the result lacks, because its format has no place for it: custom metadata, other files in the
+            directory. With ``item``, they were not asked for, and are a note.
     """
 
     source: str
@@ -56,3 +58,4 @@ class Conversion:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     error: str | None = None
+    left_out: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.orbax_directory import (
+    RANDOM_KEYS,
     ItemKind,
     Layout,
     beside_tree,
@@ -43,6 +44,7 @@ _ARRAY = f"{_HANDLERS}array_checkpoint_handler.ArrayCheckpointHandler"
 _KEY = f"{_HANDLERS}random_key_checkpoint_handler.{{}}RandomKeyCheckpointHandler"
 _JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"  # v1 reads what it has written, too
 _METRICS = f"{_V1_HANDLERS}json_handler.MetricsHandler"  # v1's for the item of this name
+_OF_LEAVES = (ItemKind.TREE, ItemKind.ARRAY, ItemKind.KEY)
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +62,7 @@ class Output:
     # Item name → Orbax's record of a tree's tuples and namedtuples.
     rich_types: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
+    left_out: list[str] = dataclasses.field(default_factory=list)  # what it lacks of the source
 
     @property
     def has_items(self) -> bool:
@@ -109,31 +112,44 @@ def output_of(opened: Opened, job: Job) -> Output:
     if job.to == "safetensors":
         found.trees = {"": safetensors.prepared(found.trees[""])}
         notes += safetensors.note_of_others(found.trees[""])
-    if items.beside:
-        done = "not converted" if job.to in FILES else "copied"
-        names = (f"{item}/{name}" if item else name for item, name in items.beside)
-        notes.append(f"{done}: other files in its directory: {one_line(names)}")
     found.notes = notes
+    if items.beside:
+        others = f"other files in its directory: {one_line(items.names_beside)}"
+        if job.to in FILES:
+            found.left_out.append(others)
+        else:
+            notes.append(f"copied: {others}")
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
         notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
     described = metadata.read_metadata(opened)
-    if job.to in FILES:
-        notes.extend(["not converted: custom metadata"] if described.custom else [])
-    else:
+    _add_metadata(found, items, described)
+    if job.to == "msgpack" and described.writer is None and job.target is None:
+        notes.extend(_note_of_nones(opened, trees))
+    if job.items is not None:  # what lies beside an item was not asked for
+        notes.extend(f"not converted: {what}" for what in found.left_out)
+        found.left_out = []
+    return found
+
+
+def _add_metadata(found: Output, items: _Items, described: metadata.Metadata) -> None:
+    """Add the custom metadata that the layout keeps, and name what it does not."""
+    job = items.job
+    if job.to not in FILES:
         found.custom = dict(described.custom)
+    elif described.custom:
+        found.left_out.append("custom metadata")
     for name, custom in described.custom_of_trees.items():
-        if job.to not in FILES and name in items.rewritten and name in items.names and isinstance(custom, dict):
+        if job.to not in FILES and name not in items.rewritten:
+            continue  # its copy has it
+        if job.to not in FILES and name in items.names and isinstance(custom, dict):
             found.custom_of_trees[items.names[name]] = custom
-        elif name not in items.kinds or items.kinds[name] is ItemKind.TREE:
-            notes.append("not converted: custom metadata of trees")
+        else:
+            found.left_out.append("custom metadata of trees")
             break
     if job.to not in FILES and job.target is None and job.transforms is None:
         found.rich_types = {
             items.names[name]: text for name, text in described.rich_types.items() if name in items.names
         }
-    if job.to == "msgpack" and described.writer is None and job.target is None:
-        notes.extend(_note_of_nones(opened, trees))
-    return found
 
 
 class _Items:
@@ -160,13 +176,25 @@ class _Items:
                 opened.reader(name)
         self.names: dict[str, str] = {}  # the items that are converted → their names in the result
         # Item and name of files and folders that Orbax does not write, in the directory of the step ('') or of a tree.
-        self.beside = _others(opened, self.rewritten, of_step=job.items is None)
+        self.beside = _others(opened, self._taken_apart, of_step=job.items is None)
         self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
 
     @property
     def rewritten(self) -> list[str]:
         """Return the items that are trees, which are written anew; all others are copied."""
         return [name for name, kind in self.kinds.items() if kind is ItemKind.TREE]
+
+    @property
+    def names_beside(self) -> list[str]:
+        """Return the relative paths of files and folders that Orbax does not write."""
+        return [f"{item}/{name}" if item else name for item, name in self.beside]
+
+    @property
+    def _taken_apart(self) -> list[str]:
+        """Return the items whose directories are not copied: a file has the leaves of arrays and keys alone, too."""
+        if self.job.to not in FILES:
+            return self.rewritten
+        return [name for name, kind in self.kinds.items() if kind in _OF_LEAVES]
 
     def check_all_are_leaves(self) -> None:
         """Raise UnsupportedLeafError if there is more than trees, arrays and keys: a file has no place for it."""
@@ -257,6 +285,9 @@ def _others(opened: Opened, trees: list[str], *, of_step: bool) -> list[tuple[st
 def _beside(opened: Opened, item: str) -> list[str]:
     """Return what lies beside a tree and is no part of it; old releases of Orbax had folders named like leaves."""
     folder = opened.items[item].location
+    if folder.name in RANDOM_KEYS:
+        names = names_in(folder.parent).difference(layout.STEP_FILES)
+        return sorted(name for name in names if name.removesuffix("_metadata") != folder.name)
     of_leaves = {layout.leaf_name(path).partition("/")[0] for path, _ in iter_leaves(opened.reader(item).tree)}
     return [name for name in beside_tree(folder, names_in(folder)) if name not in of_leaves]
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _HEADINGS = ("status", "leaves", "size", "source", "result")
 _INDENT = "  "  # before what continues a line
+_REMEDIES = dict.fromkeys(
+    ("msgpack", "safetensors"),
+    "--to orbax keeps them; of several items, --item takes one without them, with exit code 0.",
+)
 _EXAMPLES = """
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
 flax-ckpt convert runs runs_orbax --to orbax --dry-run
@@ -93,8 +97,8 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 @click.option("--dask", metavar="ADDRESS", help="Run on the workers of this Dask scheduler, which see the same paths.")
 @click.option("--shard", metavar="I/N", callback=_shard, help="Every N-th checkpoint from the I-th, counted from 0.")
 @json_option(
-    "a list with source, destination, status, leaves, bytes, seconds, notes and error of each; with --dry-run also "
-    "estimated_seconds and free_bytes"
+    "a list with source, destination, status, leaves, bytes, seconds, notes, error and left_out of each; with "
+    "--dry-run also estimated_seconds and free_bytes"
 )
 def command(
     src: str,
@@ -123,7 +127,10 @@ def command(
     A msgpack file stores lists and tuples as dicts with the keys 0, 1, …. These become lists, with a
     warning; --target gives the containers that the state has.
 
-    Exit code 0: all converted. 1: some could not be. 2: refused. 130: interrupted.
+    msgpack and safetensors files have no place for custom metadata and other files in a checkpoint's directory:
+    results without them are written and named, with exit code 1, unless --item chooses what to convert.
+
+    Exit code 0: all converted. 1: some could not be, or lack something. 2: refused. 130: interrupted.
     """
     if every and steps:
         raise click.UsageError("--all and --step contradict each other; leave one out")
@@ -135,7 +142,7 @@ def command(
     jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
     start = time.monotonic()
     results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, dask=dask, as_json=as_json)
-    return print_report(_report(results, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
+    return print_report(_report(results, to, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
 
 
 def _items(words: Sequence[str]) -> dict[str, str] | None:
@@ -169,7 +176,7 @@ def _converted(
     return sorted(results, key=lambda result: order[result.source])
 
 
-def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> Report:
+def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: bool) -> Report:
     """Return what is shown of the results, each of which is printed already unless nothing was written."""
     lines = _rows(results) if dry_run else []
     for note in dict.fromkeys(note for result in results for note in result.notes):
@@ -180,8 +187,20 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> 
     found = _estimate(results) if dry_run else None
     lines += [Line(printable(line), hang=2) for line in (found.lines() if found is not None else ())]
     errors = [Line(f"Error: {printable(str(one.error))}", hang=2) for one in results if one.error is not None]
+    errors += _lacking(results, to)
     rows = [_as_json(result) | (_estimated(result, found) if dry_run else {}) for result in results]
     return Report(lines, lambda: rows, errors, found=bool(errors))
+
+
+def _lacking(results: Sequence[Conversion], to: str) -> Iterator[Line]:
+    """Yield what results lack of their sources, once for all that lack the same."""
+    remedy = _REMEDIES.get(to, "The source has them: keep it.")
+    for left_out in dict.fromkeys(result.left_out for result in results if result.left_out):
+        mine = [result for result in results if result.left_out == left_out]
+        more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
+        written = "would be written" if mine[0].status == "planned" else "written"
+        text = f"{mine[0].source}{more}: {written} without: {'; '.join(left_out)}. {remedy}"
+        yield Line(f"Error: {printable(text)}", hang=2)
 
 
 def _estimate(results: Sequence[Conversion]) -> Estimate | None:
@@ -243,6 +262,7 @@ def _as_json(result: Conversion) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "notes": list(result.notes),
         "error": result.error,
+        "left_out": list(result.left_out),
     }
 
 

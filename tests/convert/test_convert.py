@@ -545,7 +545,7 @@ def test_a_checksum_that_takes_long_holds_one_array(tmp_path: Path, monkeypatch:
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 def test_metadata_and_items_travel(tmp_path: Path) -> None:
-    """Custom metadata and the metrics of a manager's step reach the new manager; a file's note says what it lacks."""
+    """Custom metadata and the metrics of a manager's step reach the new manager; a note says what one item lacks."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "src", options=options) as manager:
         manager.save(

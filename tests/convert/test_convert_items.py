@@ -243,16 +243,15 @@ def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step:
 @pytest.mark.parametrize("names", [("state",), ("state", "notes")])
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax", "msgpack"])
 def test_files_beside_the_items_are_copied_and_noted(tmp_path: Path, to: Any, names: tuple[str, ...]) -> None:
-    """A configuration in the step's folder is no item, and is not lost; a file names it as not converted."""
+    """A configuration in the step's folder is no item, and is not lost; a file's result names it as left out."""
     source = saved(tmp_path / "run", names)
     (source / "config.yaml").write_text("lr: 0.1")
     item = "state" if to == "msgpack" and len(names) > 1 else None
     step = {"step": 5} if to in ("manager", "v1") else {}
     (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", to, item=item, **step)
-    noted = [note for note in done.notes if "config.yaml" in note]
+    noted = [note for note in (done.left_out if to == "msgpack" else done.notes) if "config.yaml" in note]
     assert len(noted) == (item is None)
     if to == "msgpack":
-        assert item is not None or noted[0].startswith("not converted")
         return
     copied = Path(done.destination) / "config.yaml"
     assert copied.read_text() == "lr: 0.1"
@@ -291,7 +290,72 @@ def test_folders_beside_a_tree_are_copied(tmp_path: Path, to: Any, options: dict
     with pytest.raises(errors.ConversionError, match=r"words\.txt"):
         flax_ckpt_compat.convert(source, tmp_path / "dst", to, step=5, resume=True)
     (done,) = flax_ckpt_compat.convert(source, tmp_path / "file", "msgpack")
-    assert [note for note in done.notes if "assets" in note and note.startswith("not converted")]
+    assert done.left_out == ("other files in its directory: assets",)
+
+
+def all_of_one_file(root: Path) -> Path:
+    """A real manager's step of a tree, an array and a key, with custom metadata and files beside each."""
+    with ocp.CheckpointManager(root) as manager:
+        saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1})
+        items = ocp.args.Composite(ema=saving, mean=KINDS["mean"].saved, key=KINDS["key"].saved)
+        manager.save(5, args=items, custom_metadata={"by": "me"})
+    for folder in (".", "ema", "mean", "key"):
+        (root / "5" / folder / f"{folder.strip('.')}.txt").write_text("of mine")
+    return root / "5"
+
+
+@pytest.mark.parametrize("to", ["msgpack", "safetensors"])
+def test_a_result_that_lacks_what_a_file_has_no_place_for_ends_with_exit_code_1(tmp_path: Path, to: str) -> None:
+    """It is written, whole but for what is named, and a second run keeps it; --to orbax ends with 0."""
+    source = all_of_one_file(tmp_path / "run")
+    items = ["--item", "ema", "--item", "mean", "--item", "key"]
+    if to == "safetensors":  # which has no keys
+        shutil.rmtree(source / "key")
+        record = json.loads((source / "_CHECKPOINT_METADATA").read_text())
+        del record["item_handlers"]["key"]
+        (source / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
+        items = items[:4]
+    command = ["convert", str(source), str(tmp_path / "file"), "--to", to]
+    planned = CliRunner().invoke(main, [*command, "--dry-run"])
+    assert planned.exit_code == 1 and "would be written without: other files" in planned.output
+    assert not (tmp_path / "file").exists()
+    result = CliRunner().invoke(main, command)
+    lacking = [".txt", "ema/ema.txt", *(["key/key.txt"] if to == "msgpack" else []), "mean/mean.txt"]
+    expected = f"written without: other files in its directory: {', '.join(lacking)}; custom metadata; custom metadata"
+    assert result.exit_code == 1 and expected in result.output and "--to orbax keeps them" in result.output
+    if to == "msgpack":
+        assert bits(serialization.msgpack_restore((tmp_path / "file").read_bytes())["ema"]["params"]) == bits(
+            EMA["params"]
+        )
+    else:
+        assert bits(safetensors.numpy.load_file(tmp_path / "file")["mean"]) == bits(MEAN)
+    written = (tmp_path / "file").stat()
+    kept = CliRunner().invoke(main, [*command, "--resume", "--json"])
+    assert kept.exit_code == 1 and '"status": "kept"' in kept.output and '"left_out": [' in kept.output
+    after = (tmp_path / "file").stat()
+    assert (after.st_mtime_ns, after.st_ino) == (written.st_mtime_ns, written.st_ino)
+    named = CliRunner().invoke(main, ["convert", str(source), str(tmp_path / "named"), "--to", to, *items])
+    assert named.exit_code == 0 and "Note:" in named.output and "custom metadata of trees" in named.output
+    assert (tmp_path / "named").read_bytes() == (tmp_path / "file").read_bytes()
+    whole = CliRunner().invoke(main, ["convert", str(source), str(tmp_path / "whole"), "--to", "orbax"])
+    assert whole.exit_code == 0, whole.output
+    found = ocp.PyTreeCheckpointHandler().metadata(tmp_path / "whole" / "ema").custom_metadata
+    assert (found["lr"], (tmp_path / "whole" / "mean" / "mean.txt").read_text()) == (0.1, "of mine")
+
+
+def test_transforms_that_lose_the_metadata_of_a_tree_say_so(tmp_path: Path) -> None:
+    """Trees that a target arranges anew have no metadata of their own, also as directories of Orbax."""
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        saving = ocp.args.PyTreeSave(EMA, custom_metadata={"lr": 0.1})
+        manager.save(5, args=ocp.args.Composite(ema=saving, state=KINDS["state"].saved))
+    (done,) = flax_ckpt_compat.convert(
+        tmp_path / "run" / "5",
+        tmp_path / "dst",
+        "orbax",
+        target={"w": jax.ShapeDtypeStruct((2, 3), np.float32)},
+        transforms=[flax_ckpt_compat.rules.move("ema/params/w", "w")],
+    )
+    assert done.left_out == ("custom metadata of trees",)
 
 
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
