@@ -78,7 +78,10 @@ def _read_rate(planned: Iterable[Conversion]) -> tuple[float | None, int]:
     nbytes, seconds = 0, 0.0
     for result in planned:
         # What cannot be read fails in the conversion, with a reason.
-        with suppress(CheckpointError), closing(Opened(of_text(result.source).listed(), verify=False)) as opened:
+        with (
+            suppress(CheckpointError),
+            closing(Opened(of_text(result.source).listed(), verify=False, warns=False)) as opened,
+        ):
             for together in chain.from_iterable(map(_together, map(opened.reader, opened.trees))):
                 if nbytes >= _SAMPLE_BYTES or seconds >= _SAMPLE_SECONDS:
                     return nbytes / seconds, nbytes

@@ -99,6 +99,12 @@ def output_of(opened: Opened, job: Job) -> Output:
     if job.transforms is None:
         trees = _stored(items, notes)
     else:
+        if not opened.items:
+            raise UnsupportedLeafError(
+                f"{opened.path}: only their own handlers read its items, so there is nothing to transform; convert it "
+                "without transforms",
+                path=opened.path,
+            )
         from flax_ckpt_compat._convert import transformed  # it imports jax
 
         trees, items.is_mapping = transformed.trees_of(opened, job, items.rewritten, notes)
@@ -120,7 +126,12 @@ def output_of(opened: Opened, job: Job) -> Output:
         else:
             notes.append(f"copied: {others}")
     if unknown := [name for name, copy in found.copies.items() if copy.kind is ItemKind.UNKNOWN]:
-        notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
+        whole = "" in unknown
+        notes.append(
+            "copied byte for byte, as only the handler that wrote it reads it"
+            if whole
+            else f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}"
+        )
     described = metadata.read_metadata(opened)
     _add_metadata(found, items, described)
     if job.to == "msgpack" and described.writer is None and job.target is None:
@@ -203,7 +214,7 @@ class _Items:
             for name, kind in self.kinds.items()
             if name not in self.opened.trees or (kind is ItemKind.UNKNOWN and not self._is_only_tree(name))
         ]
-        others = [f"{name} ({kind.value})" if name else kind.value for name, kind in kinds]
+        others = [f"{name or 'its files'} ({kind.value})" for name, kind in kinds]
         if not others:
             return
         trees = [name for name in self.rewritten if name]

@@ -65,7 +65,7 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
         if output.has_items:
             _finish_step(temporary, output)
         elif output.copies:
-            _write_step_metadata(temporary, {}, output, output.handlers[""])
+            _write_step_metadata(temporary, {}, output, output.handlers.get("", {}))
         elif output.custom:
             _edit_metadata(temporary, output.custom)
         unlock_directory(temporary)  # what is compared next is the checkpoint alone
@@ -175,7 +175,7 @@ def reading(location: Location, to: str, output: Output) -> Iterator[dict[tuple[
         with closing(SafetensorsReader(location)) as reader:
             yield {("", keys): leaf for keys, leaf in iter_leaves(reader.tree)}
         return
-    with closing(Opened(location, verify=False, warns=False)) as opened:
+    with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
         opaque = output.copies.keys() - output.copied_trees.keys()
         items = {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
         yield {(item, keys): leaf for item, tree in items.items() for keys, leaf in iter_leaves(tree)}

@@ -185,7 +185,8 @@ def temporary_of(name: str) -> str | None:
 def checkpoint_at(path: Location) -> Contents:
     """Describe the complete checkpoint at a path, to be opened; also a temporary whose content is complete.
 
-    Raise CheckpointNotFoundError, IncompleteCheckpointError, or UnrecognizedFormatError for what is something else."""
+    It may hold nothing that this library reads. Raise CheckpointNotFoundError, IncompleteCheckpointError, or
+    UnrecognizedFormatError for what is something else."""
     found = contents_of(path)
     if found.state is State.ABSENT:
         raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
@@ -195,12 +196,6 @@ def checkpoint_at(path: Location) -> Contents:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
         raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
-    if not found.items:
-        raise UnrecognizedFormatError(
-            f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it with "
-            "the orbax_checkpointer that wrote it.",
-            path=path.path,
-        )
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
     ArgumentError,
@@ -23,7 +24,14 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, lfs_pointers
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts import LAYOUTS
-from flax_ckpt_compat._discovery.orbax_directory import Item
+from flax_ckpt_compat._discovery.orbax_directory import (
+    Item,
+    ItemKind,
+    holds_array,
+    kind_of_handler,
+    names_in,
+    recorded_handlers,
+)
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
@@ -40,21 +48,29 @@ class Opened:
         item: str | None = None,
         items: Iterable[str] | None = None,
         warns: bool = True,
+        allows_unknown: bool = False,
     ):
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name.
 
         With ``item``, the checkpoint is that item, as one tree; with ``items``, these, by their names. Raise
-        ArgumentError if it has no such item, and UnrecognizedFormatError if only its own handler reads it. If it
-        ``warns``, a log line names the items of an unknown kind."""
+        ArgumentError if it has no such item, and UnrecognizedFormatError if only its own handler reads it, or all that
+        there is, unless the caller ``allows_unknown``; then '' is the whole checkpoint. If it ``warns``, a log
+        line names the items of an unknown kind."""
         self._verify = verify
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
         listed = path.listed()
-        found = contents.checkpoint_at(listed)
+        found = _without_lookalikes(contents.checkpoint_at(listed))
         if item is not None:
             found = _one_item(found, item)
         elif items is not None:
-            found = _some_items(found, items)
+            found = _some_items(found, items, allows_unknown=allows_unknown)
+        elif not found.items and not allows_unknown:
+            raise UnrecognizedFormatError(
+                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it "
+                "with the orbax_checkpointer that wrote it.",
+                path=path.path,
+            )
         self.contents = found
         self.location = path.unlisted()  # of the checkpoint
         # Name → format and location; a checkpoint that is one tree has the single item ''.
@@ -127,16 +143,58 @@ class Opened:
             reader.tree = None
 
 
+def _without_lookalikes(found: contents.Contents) -> contents.Contents:
+    """Return the contents with all that only a handler of a user's own reads as unknown; '' is the whole checkpoint.
+
+    Its files may be called like those of a tree. Where there are arrays, it is one, be it a damaged one."""
+    doubtful = [name for name, item in found.items.items() if _may_only_look_like_tree(item)]
+    if found.items and not doubtful:
+        return found
+    recorded = recorded_handlers(found.location, names_in(found.location))
+    handlers = {"": recorded} if isinstance(recorded, str) else recorded
+    custom = [name for name in doubtful if kind_of_handler(handlers.get(name, "orbax.PyTree")) is ItemKind.UNKNOWN]
+    alike = [name for name in custom if not _opens(found.items[name])]
+    items = {name: item for name, item in found.items.items() if name not in alike}
+    unknown = (*found.unknown, *alike)
+    if not items and not unknown:
+        unknown = ("",) if handlers else _parts_of_unknown(found.location)
+    return dataclasses.replace(found, items=items, unknown=tuple(sorted(unknown)))
+
+
+def _may_only_look_like_tree(item: Item) -> bool:
+    """Return whether an item of Orbax's format has names of a tree, and no arrays."""
+    if item.format is not Format.ORBAX or item.layout:
+        return False
+    names = item.names or names_in(item.location)
+    has_database = layout.MANIFEST in names or any(name.startswith(layout.PROCESS_PREFIX) for name in names)
+    return not has_database and not holds_array(item.location)
+
+
+def _opens(item: Item) -> bool:
+    try:
+        open_item(item).close()
+    except _DAMAGE:
+        return False
+    return True
+
+
+def _parts_of_unknown(location: Location) -> tuple[str, ...]:
+    """Return the items of a checkpoint without recorded handlers: its folders, or '' if it has files of its own."""
+    names = names_in(location).difference(layout.STEP_FILES)
+    return tuple(names) if all((location / name).isdir() for name in names) else ("",)
+
+
 def _one_item(found: contents.Contents, name: str) -> contents.Contents:
     _check_names(found, [name])
     _check_readable(found, [name])
     return dataclasses.replace(found, items={"": found.items[name]}, unknown=())
 
 
-def _some_items(found: contents.Contents, names: Iterable[str]) -> contents.Contents:
+def _some_items(found: contents.Contents, names: Iterable[str], *, allows_unknown: bool) -> contents.Contents:
     wanted = set(names)
     _check_names(found, wanted)
-    _check_readable(found, wanted)
+    if not allows_unknown:
+        _check_readable(found, wanted)
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
 
@@ -144,18 +202,20 @@ def _some_items(found: contents.Contents, names: Iterable[str]) -> contents.Cont
 def _check_readable(found: contents.Contents, names: Collection[str]) -> None:
     """Raise UnrecognizedFormatError if this library can read none of the items."""
     if found.items.keys().isdisjoint(names):
+        others = f", or another item: {', '.join(found.items)}" if found.items else ""
         raise UnrecognizedFormatError(
             f"{found.path}: only the handler that wrote the item {', '.join(map(repr, names))} can read it; use the "
-            f"orbax_checkpointer that wrote it, or another item: {', '.join(found.items)}",
+            f"orbax_checkpointer that wrote it{others}",
             path=found.path,
         )
 
 
 def _check_names(found: contents.Contents, names: Iterable[str]) -> None:
     """Raise ArgumentError for a name that is not an item's."""
-    there = [*filter(None, found.items), *found.unknown]
+    there = list(filter(None, (*found.items, *found.unknown)))
     if absent := [name for name in names if name not in (*found.items, *found.unknown)]:
-        known = f"its items are {', '.join(there)}" if there else "it is one tree, without items; leave item out"
+        one = "of an unknown kind as a whole" if "" in found.unknown else "one tree"
+        known = f"its items are {', '.join(there)}" if there else f"it is {one}, without items; leave item out"
         raise ArgumentError(f"{found.path} has no item {absent[0]!r}: {known}", path=found.path)
 
 

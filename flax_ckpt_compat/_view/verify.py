@@ -127,7 +127,7 @@ def _verify(location: Location, *, is_named: bool, count: Callable[[int], None])
         try:
             listed = location.listed()
             with locating.unchanged(listed), locating.reporting_removal(listed):
-                found = _verify_files(listed, count)
+                found = _verify_files(listed, count, is_named=is_named)
             if is_named or found.state in ("ok", "unverified") or not _is_being_removed(location, before):
                 return found
         except UnrecognizedFormatError as error:
@@ -164,9 +164,10 @@ def _is_being_removed(location: Location, before: set[str]) -> bool:
     return is_removed or not locating.is_there(location)
 
 
-def _verify_files(location: Location, count: Callable[[int], None]) -> VerifiedCheckpoint:
+def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:
     try:
-        opened = opening.Opened(location, verify=True)
+        # What only its own handler reads is no damage among others, and nothing to verify alone.
+        opened = opening.Opened(location, verify=True, allows_unknown=not is_named)
     except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
         return _unopened(location, error)
     with closing(opened):
@@ -229,6 +230,8 @@ def _strange_names(opened: opening.Opened) -> list[str]:
     """Return the names beside the items of a checkpoint that are not part of any layout."""
     if "" in opened.items:
         return []  # its reader knows
+    if "" in opened.contents.unknown:
+        return ["all files (of an unknown kind: not verified)"]
     known = {*opened.items, *STEP_FILES}
     strange = sorted(name for name in opened.location.listdir() if name not in known)
     return [

@@ -40,7 +40,7 @@ class VerifiedCheckpoint:
 
     Attributes:
         path: absolute path, or URL.
-        format: ``msgpack`` or ``orbax``; empty if it cannot be opened.
+        format: ``msgpack`` or ``orbax``; empty if it cannot be opened, or has only items of unknown kinds.
         leaves: every leaf.
         damage: what is wrong beside the leaves: why it cannot be opened, or which file does not decode.
         unexpected: what lies in it and belongs to no leaf, as relative paths with notes.
@@ -56,13 +56,15 @@ class VerifiedCheckpoint:
 
     @property
     def state(self) -> State:
-        """Return the worst state of its leaves and files; ``unverified`` if any of them has no checksums."""
+        """Return the worst state of its leaves and files; ``unverified`` if one has no checksums, or none was read."""
         if not self.readable:
             return "unreadable"
         states = {leaf.state for leaf in self.leaves}
         if self.damage or "damaged" in states:
             return "damaged"
-        return "unreadable" if "unreadable" in states else "unverified" if "unverified" in states else "ok"
+        if "unreadable" in states:
+            return "unreadable"
+        return "unverified" if "unverified" in states or not self.format else "ok"
 
     @property
     def nbytes(self) -> int:

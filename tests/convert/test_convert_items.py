@@ -24,7 +24,7 @@ from flax import serialization
 from google.protobuf.timestamp_pb2 import Timestamp
 
 import flax_ckpt_compat
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat.cli import main
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
@@ -570,13 +570,176 @@ def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) ->
         assert checkpointer.checkpoints[0].metrics == {"loss": 0.25}
 
 
-def test_an_item_that_cannot_stand_alone(tmp_path: Path) -> None:
-    """Chosen alone, an item that only its own handler reads is refused; with a tree it is copied."""
-    source = saved(tmp_path / "run", ("state", "vocabulary"))
-    with pytest.raises(errors.ConversionError, match="only the handler that wrote the item 'vocabulary' can read it"):
-        converted(source, tmp_path / "dst", "manager", step=5, item="vocabulary")
-    result = converted(source, tmp_path / "dst", "manager", step=5, item=["vocabulary", "state"])
-    assert restored(result, "vocabulary", KINDS["vocabulary"]) == "of mine"
+OF_OWN_HANDLERS = ("vocabulary", "tokens", "settings")
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+@pytest.mark.parametrize("names", [*((name,) for name in OF_OWN_HANDLERS), OF_OWN_HANDLERS], ids="+".join)
+def test_a_step_that_only_its_own_handlers_read_is_copied(tmp_path: Path, to: Any, names: tuple[str, ...]) -> None:
+    """As beside a tree: byte for byte, with the recorded handlers, compared and noted; by its path and in a run."""
+    source = saved(tmp_path / "run", names)
+    for number, root in enumerate([source, tmp_path / "run"]):
+        convert = functools.partial(flax_ckpt_compat.convert, root, tmp_path / str(number) / "dst", to)
+        step = {"step": 5} if to != "orbax" and root == source else {}
+        (planned,) = convert(dry_run=True, **step)
+        (done,) = convert(**step)
+        for one in (planned, done):
+            assert one.notes == (
+                f"copied byte for byte, as only their own handlers read them: {', '.join(sorted(names))}",
+            )
+            assert not one.left_out
+        result = Path(done.destination)
+        for name in names:
+            assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+            assert below(result / name) == below(source / name)
+        before, after = (json.loads((one / "_CHECKPOINT_METADATA").read_text()) for one in (source, result))
+        assert after["item_handlers"] == before["item_handlers"]
+        assert [one.status for one in convert(resume=True, **step)] == ["kept"]
+        file = next(path for path in sorted((result / names[0]).rglob("*")) if path.is_file() and path.stat().st_size)
+        file.write_bytes(file.read_bytes() + b" ")
+        with pytest.raises(errors.ConversionError, match=f"{names[0]} has other bytes in"):
+            convert(resume=True, **step)
+
+
+@pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
+@pytest.mark.parametrize(
+    ("name", "handler"),
+    [("vocabulary", WordsHandler), ("tokens", JsonAndWordsHandler), ("settings", ocp.ProtoCheckpointHandler)],
+)
+def test_a_checkpoint_that_only_its_own_handler_reads_is_copied(
+    tmp_path: Path, to: Any, name: str, handler: Any
+) -> None:
+    """Without a step around it, it stays one that its handler reads; custom metadata stays, too."""
+    make = (lambda: handler(filename="proto.pbtxt")) if name == "settings" else handler
+    with ocp.Checkpointer(make()) as checkpointer:
+        checkpointer.save(tmp_path / "alone", args=KINDS[name].saved, custom_metadata={"by": "me"})
+    step = {} if to == "orbax" else {"step": 5}
+    result = converted(tmp_path / "alone", tmp_path / "dst", to, **step)
+    if to == "orbax":
+        with ocp.Checkpointer(make()) as checkpointer:
+            found = checkpointer.restore(result, args=KINDS[name].restore())
+        assert below(result) == below(tmp_path / "alone")
+    else:
+        found = restored(result, {"manager": "default", "v1": "state"}[to], KINDS[name])
+    assert bits(found) == bits(KINDS[name].value)
+    assert json.loads((result / "_CHECKPOINT_METADATA").read_text())["custom_metadata"] == {"by": "me"}
+    (kept,) = flax_ckpt_compat.convert(tmp_path / "alone", tmp_path / "dst", to, resume=True, **step)
+    assert kept.status == "kept"
+
+
+@pytest.mark.parametrize("to", ["manager", "orbax"])
+def test_items_of_releases_that_recorded_no_handlers_are_copied(tmp_path: Path, to: Any) -> None:
+    """Orbax before 0.11.6 recorded none: folders stay the items of a step, and files those of a checkpoint."""
+    source = saved(tmp_path / "run", ("settings",))
+    with ocp.Checkpointer(WordsHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "alone", args=Words("of mine"))
+    for folder in (source, tmp_path / "alone"):
+        record = json.loads((folder / "_CHECKPOINT_METADATA").read_text())
+        del record["item_handlers"]
+        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
+    step = {} if to == "orbax" else {"step": 5}
+    result = converted(source, tmp_path / "items", to, **step)
+    assert restored(result, "settings", KINDS["settings"]) == Timestamp(seconds=5)
+    result = converted(tmp_path / "alone", tmp_path / "whole", to, **step)
+    assert (result / ("" if to == "orbax" else "default") / "inside" / "words.txt").read_text() == "of mine"
+
+
+@pytest.mark.parametrize("to", ["msgpack", "safetensors"])
+@pytest.mark.parametrize("name", OF_OWN_HANDLERS)
+def test_a_file_has_no_place_for_what_only_its_own_handler_reads(tmp_path: Path, to: Any, name: str) -> None:
+    """Also alone, it is an error that says what to do."""
+    source = saved(tmp_path / "run", (name,))
+    with pytest.raises(errors.ConversionError, match=rf"no place for {name} \(of an unknown kind\).* to 'orbax'"):
+        converted(source, tmp_path / "file", to)
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_dry_run_does_not_say_that_what_is_copied_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither its notes nor its log lines."""
+    saved(tmp_path / "run", ("state", "vocabulary"))
+    result = CliRunner().invoke(
+        main, ["convert", str(tmp_path / "run"), str(tmp_path / "dst"), "--to", "orbax", "--dry-run"]
+    )
+    assert result.exit_code == 0 and "copied byte for byte" in result.output
+    assert not caplog.messages
+
+
+def test_nothing_to_transform(tmp_path: Path) -> None:
+    """Transforms for a step that only its own handlers read are refused."""
+    source = saved(tmp_path / "run", ("settings",))
+    rule = flax_ckpt_compat.rules.rename("a", "b")
+    with pytest.raises(errors.ConversionError, match="nothing to transform; convert it without"):
+        converted(source, tmp_path / "dst", "orbax", transforms=[rule])
+
+
+@pytest.mark.parametrize("name", OF_OWN_HANDLERS)
+def test_one_item_that_only_its_own_handler_reads(tmp_path: Path, name: str) -> None:
+    """Chosen alone, and with a tree, it is copied."""
+    source = saved(tmp_path / "run", ("state", name))
+    result = converted(source, tmp_path / "alone", "manager", step=5, item=name)
+    assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+    assert not (result / "state").exists()
+    result = converted(source, tmp_path / "dst", "manager", step=5, item=[name, "state"])
+    assert bits(restored(result, name, KINDS[name])) == bits(KINDS[name].value)
+
+
+def test_an_item_whose_own_file_is_called_like_a_trees_is_not_damaged(tmp_path: Path) -> None:
+    """Everything that looks at the step says that only its handler reads it, and gives the tree beside it."""
+    source, plain = saved(tmp_path / "run", ("state", "tokens")), saved(tmp_path / "plain", ("state",))
+    run = functools.partial(CliRunner().invoke, main)
+    shown = run(["show", str(source)])
+    assert shown.exit_code == 0 and "params" in shown.output
+    verified = run(["verify", str(source)])
+    assert verified.exit_code == 0 and "tokens (an item of an unknown kind: not verified)" in verified.output
+    assert run(["diff", str(source), str(plain)]).exit_code == 0
+    with flax_ckpt_compat.open_checkpoint(source) as view:
+        assert bits(view.read("params/w")) == bits({"params": STATE["params"]})
+    assert bits(flax_ckpt_compat.restore(source, STATE)) == bits(STATE)
+    assert flax_ckpt_compat.plan_restore(source, STATE).raises is None
+    for look in (flax_ckpt_compat.restore, functools.partial(flax_ckpt_compat.restore, item="tokens")):
+        with pytest.raises(errors.UnrecognizedFormatError, match=r"handlers? (that|which) wrote .*tokens"):
+            look(source)
+    for command in (["show", str(source), "--item", "tokens"], ["diff", str(source), str(source), "--item", "tokens"]):
+        result = run(command)
+        assert result.exit_code == 2 and "only the handler that wrote the item 'tokens' can read it" in result.output
+    assert checkpoints.latest_checkpoint(tmp_path / "run", prefix="") == str(source)
+
+
+def test_a_checkpoint_whose_own_file_is_called_like_a_trees_is_not_damaged(tmp_path: Path) -> None:
+    """Nothing but such items, in a step and without one: an error of the format, not of damage."""
+    step = saved(tmp_path / "run", ("tokens",))
+    with ocp.Checkpointer(JsonAndWordsHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "runs" / "checkpoint_5", args=JsonAndWords("of mine"))
+    for source in (step, tmp_path / "runs" / "checkpoint_5"):
+        for look in (flax_ckpt_compat.restore, flax_ckpt_compat.open_checkpoint, flax_ckpt_compat.verify):
+            with pytest.raises(errors.UnrecognizedFormatError, match="restore it with the orbax_checkpointer"):
+                look(source)
+        for command in (["show"], ["verify"], ["diff", str(source)]):
+            result = CliRunner().invoke(main, [*command, str(source)])
+            assert result.exit_code == 2 and "restore it with the orbax_checkpointer" in result.output
+        (found,) = flax_ckpt_compat.verify(source.parent).checkpoints
+        assert (found.state, found.damage) == ("unverified", ())
+        assert [text for text in found.unexpected if "of an unknown kind: not verified" in text]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["database", "folders"])
+def test_a_damaged_tree_of_a_users_own_handler_stays_damaged(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are arrays, a structure that does not decode is one that was lost."""
+    monkeypatch.setattr(
+        PyTreeWithAssetsHandler,
+        "__init__",
+        lambda self: setattr(self, "_trees", ocp.PyTreeCheckpointHandler(**options)),
+    )
+    source = saved(tmp_path / "run", ("network",))
+    (source / "network" / "_METADATA").write_text("not JSON")
+    for path in (source, tmp_path / "run"):
+        assert flax_ckpt_compat.verify(path).state == "damaged"
+    with pytest.raises(errors.CorruptCheckpointError, match="_METADATA"):
+        flax_ckpt_compat.restore(source)
 
 
 def test_transforms_do_not_touch_what_is_copied(tmp_path: Path) -> None:

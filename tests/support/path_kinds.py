@@ -535,6 +535,8 @@ BASES: dict[str, Callable[[Path], Any]] = {
     ),
     "manager, old, net_1 and net_2": _old_numbered_items,
     "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")),
+    "manager, custom item alone": lambda path: _manager(path, vocabulary=_Words("of mine")),
+    "custom": lambda path: _custom(path),
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _json_alone(path),
     "v1": lambda path: ocp_v1.save(path, TREE),
@@ -559,6 +561,11 @@ BASES: dict[str, Callable[[Path], Any]] = {
 def _standard(path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, _on_device(TREE))
+
+
+def _custom(path: Path) -> None:
+    with ocp.Checkpointer(_WordsHandler()) as checkpointer:
+        checkpointer.save(path, args=_Words("of mine"))
 
 
 def _json_alone(path: Path) -> None:
