@@ -27,6 +27,8 @@ def api_uses(
 
     Once values are known, ``dotted_of`` gives the name of a called function, ``texts_of`` what an expression may be."""
     for node in nodes:
+        if isinstance(node, ast.expr) and names.is_flax_by_value(node):
+            yield "import", node
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imports(node)
         elif isinstance(node, ast.Call):
@@ -61,9 +63,6 @@ def _api_calls(node: ast.Call, names: Names, dotted: str, texts_of: TextsOf) -> 
     if dotted.startswith(f"{_UTILS}."):
         yield "orbax-utils", node
     name = dotted.removeprefix(f"{_API}.")
-    is_import = last_name(node.func) in {"import_module", "__import__"}
-    if is_import and node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == _API:
-        yield "import", node
     if dotted == "functools.partial" and node.args:
         name = (names.of(node.args[0]) or "").removeprefix(f"{_API}.")
     if not dotted.startswith(f"{_API}.") and name not in CHECKPOINT_API:

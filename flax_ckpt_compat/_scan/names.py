@@ -58,6 +58,15 @@ class Names:
             self._known[id(node)] = self._of_anew(node)
         return self._known[id(node)]
 
+    def is_flax_by_value(self, node: ast.AST) -> bool:
+        """Return whether an expression gets Flax's own module from another one, as ``training.checkpoints`` does.
+
+        Not where it is imported, or written out from ``flax`` on."""
+        if isinstance(node, ast.Name) and (node.id in self._bound or isinstance(node.ctx, ast.Store)):
+            return False
+        is_expression = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+        return is_expression and self.of(node) == _API and self._of(node) == _API and written(node) != _API
+
     def _of_anew(self, node: ast.AST) -> str | None:
         dotted = self._of(node)
         is_ours = dotted is not None and f"{dotted}.".startswith(f"{_OURS}.")
@@ -75,16 +84,22 @@ class Names:
             return ".".join([base, *reversed(names)]) if base else None
         if isinstance(node, ast.Call):
             return self._of_call(node)
+        if isinstance(node, ast.Subscript) and self.of(node.value) == "sys.modules":
+            key = node.slice
+            return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None
         return None
 
     def _from_wildcard(self, name: str) -> str | None:
+        if "flax.training" in self.wildcards and name == "checkpoints":
+            return _API
         return f"{_API}.{name}" if self.wildcards & {_API, _OURS} and name in CHECKPOINT_API else None
 
     def _of_call(self, node: ast.Call) -> str | None:
         function = self.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
         constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         if function in _IMPORTERS and constants:
-            return constants[0]
+            is_relative = constants[0].startswith(".") and len(constants) > 1
+            return constants[1] + constants[0] if is_relative else constants[0]
         if function == "getattr" and constants and (base := self.of(node.args[0])):
             return f"{base}.{constants[0]}"
         if function == "functools.partial" and node.args:

@@ -68,9 +68,9 @@ def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: boo
     report = scan(code)
     is_data = as_json or as_sarif
     if do_fix and not is_data:
-        is_written = _fix(report, yes=yes)
+        is_fixed = _fix(report, yes=yes)
         report = scan(code)
-        if is_written:
+        if is_fixed:
             _tell_of_flax(report)
     to_value = functools.partial(_to_sarif if as_sarif else _to_json, report)
     print_report(Report(lines_of(report, verbose=verbose), to_value), as_json=is_data)
@@ -85,7 +85,7 @@ def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: boo
 
 
 def _fix(report: ScanReport, *, yes: bool) -> bool:
-    """Show the changes as a diff and write them, each file at once; return whether they are written."""
+    """Show the changes as a diff and write them, each file at once; return whether none is left to write."""
     try:
         from flax_ckpt_compat._scan.fix import UnchangedError, fix
     except ImportError as error:
@@ -107,7 +107,7 @@ def _fix(report: ScanReport, *, yes: bool) -> bool:
         echo(
             "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."
         )
-    if not changed or not (yes or click.confirm(f"Write {len(changed)} files?")):
+    if changed and not (yes or click.confirm(f"Write {len(changed)} files?")):
         return False
     for name, text in changed.items():
         _replace(name, text)
@@ -115,7 +115,7 @@ def _fix(report: ScanReport, *, yes: bool) -> bool:
 
 
 def _tell_of_flax(report: ScanReport) -> None:
-    """Name the files that still use Flax's own module after their imports were changed."""
+    """Name the lines that still use Flax's own module after all imports that can be were changed."""
     left = [found for found in report.findings if found.kind == "import" and found.cell is None]
     if left:
         echo(

@@ -455,6 +455,46 @@ def test_fix_tells_what_stays_on_flax(tmp_path: Path) -> None:
     assert run_python((tmp_path / "helper.py").read_text())[0] == "d/checkpoint_1\n"
 
 
+BY_VALUE = [
+    "from flax import training\nc = getattr(training, 'checkpoints')",
+    "from flax import training as t\nc = t.checkpoints",
+    "from flax import training\nt = training\nc = t.checkpoints",
+    "import flax as f\nc = f.training.checkpoints",
+    "import flax\nc = getattr(flax.training, 'checkpoints')",
+    "import importlib\nc = importlib.import_module('flax.training.checkpoints')",
+    "import importlib\nc = importlib.import_module('.checkpoints', 'flax.training')",
+    "from importlib import import_module\nc = import_module('flax.training').checkpoints",
+    "import sys\nc = sys.modules['flax.training.checkpoints']",
+    "from flax.training import *\nc = checkpoints",
+    "c = __import__('flax.training.checkpoints', fromlist=['save_checkpoint'])",
+]
+
+
+@pytest.mark.parametrize("code", BY_VALUE)
+def test_fix_tells_of_flaxs_module_as_a_value(code: str, tmp_path: Path) -> None:
+    """Also where nothing can be changed: the line that gets the module is named, and uses of it are found."""
+    (tmp_path / "train.py").write_text(f"{code}\nc.save_checkpoint('/a', {{}}, 1)\n")
+    out = CliRunner().invoke(main, ["scan", str(tmp_path), "--fix", "--yes"])
+    line = len(code.splitlines())
+    assert "Still Flax's own module" in out.output and f"train.py:{line}. Put" in out.output
+    assert [(one.kind, one.line) for one in scan([tmp_path]).findings] == [("import", line), ("save", line + 1)]
+
+
+def test_what_fix_advises_for_flaxs_module_as_a_value() -> None:
+    """After install(), whatever way the module is reached by gives our functions."""
+    tests = "\n".join(f"{code}\nassert c.save_checkpoint is ours, {code!r}" for code in BY_VALUE)
+    code = "import flax_ckpt_compat\nflax_ckpt_compat.install()\nours = flax_ckpt_compat.checkpoints.save_checkpoint"
+    assert run_python(f"{code}\n{tests}\nprint('done')")[0] == "done\n"
+
+
+def test_fix_says_nothing_of_flaxs_module_where_it_is_written_out(tmp_path: Path) -> None:
+    """--fix changes it there."""
+    (tmp_path / "train.py").write_text("import flax\nflax.training.checkpoints.save_checkpoint('/a', {}, 1)\n")
+    out = CliRunner().invoke(main, ["scan", str(tmp_path), "--fix", "--yes"])
+    assert "Still Flax's own module" not in out.output
+    assert "flax_ckpt_compat.checkpoints.save_checkpoint" in (tmp_path / "train.py").read_text()
+
+
 def test_fix_names_a_file_that_it_cannot_change(tmp_path: Path) -> None:
     """Code that is nested too deeply stays as it is; the other files are changed."""
     (tmp_path / "deep.py").write_text(f"from flax.training import checkpoints\nx = {'[' * 190}{']' * 190}\n")
