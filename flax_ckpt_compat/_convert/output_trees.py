@@ -283,7 +283,7 @@ class _Items:
 def _others(opened: Opened, trees: list[str], *, of_step: bool) -> list[tuple[str, str]]:
     """Return (item, name) of what lies beside the items in a step's directory, and in those of its trees."""
     here = opened.location
-    if opened.contents.layout is Layout.TREE:
+    if opened.contents.layout in (Layout.TREE, Layout.T5X):
         return [("", name) for name in _beside(opened, "")] if of_step and trees else []
     if opened.contents.layout is not Layout.ITEMS:
         return []

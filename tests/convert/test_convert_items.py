@@ -26,6 +26,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat.cli import main
+from tests.support import path_kinds
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
@@ -291,6 +292,20 @@ def test_folders_beside_a_tree_are_copied(tmp_path: Path, to: Any, options: dict
         flax_ckpt_compat.convert(source, tmp_path / "dst", to, step=5, resume=True)
     (done,) = flax_ckpt_compat.convert(source, tmp_path / "file", "msgpack")
     assert done.left_out == ("other files in its directory: assets",)
+
+
+@pytest.mark.parametrize("base", ["T5X", "T5X, gfile", "T5X, gcs"])
+def test_files_in_the_directory_of_a_t5x_checkpoint(tmp_path: Path, base: str) -> None:
+    """A configuration is copied, or named as left out; arrays are not taken for other files."""
+    source = tmp_path / "checkpoint_1000"
+    path_kinds.BASES[base](source)
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "plain", "msgpack")
+    assert (done.notes, done.left_out) == ((), ())
+    (source / "config.gin").write_text("lr = 0.1")
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "dst", "orbax")
+    assert (tmp_path / "dst" / "config.gin").read_text() == "lr = 0.1" and done.notes
+    (done,) = flax_ckpt_compat.convert(source, tmp_path / "file", "msgpack")
+    assert done.left_out == ("other files in its directory: config.gin",)
 
 
 def all_of_one_file(root: Path) -> Path:
