@@ -38,7 +38,7 @@ if _typing.TYPE_CHECKING:
         merge_trees,
     )
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0"
 
 __all__ = [
     "Checkpoint", "CheckpointRecord", "Conversion", "Diff", "LeafDifference", "Plan", "PlannedLeaf", "Progress",

@@ -247,7 +247,8 @@ class LeafRows:
         """Return all entries, with their whole keys."""
         keys = self.keys
         if self._prefix:
-            is_array = isinstance(keys, np.ndarray)
+            # numpy takes zeros at the end of the prefix for padding.
+            is_array = isinstance(keys, np.ndarray) and not self._prefix.endswith(b"\0")
             keys = np.char.add(self._prefix, keys) if is_array else [self._prefix + key for key in keys]
         numbers, offsets = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int64)
         numbers[self._indirect], offsets[self._indirect] = self._numbers, self._offsets

@@ -166,6 +166,14 @@ def test_what_many_wrote_is_merged(
     assert by_tensorstore(path) == expected == by_us(path)
 
 
+def test_names_that_share_a_zero_are_merged(tmp_path: Path) -> None:
+    """A node whose keys begin alike, up to a zero byte, keeps that; numpy would take it for padding."""
+    parts = [{b"\0/0": b"", b"\0a/0": b"", b"b/0": bytes(300)}, {b"/0": b"", b"a/0": b"", b"aa/0": b""}]
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
+        expected = _merged(tmp_path / "c", parts)
+    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
+
+
 def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
     """Of a process that TensorStore wrote for, in nodes with and without a common beginning of their keys."""
     expected = {}
