@@ -11,10 +11,10 @@ from flax_ckpt_compat._core.array_boxes import Shape
 from flax_ckpt_compat._core.byte_reads import Filled, Run
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
 
-from .checksum_file import Checksums
 from .files import ByteRange
 from .open_index import StoredValue
 from .read_plan import ArrayRead, DamagedChunkError, Piece, is_intact
+from .recorded_checksums import Checksums
 from .zarr import ArrayInfo
 
 

@@ -20,12 +20,12 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
 
 from . import writer
-from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, size_of, sizes_of, sync_directory, write_file, write_files
 from .missing_chunks import check_complete
 from .ocdbt_merge import file_locator, merge
 from .open_index import open_database
+from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .zarr import Encoding

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST, PROCESS_PREFIX
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .data_files import DataFiles
+from .data_file_writer import DataFiles
 from .files import AT_ONCE, write_file
 from .ocdbt import read_rows
 from .ocdbt_encode import joined, write_index

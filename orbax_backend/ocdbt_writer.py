@@ -1,6 +1,6 @@
 """Write arrays, or one process's shards of them, to a new OCDBT database.
 
-Values are written in the background, as they come (data_files.py); the index of all of them follows at the end.
+Values are written in the background, as they come (data_file_writer.py); the index of all of them follows at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tensorstore_codecs import crc32c
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
-from .data_files import BATCH_BYTES, DataFiles, Value, padded
+from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
 from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
 from .ocdbt_encode import INLINE_BYTES, array_of, write_index

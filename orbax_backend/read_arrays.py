@@ -22,12 +22,12 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 
-from .checksum_file import Checksums
 from .chunk_checksums import Verifier
 from .driver_reads import DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
 from .open_index import Index, OpaqueValue, StoredValue
 from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
+from .recorded_checksums import Checksums
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.

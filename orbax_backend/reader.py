@@ -17,7 +17,6 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .build_tree import build_tree
-from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
@@ -26,6 +25,7 @@ from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead, checked_data
+from .recorded_checksums import Checksums
 from .tree_structure import Structure, read_structure
 
 _CHECKED_BYTES = 32 << 20

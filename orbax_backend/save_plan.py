@@ -11,8 +11,8 @@ from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafErr
 from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, NONE, STRING, key_prefix, leaf_name, pointer_tokens
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .checksum_file import Record
 from .encode_leaves import EncodedLeaf, Encoder, encode_text_as_bytes
+from .recorded_checksums import Record
 from .type_annotations import TypeAnnotations
 
 # Orbax's names of empty nodes; real Orbax stores empty containers of other types as None.

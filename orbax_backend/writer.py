@@ -6,7 +6,7 @@
     checkpoint                   the tree again, if releases up to 0.5 shall read it (msgpack_file.py)
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (ocdbt_writer.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
-    flax_ckpt_compat.checksums   of the arrays and of the files above (checksum_file.py)
+    flax_ckpt_compat.checksums   of the arrays and of the files above (recorded_checksums.py)
     commit_success.txt           written last
 
 `_core/orbax_layout.py` has the names.
@@ -36,11 +36,11 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
 from . import encode_metadata
-from .checksum_file import Record, file_of_database
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .msgpack_file import encode_structure
 from .ocdbt_writer import Database
+from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
 from .zarr import Encoding
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
-from flax_ckpt_compat.orbax_backend.checksum_file import Checksums
+from flax_ckpt_compat.orbax_backend.recorded_checksums import Checksums
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import data_files, ocdbt, ocdbt_encode, ocdbt_merge
+from flax_ckpt_compat.orbax_backend import data_file_writer, ocdbt, ocdbt_encode, ocdbt_merge
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt_nodes import Rows
 from hypothesis import given, settings
@@ -224,6 +224,6 @@ def test_encoded_buffers_are_decoded() -> None:
     """By the decoder, on several threads, for more sizes than arrays are kept open for."""
     encoder = tensorstore_codecs.Encoder([{"name": "zstd", "configuration": {"level": 1}}])
     buffers = [np.arange(size, dtype=np.uint8) for size in (*range(1, 150), 1 << 20)]
-    encoded = data_files.in_parallel(encoder.encode, buffers, 8)
+    encoded = data_file_writer.in_parallel(encoder.encode, buffers, 8)
     for one, buffer in zip(encoded, buffers, strict=True):
         assert tensorstore_codecs.decode(one, "zstd", len(buffer)) == buffer.tobytes()

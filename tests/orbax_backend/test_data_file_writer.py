@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import data_files, ocdbt_writer
+from flax_ckpt_compat.orbax_backend import data_file_writer, ocdbt_writer
 from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
 import flax_ckpt_compat as fcc
@@ -26,14 +26,14 @@ PLAIN = Encoding()
 ZSTD = Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True)
 
 
-def value(key: str, data: Any, encoding: Encoding = PLAIN, **options: Any) -> data_files.Value:
+def value(key: str, data: Any, encoding: Encoding = PLAIN, **options: Any) -> data_file_writer.Value:
     """A whole array as a value."""
-    return data_files.Value(key, data, encoding, getattr(data, "shape", ()), **options)
+    return data_file_writer.Value(key, data, encoding, getattr(data, "shape", ()), **options)
 
 
-def written(folder: Path, values: list[data_files.Value], sums: dict[str, bytes] | None = None) -> list[bytes]:
+def written(folder: Path, values: list[data_file_writer.Value], sums: dict[str, bytes] | None = None) -> list[bytes]:
     """The bytes of values in the files, each of which was a batch of its own."""
-    files = data_files.DataFiles(str(folder), sums)
+    files = data_file_writer.DataFiles(str(folder), sums)
     for one in values:
         files.submit([one], one.nbytes)
     files.wait()
@@ -42,7 +42,7 @@ def written(folder: Path, values: list[data_files.Value], sums: dict[str, bytes]
     return [stored(folder, one) for one in values]
 
 
-def stored(folder: Path, one: data_files.Value) -> bytes:
+def stored(folder: Path, one: data_file_writer.Value) -> bytes:
     """The bytes of a value where it says that it is."""
     if one.place is None:
         return one.inline
@@ -92,8 +92,8 @@ def test_what_becomes_small_lies_in_the_index(tmp_path: Path) -> None:
 def test_the_kernel_is_told_of_all_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While more is written, so that the final sync is short."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(data_files, "_THREADS", 1)
-    monkeypatch.setattr(data_files, "start_writeback", lambda _, offset, length: told.append((offset, length)))
+    monkeypatch.setattr(data_file_writer, "_THREADS", 1)
+    monkeypatch.setattr(data_file_writer, "start_writeback", lambda _, offset, length: told.append((offset, length)))
     written(tmp_path, [value(str(n), np.zeros(9 * MIB, np.uint8)) for n in range(4)])
     assert [offset for offset, _ in told] == [9 * MIB * n for n in range(4)]
     assert sum(length for _, length in told) == 36 * MIB
@@ -101,8 +101,8 @@ def test_the_kernel_is_told_of_all_bytes_once(tmp_path: Path, monkeypatch: pytes
 
 def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that several are synced, and uploaded, at once."""
-    monkeypatch.setattr(data_files, "_THREADS", 1)
-    monkeypatch.setattr(data_files, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(data_file_writer, "_THREADS", 1)
+    monkeypatch.setattr(data_file_writer, "FILE_BYTES", 10_000)
     values = [value(str(n), np.full(1000, n, np.float32)) for n in range(12)]
     written(tmp_path, values)
     assert len({one.place.file for one in values if one.place}) == 4
@@ -110,7 +110,7 @@ def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.
 
 def test_more_pieces_than_a_system_call_takes(tmp_path: Path) -> None:
     """Two thousand values in one batch."""
-    files = data_files.DataFiles(str(tmp_path), None)
+    files = data_file_writer.DataFiles(str(tmp_path), None)
     values = [value(str(n), np.full(600, n, np.int32), Encoding(checksums=True)) for n in range(2000)]
     files.submit(values, 2000 * 2400)
     files.wait()
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.Mon
     for array in tree.values():
         array.flags.writeable = False
     monkeypatch.setattr(os, "writev", full)
-    monkeypatch.setattr(data_files.memory, "may_change", lambda _: False)
+    monkeypatch.setattr(data_file_writer.memory, "may_change", lambda _: False)
     with pytest.raises(fcc.errors.StorageError, match="No space left"):
         fcc.save(tmp_path / "c", tree, format="orbax")
     assert os.listdir(tmp_path) == ["first"]
@@ -230,4 +230,4 @@ print(mebibytes("VmHWM") - before)
 def test_a_compressed_save_needs_little_memory(tmp_path: Path, compression: str) -> None:
     """Of 96 MiB, each thread holds a chunk of 8 MiB twice, and a little besides; it was as much as the tree."""
     out, _ = run_python(PEAK, tmp_path, compression, fresh=True)
-    assert float(out) <= 24 * data_files._THREADS
+    assert float(out) <= 24 * data_file_writer._THREADS
