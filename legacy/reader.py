@@ -99,7 +99,7 @@ class MsgpackReader(Reader):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
-        in_memory: list[int] = []
+        in_memory: list[tuple[int, LeafHandle, Any]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
         folders = gda_read.BatchedReads(self.meter, verify=self._verify)
@@ -110,7 +110,7 @@ class MsgpackReader(Reader):
                 values[index] = handle.locator
                 continue
             if type(handle.locator) is Unpacked and handle.dtype is not None:
-                in_memory.append(index)
+                in_memory.append((index, handle, handle.locator.data))
             elif handle.nbytes < _SMALL and handle.dtype is not None and is_one_range(handle):
                 ((offset, nbytes),) = handle.locator.ranges
                 reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
@@ -118,7 +118,7 @@ class MsgpackReader(Reader):
                 values[index] = _begin(source, handle, reads, folders)
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
-        _pack([(index, wanted[index], wanted[index].locator.data) for index in in_memory], values)
+        _pack(in_memory, values)
         self._read(reads, values)
         folders.finish()
         for index in unfinished:
