@@ -36,7 +36,7 @@ _HEADINGS = ("leaf", "comes from", "shape and dtype")
 
 
 class _Travelled(NamedTuple):
-    """What a pickled plan keeps of the trees that are not pickled with it."""
+    """Facts that a pickled plan keeps of the trees, which are not pickled with it."""
 
     flax_succeeds: bool
     verdict: tuple[str, ...]
