@@ -56,9 +56,8 @@ class TreePlan:
     all_items: tuple[Node, Node] | None = None
     # Every leaf of the result, in its order; `single_leaves` has runs of Python values leaf by leaf.
     leaves: list[LeafPlan] = dataclasses.field(default_factory=list)
-    runs: dict[int, ValueRun] = dataclasses.field(
-        default_factory=dict
-    )  # by the ids of their branches, stored or of the target
+    # The runs among them, by the ids of their branches, stored or of the target.
+    runs: dict[int, ValueRun] = dataclasses.field(default_factory=dict)
     # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole
     # tree at the root.
     stored_subtrees: dict[Path, Node] = dataclasses.field(default_factory=dict)

@@ -44,13 +44,13 @@ class Copies:
 
     def __init__(self, *, reuse: bool = True) -> None:
         self._reuse = reuse
-        self._pairs: list[tuple[_Array, Any]] = []
+        self._pairs: list[tuple[_Array, _Array]] = []
         self._block = np.empty(0, np.uint8)
         self._offset = 0
         self._next_block = _FIRST_BLOCK
 
-    def add(self, source: Any) -> _Array:
-        """Return the copy of a numpy or jax array, in C order; its values are undefined until `make` has returned."""
+    def add(self, source: _Array) -> _Array:
+        """Return the copy of an array, in C order; its values are undefined until `make` has returned."""
         if source.nbytes >= _LARGEST_BLOCK:
             target = np.ndarray(source.shape, source.dtype, self._memory(source.nbytes))
         else:
@@ -73,7 +73,7 @@ class Copies:
 
     def make(self) -> None:
         """Make all copies, in pieces of the largest arrays. They are read-only: nobody else changes them any more."""
-        pairs, self._pairs = [(target, np.asarray(source)) for target, source in self._pairs], []
+        pairs, self._pairs = self._pairs, []
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
         else:

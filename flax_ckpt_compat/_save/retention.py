@@ -179,10 +179,13 @@ def _deciding(request: SaveRequest, ordered: list[str]) -> set[str]:
 def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], list[str]]:
     """Return the replaced steps and, with ``overwrite``, newer ones; and the rest, oldest first."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
-    step = steps.step_of(saved, prefix) or 0
-    # As `ordered` is, by step: what is from here on has this step, or a newer one.
-    same = bisect.bisect_left(ordered, step, key=lambda name: steps.step_of(name, prefix) or 0)
-    newer = bisect.bisect_right(ordered, step, lo=same, key=lambda name: steps.step_of(name, prefix) or 0)
+
+    def step_of(name: str) -> float:
+        return steps.step_of(name, prefix) or 0
+
+    # As `ordered` is by step: names from `same` on have the step just saved, and from `newer` on newer ones.
+    same = bisect.bisect_left(ordered, step_of(saved), key=step_of)
+    newer = bisect.bisect_right(ordered, step_of(saved), lo=same, key=step_of)
     # Two names can mean one step (7 and 7.0): overwriting replaces the other name too. The one just saved is newest.
     others = [name for name in ordered[same:newer] if name != saved]
     itself = [saved] if saved in ordered[same:newer] else []
