@@ -56,8 +56,10 @@ class Once:
             try:
                 self.thread = threading.get_ident()
                 self._value = function(*args)
-            except BaseException as error:  # noqa: BLE001  (raised by `result`)
+            except BaseException as error:  # raised by `result`
                 self._error = error
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise  # Ctrl-C, also where nobody asks for the result
             finally:
                 self.done = True
                 self._running.release()

@@ -55,31 +55,38 @@ def _watched(call: Callable[[], _Result], on_call: Callable[[int], None]) -> _Re
         sys.setprofile(None)
 
 
-def ctrl_c(call: Callable[[], Any], at: int, file: str) -> bool:
-    """Interrupt a call at the ``at``-th place within functions of a file where Python may; return whether there is one.
+def ctrl_c(call: Callable[[], Any], at: int, file: str | None = None) -> bool:
+    """Interrupt a call at the ``at``-th place where Python may, in a file or anywhere; return whether there is one.
 
-    These are after calls, and at the beginning of functions."""
-    seen, before = 0, sys.gettrace()
+    These are after calls, and at the beginning of functions. AssertionError if the interrupt does not come out."""
+    seen, before, unraisable = 0, sys.gettrace(), list[Any]()
+    place, outcome = "", "it returned"
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename != file:
+        nonlocal seen, place
+        if file is not None and frame.f_code.co_filename != file:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in _interruptible(frame.f_code):
             seen += 1
             if seen == at:
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return trace
 
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable.append  # Python drops it in callbacks of weak references
     sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before
     sys.settrace(trace)
     try:
         call()
     except KeyboardInterrupt:
-        pass
+        outcome = ""
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
     finally:
         sys.settrace(before)
+        sys.unraisablehook = hook
+    assert seen < at or not outcome or unraisable, f"Ctrl-C at {place}: {outcome}"
     return seen >= at
 
 

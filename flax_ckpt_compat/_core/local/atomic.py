@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError, storage_error_of
 from flax_ckpt_compat._core.local import gda_folder, presence
-from flax_ckpt_compat._core.local.removal import STILL_OPEN
 from flax_ckpt_compat._core.local.removal import delete as delete
 from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
@@ -39,6 +38,7 @@ from flax_ckpt_compat._core.local.temporaries import (
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
+from flax_ckpt_compat._core.local.tree_removal import STILL_OPEN
 from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.tree_removal import delete_tree
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -120,7 +120,7 @@ def undo(move: Move) -> None:
             os.rename(folder_of(move.final), folder_of(move.temporary))
         if move.generation is not None:
             if presence.isdir(generation := os.path.join(folder_of(move.final), move.generation)):
-                shutil.rmtree(generation)
+                delete_tree(generation)
             _remove_empty(folder_of(move.final))
         if move.marker is not None:
             os.unlink(move.marker)
@@ -166,7 +166,7 @@ def _remove_replaced(move: Move) -> None:
         return  # another writer replaced this checkpoint: the arrays may be its own
     for name in entries:
         if temporaries.is_generation(name) and name != move.generation and name not in pending:
-            shutil.rmtree(os.path.join(folder, name))
+            delete_tree(os.path.join(folder, name))
     _remove_arrays(folder)
     _remove_empty(folder)
 
@@ -184,7 +184,7 @@ def remove_orphan(folder: str) -> None:
     """
     for name in filter(temporaries.is_generation, os.listdir(folder)):
         if temporaries.is_long_unchanged(generation := os.path.join(folder, name)):
-            shutil.rmtree(generation)
+            delete_tree(generation)
     _remove_arrays(folder)
     _remove_empty(folder)
 

@@ -8,23 +8,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import GONE, Use, abandon, claimed_path, release
+from flax_ckpt_compat._core.local.tree_removal import delete_tree
 from flax_ckpt_compat._core.local.writer_locks import lock_in_time
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
-STILL_OPEN = (".nfs", ".fuse_hidden")  # of NFS and of FUSE: sshfs, s3fs, ntfs-3g, …
 _DOOMED = "removed" + TEMPORARY
 _LOCK_SECONDS = 5.0
 
@@ -149,38 +146,17 @@ def _delete_in_place(path: str) -> None:
 
 
 def delete(path: str) -> None:
-    """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it.
-
-    NFS and FUSE rename what is open to ``.nfs...`` and ``.fuse_hidden...`` until it is closed, so that its directory
-    stays, which is not a failure."""
+    """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it."""
     is_gone = False
     try:
         with translated(path), suppress(*GONE):
             if presence.isdir(path) and not presence.islink(path):
-                _delete_tree(path)
+                delete_tree(path)
             else:
                 os.unlink(path)
         is_gone = not presence.lexists(path)
     finally:
         (release if is_gone else abandon)(path)
-
-
-def _delete_tree(path: str) -> None:
-    """Delete a directory; raise the first failure unless only files are left that are open."""
-    failures: list[OSError] = []
-
-    def go_on(_: object, __: str, raised: Any) -> None:
-        error = raised if isinstance(raised, OSError) else raised[1]  # Python 3.11 passes what sys.exc_info() returns
-        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
-            raise error
-        failures.append(error)
-
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(path, onexc=go_on)
-    else:
-        shutil.rmtree(path, onerror=go_on)
-    if failures and not all(name.startswith(STILL_OPEN) for _, _, names in os.walk(path) for name in names):
-        raise failures[0]
 
 
 def remove_temporary(temporary: str) -> None:
