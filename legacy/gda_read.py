@@ -24,10 +24,11 @@ from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensor
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.object_store.request_errors import store_errors
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors, store_errors
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 

@@ -11,7 +11,8 @@ from typing import Any
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.orbax_directory import ItemKind, names_in
+from flax_ckpt_compat._discovery.orbax_items import ItemKind
+from flax_ckpt_compat._discovery.orbax_trees import names_in
 
 _PIECE = 8 << 20  # bytes
 _V1_JSON = "data.json"

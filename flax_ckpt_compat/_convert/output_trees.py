@@ -20,15 +20,9 @@ from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.orbax_directory import (
-    RANDOM_KEYS,
-    ItemKind,
-    Layout,
-    beside_tree,
-    kind_of_item,
-    names_in,
-    recorded_handlers,
-)
+from flax_ckpt_compat._discovery.orbax_directory import Layout
+from flax_ckpt_compat._discovery.orbax_items import RANDOM_KEYS, ItemKind, kind_of_item, recorded_handlers
+from flax_ckpt_compat._discovery.orbax_trees import beside_tree, names_in
 from flax_ckpt_compat._view import metadata
 
 # The names of a step's only tree, as Orbax's managers write it by default.

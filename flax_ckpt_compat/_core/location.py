@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.local.temporaries import Use
+from flax_ckpt_compat._core.object_store.schemes import SCHEMES
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import RemoteStorage, Source, Storage
@@ -302,7 +303,7 @@ def of_text(path: str) -> Location:
 @functools.lru_cache(maxsize=64)
 def _storage_of(scheme: str) -> RemoteStorage:
     """Return the storage of a scheme; that of object stores also refuses those that none has."""
-    if scheme in ("s3", "gs"):
+    if scheme in SCHEMES:
         return _STORES
     from flax_ckpt_compat._core.epath_store import files  # here, because few programs need it
 

@@ -25,7 +25,9 @@ from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, layouts, orbax_directory
-from flax_ckpt_compat._discovery.orbax_directory import MARKERS, Item, Layout, holds_files, names_in
+from flax_ckpt_compat._discovery.orbax_directory import Layout
+from flax_ckpt_compat._discovery.orbax_items import Item
+from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
 
 _NEVER_WRITTEN = (None, Layout.T5X, Layout.ARRAYS, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
 _REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it

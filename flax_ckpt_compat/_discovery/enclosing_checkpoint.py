@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import results_of
 from flax_ckpt_compat._discovery import contents
-from flax_ckpt_compat._discovery.orbax_directory import MARKERS
+from flax_ckpt_compat._discovery.orbax_trees import MARKERS
 
 
 def why_inside(path: Location) -> str | None:

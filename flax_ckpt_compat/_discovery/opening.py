@@ -24,14 +24,8 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import contents, lfs_pointers
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts import LAYOUTS
-from flax_ckpt_compat._discovery.orbax_directory import (
-    Item,
-    ItemKind,
-    holds_array,
-    kind_of_handler,
-    names_in,
-    recorded_handlers,
-)
+from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler, recorded_handlers
+from flax_ckpt_compat._discovery.orbax_trees import holds_array, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError, Sto
 from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, hints, opening, orbax_directory, saved_steps
+from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -210,7 +210,7 @@ def _foreign_reason(path: Location) -> str | None:
     if not path.isfile():
         return "it is not a regular file"
     try:
-        opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
+        opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
     except StorageError:  # it tells nothing of what is there
         raise
     except CheckpointError as error:
@@ -231,7 +231,7 @@ def _extra_files(path: Location) -> list[str]:
         child = path / name
         if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
-        if orbax_directory.is_array(child):
+        if orbax_trees.is_array(child):
             continue
         if name not in items or not child.isdir():
             found.append(name)

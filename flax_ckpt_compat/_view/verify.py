@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
-from flax_ckpt_compat._discovery.orbax_directory import Item
+from flax_ckpt_compat._discovery.orbax_items import Item
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 

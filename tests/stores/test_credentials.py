@@ -11,7 +11,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core import storage_errors
+from flax_ckpt_compat._core.object_store import request_errors
 from flax_ckpt_compat.errors import StorageError
 from tests.support.s3 import Answer, Bucket
 
@@ -133,5 +133,5 @@ def test_answers_without_a_word(format: Any, bucket: Bucket, monkeypatch: pytest
 )
 def test_what_lies_between(told: str, remedy: str) -> None:
     """The error names the proxy, or the certificate, and not credentials."""
-    translate: Callable[..., Exception] = storage_errors.translate_error
+    translate: Callable[..., Exception] = request_errors.translate_error
     assert remedy in str(translate("s3://bucket/run", "listed", ValueError(told)))

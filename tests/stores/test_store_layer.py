@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import orbax_layout, storage_errors
+from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
+from flax_ckpt_compat._core.object_store import client, commit, request_errors, retrying, uploads
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage, OpenedObject
 from flax_ckpt_compat._discovery import step_lookup
 from tests.support import s3
@@ -312,9 +312,9 @@ def test_names_that_no_object_has(scheme: str, name: str) -> None:
 def test_a_refusal_within_a_database_is_no_damage() -> None:
     """Whatever TensorStore says while it reads one: answers that tell of an object alone may be of what is stored."""
     told = "ExpiredToken: it is. [http_response_code='{}']"
-    assert storage_errors.is_store_error(ValueError(told.format(400)))
-    assert not storage_errors.is_store_error(ValueError(told.format(404)))
-    assert not storage_errors.is_store_error(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
+    assert request_errors.is_store_error(ValueError(told.format(400)))
+    assert not request_errors.is_store_error(ValueError(told.format(404)))
+    assert not request_errors.is_store_error(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
 
 
 @pytest.fixture

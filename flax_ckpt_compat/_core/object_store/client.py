@@ -7,6 +7,7 @@ a `StorageError` with a remedy. Idempotent requests are retried: reads, lists, d
 from __future__ import annotations
 
 import functools
+import importlib
 import posixpath
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,10 +16,11 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.object_store import size_probing, visible_objects
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
+from flax_ckpt_compat._core.object_store.request_errors import OutOfRangeError, store_error
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
-from flax_ckpt_compat._core.object_store.s3 import S3
+from flax_ckpt_compat._core.object_store.schemes import SCHEMES
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
-from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
+from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 # TensorStore's version of a missing object (measured).
@@ -36,11 +38,9 @@ def scheme_of(url: str) -> StoreScheme:
 
 @functools.cache
 def _scheme(name: str) -> StoreScheme:
-    if name == "s3":
-        return S3()
-    from flax_ckpt_compat._core.object_store.gs import GS  # here, because urllib and ssl take long to load
-
-    return GS()
+    module, _, kind = SCHEMES[name].implementation.rpartition(".")
+    found: StoreScheme = getattr(importlib.import_module(module), kind)()
+    return found
 
 
 def bucket_store(url: str, context: Any = None) -> Any:

@@ -29,9 +29,9 @@ from typing import Any
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import service_account
 from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
+from flax_ckpt_compat._core.object_store.request_errors import store_error
 from flax_ckpt_compat._core.object_store.retrying import retry, split
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
-from flax_ckpt_compat._core.storage_errors import store_error
 
 # Names in a page. A list shorter than its first page had no second one that could fail.
 _PAGE = 1000

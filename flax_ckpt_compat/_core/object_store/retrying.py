@@ -3,7 +3,7 @@
 What differs between the schemes is in the modules `s3` and `gs`.
 
 Requests are retried in two layers: by TensorStore itself (`_RETRIES`), and by `retry`, if the error is one that
-`storage_errors.is_transient` accepts: a timeout or a code such as UNAVAILABLE, but not that TensorStore's retries ran
+`request_errors.is_transient` accepts: a timeout or a code such as UNAVAILABLE, but not that TensorStore's retries ran
 out. `gs` sends its requests to the JSON API through `retry` alone; 408, 429 and 5xx become its `_TransientError`.
 Where the credentials of ``s3://`` have expired, a request is sent once more, with those that are there by then.
 """
@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.object_store import credentials, request_timeouts
+from flax_ckpt_compat._core.object_store import credentials, request_errors, request_timeouts
+from flax_ckpt_compat._core.object_store.schemes import SCHEMES
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS
 
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
@@ -42,7 +43,7 @@ def split(url: str) -> tuple[str, str, str]:
     """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
     match = _URL.fullmatch(url)
     scheme = match[1].lower() if match else ""
-    if match is None or scheme not in ("s3", "gs"):
+    if match is None or scheme not in SCHEMES:
         known = (
             "s3://, gs://, az:// and hf:// URLs, those of path classes that are registered with epath, and local paths"
         )
@@ -100,8 +101,8 @@ def replaced_context_after_failure() -> Iterator[None]:
     """
     try:
         yield
-    except storage_errors.TENSORSTORE_ERRORS as error:
-        if isinstance(error, TimeoutError) or storage_errors.is_refusal(error):
+    except TENSORSTORE_ERRORS as error:
+        if isinstance(error, TimeoutError) or request_errors.is_refusal(error):
             renew_context()
         raise
 
@@ -128,13 +129,15 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0,
         except BaseException as error:
             if future is not None:
                 future.cancel()  # else it might still take effect, after later requests
-            if not isinstance(error, storage_errors.TENSORSTORE_ERRORS) or is_of_handler(error):  # such as Ctrl-C
+            if not isinstance(error, TENSORSTORE_ERRORS) or is_of_handler(error):  # such as Ctrl-C
                 raise
-            renewable = not was_expired and split(url)[0] == "s3" and storage_errors.has_expired(error)
+            renewable = (
+                not was_expired and SCHEMES[split(url)[0]].renews_credentials and request_errors.has_expired(error)
+            )
             was_expired |= renewable
             is_last = trial + 1 == _ATTEMPTS or isinstance(error, request_timeouts.SlowNetworkError)
-            if is_last or not (renewable or storage_errors.is_transient(error)):
-                raise storage_errors.translate_error(url, operation, error) from error
+            if is_last or not (renewable or request_errors.is_transient(error)):
+                raise request_errors.translate_error(url, operation, error) from error
             pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)
             _log.info("%s could not be %s, trying again in %.1f s: %s", url, operation, pause, error)
             time.sleep(pause)

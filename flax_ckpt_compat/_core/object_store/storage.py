@@ -18,9 +18,10 @@ from flax_ckpt_compat._core.object_store import (
     retrying,
     uploads,
 )
+from flax_ckpt_compat._core.object_store.request_errors import OutOfRangeError, store_errors
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import HEAD_BYTES, RemoteStorage, Source
-from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_errors
+from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.upload import Upload
 

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths
 from flax_ckpt_compat._discovery.formats import open_arrays
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
-from flax_ckpt_compat._discovery.orbax_directory import names_in
+from flax_ckpt_compat._discovery.orbax_trees import names_in
 
 _TREE, _ARRAYS = "pytreedef.json", "array_store"
 _STRUCTURE, _LEAVES = "__jax_pytreedef_repr", "__jax_leaf_ids"

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.formats import open_arrays
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, is_step
-from flax_ckpt_compat._discovery.orbax_directory import names_in
+from flax_ckpt_compat._discovery.orbax_trees import names_in
 
 _METADATA, _MAX_BYTES = "metadata.json", 64 * 2**10
 _MARKERS = {orbax_layout.TREE_METADATA, orbax_layout.STEP_METADATA, orbax_layout.V1_MARKER}

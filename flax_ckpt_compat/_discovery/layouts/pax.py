@@ -12,7 +12,8 @@ from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.formats import open_arrays
 from flax_ckpt_compat._discovery.layouts.layout import JSON_ITEM, ReadOnlyLayout
-from flax_ckpt_compat._discovery.orbax_directory import MARKERS, is_folder_of_arrays, json_file, names_in
+from flax_ckpt_compat._discovery.orbax_items import json_file
+from flax_ckpt_compat._discovery.orbax_trees import MARKERS, is_folder_of_arrays, names_in
 
 _STATE, _METADATA = "state", JSON_ITEM
 _OF_STATE = "mdl_vars."  # the model's variables, in every state of Pax

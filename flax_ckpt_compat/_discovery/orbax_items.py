@@ -1,0 +1,179 @@
+"""Tell the items of a step of Orbax, and the kind of each by the handler that is recorded, or by what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import MissingPathError
+from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery.orbax_trees import FINISHED, ITEMS_MARKERS, TREE_MARKERS, is_array, is_tree, names_in
+
+RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
+_MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
+
+
+class ItemKind(enum.Enum):
+    """Kind of an item, by the handler of Orbax that reads it."""
+
+    TREE = "tree"
+    ARRAY = "array"
+    KEY = "random key"
+    JSON = "JSON"
+    UNKNOWN = "of an unknown kind"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """One tree, or other item, of a checkpoint."""
+
+    format: Format | None  # on-disk format; None for a plain JSON item
+    location: Location  # the file or directory of this item
+    # In that directory, if they were listed.
+    names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
+    layout: str = ""  # name of its `layouts.ReadOnlyLayout`; leaves are restored by the rules of the format
+
+    def unlisted(self) -> Item:
+        """Return this item without a listing."""
+        return dataclasses.replace(self, location=self.location.unlisted())
+
+
+def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | str:
+    """Return the handlers that a step's metadata records: of each item, or of the one tree; empty without a record.
+
+    Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
+    if layout.STEP_METADATA not in names:
+        return {}
+    file = path / layout.STEP_METADATA
+    if not file.isfile():
+        return {}
+    try:
+        content = json.loads(file.read(0, _MAX_RECORD_BYTES))
+    except (ValueError, RecursionError, MissingPathError):  # Orbax takes what does not decode as missing
+        return {}
+    handlers = content.get("item_handlers") if isinstance(content, dict) else None
+    if isinstance(handlers, dict):
+        return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
+    return handlers if isinstance(handlers, str) else {}
+
+
+def kind_of_handler(handler: str) -> ItemKind:
+    """Return the kind of the items that a handler of Orbax, v0 or v1, writes; a user's own may have a name alike."""
+    package, name = handler.partition(".")[0], handler.rpartition(".")[2]
+    if package != "orbax":
+        return ItemKind.UNKNOWN
+    if "RandomKey" in name:
+        return ItemKind.KEY
+    if name.startswith(("Json", "Metrics")):
+        return ItemKind.JSON
+    if name.startswith("ArrayCheckpoint"):
+        return ItemKind.ARRAY
+    if name.startswith(("PyTree", "StandardCheckpoint")):
+        return ItemKind.TREE
+    return ItemKind.UNKNOWN
+
+
+def kind_of_item(item: Item, handler: str) -> ItemKind:
+    """Return the kind of an item, by its recorded handler, or without one ('') by what is in it."""
+    if handler:
+        return kind_of_handler(handler)
+    if item.format is None:
+        return ItemKind.JSON
+    if item.location.name in RANDOM_KEYS:
+        return ItemKind.KEY
+    is_one = item.format is Format.ORBAX and not names_in(item.location).intersection(TREE_MARKERS)
+    return ItemKind.ARRAY if is_one and is_array(item.location / layout.SINGLE_ARRAY) else ItemKind.TREE
+
+
+def json_name(names: set[str], handler: str = "") -> str | None:
+    """Return the name of the file of a JSON item among the names in its directory, or None.
+
+    With a recorded ``handler`` of JSON, that file may have any name, or others beside it."""
+    rest = names.difference(FINISHED)
+    known = rest.intersection(layout.JSON_FILES)
+    is_json = kind_of_handler(handler) is ItemKind.JSON
+    if len(rest) == 1 and (known or is_json):
+        return next(iter(rest))
+    return next(iter(known)) if len(known) == 1 and is_json else None
+
+
+def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
+    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
+    name = json_name(names, handler)
+    return path / name if name is not None and (path / name).isfile() else None
+
+
+def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
+    """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints.
+
+    Since 0.5.11 a whole checkpoint has a metadata file, and its items have none. Before, a name that ends in a step
+    decides, unless the parent directory has the metadata file.
+    """
+    return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
+
+
+def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None = None) -> dict[str, Item]:
+    """Return the named items of a CheckpointManager step or an Orbax v1 directory; not those of an unknown kind.
+
+    ``handlers`` are those that the step's metadata records."""
+    handlers, is_marked = handlers or {}, bool(names.intersection(ITEMS_MARKERS))
+    inside = dict[str, set[str]]()
+    for name in sorted(names):
+        child = path / name
+        # What a killed save left in a directory of runs, such as run_1, is not an item of a step.
+        is_part = name.startswith(layout.PROCESS_PREFIX) or temporaries.is_temporary(name)
+        if not is_part and child.isdir():
+            inside[name] = names_in(child)
+    whole = {
+        name for name, found in inside.items() if name not in handlers and is_checkpoint_itself(name, found, is_marked)
+    }
+    found = {
+        name: item
+        for name in inside
+        if name not in whole and (item := _item((path / name), inside[name], handlers.get(name, "")))
+    }
+    if whole and not is_marked:
+        for name in _items_that_look_like_steps(path, found, {one: inside[one] for one in whole}):
+            if (item := _item((path / name), inside[name], "")) is not None:
+                found[name] = item
+    return dict(sorted(found.items()))
+
+
+def _items_that_look_like_steps(path: Location, items: Mapping[str, Item], whole: Mapping[str, set[str]]) -> set[str]:
+    """Return which directories are items although their names end in numbers, or they have step metadata of their own.
+
+    Beside JSON, or in a step, a tree with a name that is not a step is an item that a checkpointer of its own wrote.
+    And in the step of a manager before 0.5.11, which is named by its number, ``net_1`` is an item."""
+    step = path.name.removeprefix("checkpoint_")
+    is_step = steps.parse_step(step) is not None
+    has_json = any(item.format is None for item in items.values())
+    named = {name for name in whole if not steps.ends_in_step(name)}
+    if named and (has_json or (is_step and len(named) == len(whole))):
+        return named
+    unmarked = {name for name, inside in whole.items() if layout.STEP_METADATA not in inside}
+    if not is_step or len(unmarked) < len(whole):
+        return set()
+    return {name for name in unmarked if steps.parse_step(name.removeprefix("checkpoint_")) is None}
+
+
+def _item(path: Location, names: set[str], handler: str) -> Item | None:
+    """Return an item with these names in its directory; None if its kind is unknown."""
+    keys = sorted(names.intersection(RANDOM_KEYS))
+    if is_tree(path, names):
+        return Item(Format.ORBAX, path, names)
+    if keys:
+        return Item(Format.ORBAX, (path / keys[0]))
+    file = json_file(path, names, handler)
+    return Item(None, file) if file is not None else None
+
+
+def only_orbax_has(items: Mapping[str, Item]) -> bool:
+    """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
+    kinds = {item.location.name in RANDOM_KEYS or item.format for item in items.values()}
+    return True in kinds or kinds == {None, Format.ORBAX}

@@ -1,0 +1,119 @@
+"""Tell by names and first bytes whether a directory is a tree of Orbax, a single array, or a folder of arrays."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.errors import MissingPathError
+from flax_ckpt_compat._core.local import presence, temporaries
+from flax_ckpt_compat._core.location import Location
+
+# Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
+TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
+ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
+MARKERS = (*TREE_MARKERS, *ITEMS_MARKERS)  # that only Orbax writes
+FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
+_FIRST_BYTES = 512
+# The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
+# documented in its checkpoint importer). Version 0 begins with the state itself, as Orbax's files may; but in the place
+# of each array it has a spec, whose first keys are these.
+_T5X_KEYS = (b"\xa9optimizer", b"\xa7version", b"\xaeflax_optimizer")
+_T5X_STATE_KEYS, _T5X_SPEC = (b"\xa6target", b"\xa5state"), b"\xa6driver\xa4zarr"
+_T5X_ARRAYS = ("target.", "state.", "param_states.")
+
+
+def names_in(path: Location) -> set[str]:
+    """Return the names in a directory; none if it is not one."""
+    with suppress(MissingPathError):  # removed meanwhile
+        return set(path.listdir()) if path.isdir() else set()
+    return set()
+
+
+def holds_files(path: Location) -> bool:
+    """Return whether a path is a file or a link, or a directory with one at any depth; a commit file does not count."""
+    if path.isfile() or presence.islink(path.path):
+        return True
+    names = names_in(path).difference((layout.COMMIT_FILE,))
+    return any(holds_files(path / name) for name in names)
+
+
+def is_tree(path: Location, names: set[str]) -> bool:
+    """Return whether a directory with these names is a pytree, or a single array."""
+    if names.intersection(TREE_MARKERS):
+        return True
+    child = path / layout.MSGPACK_FILE
+    # Orbax's handler of single arrays calls its array by the same name.
+    return layout.MSGPACK_FILE in names and (_begins_like_aggregate(_first_bytes(child)) or is_array(child))
+
+
+def beside_tree(path: Location, names: set[str]) -> list[str]:
+    """Return the names of files and folders in the directory of a tree that are no part of it, as a configuration."""
+    has_database = layout.MANIFEST in names
+    others = []
+    for name in sorted(names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))):
+        child = path / name
+        if child.isfile():
+            is_part = bool(layout.ZARR2_CHUNK.fullmatch(name))
+        elif has_database:
+            is_part = name == layout.DATA_DIRECTORY or name.startswith(layout.PROCESS_PREFIX)
+        else:
+            is_part = name.startswith(layout.PROCESS_PREFIX) or holds_array(child)
+        if not is_part and not temporaries.is_temporary(name) and holds_files(child):
+            others.append(name)
+    return others
+
+
+def holds_array(path: Location) -> bool:
+    """Return whether a directory is an array, or has one at any depth."""
+    names = names_in(path)
+    return bool(names.intersection(layout.ARRAY_METADATA_FILES)) or any(holds_array(path / name) for name in names)
+
+
+def is_array(path: Location) -> bool:
+    """Return whether a directory has the zarr metadata of one array."""
+    return any((path / name).isfile() for name in layout.ARRAY_METADATA_FILES)
+
+
+def is_folder_of_arrays(path: Location, names: set[str]) -> bool:
+    """Return whether a directory has nothing but folders of single arrays, some of them with zarr metadata.
+
+    Beside other files, a folder of a single array is a data set."""
+    folders = [(path / name) for name in names.difference(FINISHED) if not steps.is_foreign(name)]
+    return all(folder.isdir() for folder in folders) and any(
+        names_in(one).intersection(layout.ARRAY_METADATA_FILES) for one in folders
+    )
+
+
+def is_t5x(path: Location, names: set[str]) -> bool:
+    """Return whether a directory is a checkpoint of T5X: a msgpack file of TensorStore specs, arrays beside it."""
+    if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
+        return False
+    has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
+    if not has_arrays:
+        return False
+    first = _first_bytes(path / layout.MSGPACK_FILE)
+    is_state = first[1:].startswith(_T5X_STATE_KEYS) and _T5X_SPEC in first
+    return first[:1] in (b"\x81", b"\x82", b"\x83") and (is_state or any(key in first for key in _T5X_KEYS))
+
+
+def is_never_merged(path: Location, names: set[str]) -> bool:
+    """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
+    folders = [name for name in names if (path / name).isdir()]
+    databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
+    finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
+        layout.STEP_METADATA,
+        layout.DATA_DIRECTORY,
+    }
+    return finished and len(databases) == 1 and len(folders) > 1
+
+
+def _first_bytes(file: Location) -> bytes:
+    """Return the first bytes of a file; none of what is not a file."""
+    return file.read(0, _FIRST_BYTES) if file.isfile() else b""
+
+
+def _begins_like_aggregate(first: bytes) -> bool:
+    """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
+    return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
