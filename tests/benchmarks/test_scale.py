@@ -35,6 +35,7 @@ def test_files_of_a_msgpack_checkpoint(processes: int, tmp_path: Path) -> None:
     _check_messages(one, processes)
     assert sum(one["files"].values()) == scale_costs.files(False, processes, LEAVES, 2 * processes)
     assert one["files"]["chunks"] == LEAVES * 2 * processes
+    assert int(scale.counted_row(one)[-1]) == sum(scale_costs.messages_of_restore(processes).values())
 
 
 def test_messages_of_many_that_one_process_plays() -> None:

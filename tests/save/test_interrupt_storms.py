@@ -54,7 +54,7 @@ def test_long_storms(seed: int, tmp_path: Path) -> None:
     "kind", [kind if kind == "keep" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("every", [211, pytest.param(53, marks=pytest.mark.slow)], ids=["some places", "many places"])
+@pytest.mark.parametrize("every", [601, pytest.param(53, marks=pytest.mark.slow)], ids=["some places", "many places"])
 def test_ctrl_c_comes_out_of_each_call(format: str, kind: str, every: int, tmp_path: Path) -> None:
     """Wherever it comes, in Python's own modules and in jax too, a call raises KeyboardInterrupt, and saves work on.
 
