@@ -107,6 +107,7 @@ class _Figures:
         limit: seconds that the machine's own limit took.
         goal: what the ratios should become.
         other: how many times the time of the other system that the goal names.
+        nbytes: of the tree.
         unsynced: bytes that a save left in memory only; None if unknown.
     """
 
@@ -116,6 +117,7 @@ class _Figures:
     limit: float | None
     goal: goals.Goal | None
     other: float | None
+    nbytes: int
     unsynced: int | None
 
     @property
@@ -140,14 +142,20 @@ class _Figures:
             parts.append(f"{self.beside_limit}x limit")
         if self.other and self.goal and self.goal.other:
             parts.append(f"{self.other:.2f}x {self.goal.other[1]}")
+        if self.goal and self.goal.per_gb:
+            parts.append(f"{self.per_gb:.2f} s/GB")
         return ", ".join(parts)
+
+    @property
+    def per_gb(self) -> float:
+        return self.median / self.nbytes * 1e9
 
     @property
     def met(self) -> bool | None:
         if self.goal is None:
             return None
         limit = self.median / self.limit if self.limit else None
-        return self.goal.met(self.peer[0] if self.peer else None, limit, self.other)
+        return self.goal.met(self.peer[0] if self.peer else None, limit, self.other, self.per_gb)
 
 
 def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Figures]:
@@ -157,7 +165,8 @@ def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Fi
 
 
 def _figures(workload: Workload, series: Series, operation: str, system: str) -> _Figures:
-    goal = goals.GOALS.get((workload.kind, operation, system))
+    found = (goals.GOALS.get((one, operation, system)) for one in (workload.name, workload.kind))
+    goal = next(filter(None, found), None)
     raw = {BLOCKED: COPY, SAVE: SAVE, COLD: COLD}.get(operation, RESTORE)
     return _Figures(
         system,
@@ -166,6 +175,7 @@ def _figures(workload: Workload, series: Series, operation: str, system: str) ->
         series.raw(raw),
         goal,
         series.ratio(operation, system, goal.other[1]) if goal and goal.other else None,
+        workload.nbytes,
         series.unsynced.get(system),
     )
 

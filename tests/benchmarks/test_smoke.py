@@ -98,6 +98,9 @@ def test_ratios_are_those_within_a_round() -> None:
         (Goal(1, 1.2), (1.1, None, None), None),
         (Goal(40, other=(3, "ours")), (50.0, None, 2.9), True),
         (Goal(40, other=(3, "ours")), (50.0, None, 3.1), False),
+        (Goal(per_gb=0.2), (0.3, 0.6, None, 0.2), True),
+        (Goal(per_gb=0.2), (0.3, 0.6, None, 0.21), False),
+        (Goal(per_gb=0.2), (0.3, 0.6, None), None),
     ],
 )
 def test_whether_a_goal_is_met(goal: Goal, ratios: tuple[float | None, ...], met: bool | None) -> None:
