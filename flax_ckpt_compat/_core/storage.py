@@ -38,7 +38,7 @@ class Source(abc.ABC):
     head: bytes
     # A request to a store takes about as long as reading 1 MiB.
     gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
-    is_local = False
+    is_local = is_closed = False
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> bytes:
@@ -52,6 +52,9 @@ class Source(abc.ABC):
             piece[: len(part)] = part
             at += len(part)
         return at
+
+    def close(self) -> None:  # noqa: B027  (stores inherit it)
+        """Close it; of a store nothing is open."""
 
     def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002  (others tell by the range)
         """Return whether a range is in memory already."""

@@ -5,15 +5,18 @@ A round is a request that begins after the one before it has ended; on a store f
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flax import serialization
 from flax_ckpt_compat.legacy import read_bytes
+from safetensors.numpy import save_file
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
@@ -115,6 +118,29 @@ IN_ONE_STORE = [
     for name in LARGE_ARRAYS
     for store in ("s3", "gs")
 ]
+
+
+def _numpy_files(folder: Path, tree: dict[str, Any]) -> dict[str, tuple[Path, int]]:
+    """Files of other programs with these arrays, and the most rounds that a restore of each may take."""
+    save_file(tree, folder / "a.safetensors")
+    np.savez(folder / "a.npz", **tree)
+    np.savez_compressed(folder / "packed.npz", **tree)
+    return {name: (folder / name, most) for name, most in (("a.safetensors", 9), ("a.npz", 12), ("packed.npz", 12))}
+
+
+@pytest.mark.parametrize("any_bucket", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
+def test_a_restore_of_files_of_other_programs(any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """Their arrays are read in few rounds: each took a request of its own, after the one before it."""
+    rng = np.random.default_rng(0)
+    tree = {f"a{i:02}": rng.normal(size=40_000 + i).astype(np.float32) for i in range(30)}
+    for name, (file, most) in _numpy_files(tmp_path, tree).items():
+        any_bucket.put(f"models/{name}", file.read_bytes())
+        url = f"{any_bucket.url}/models/{name}"
+        restored, log = within(most, any_bucket, functools.partial(flax_ckpt_compat.restore, url))
+        assert len(log) <= 45, name
+        assert restored.keys() == tree.keys()
+        for key, array in tree.items():
+            np.testing.assert_array_equal(restored[key], array)
 
 
 @pytest.mark.parametrize(("any_bucket", "name"), IN_ONE_STORE, indirect=["any_bucket"])

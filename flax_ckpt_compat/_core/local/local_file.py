@@ -34,7 +34,7 @@ class LocalFile(Source):
         return self.read(0, HEAD_BYTES)
 
     @property
-    def is_closed(self) -> bool:
+    def is_closed(self) -> bool:  # type: ignore[override]
         """Return whether the descriptor is closed."""
         return self._fd < 0
 

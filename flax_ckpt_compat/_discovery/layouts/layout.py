@@ -42,11 +42,6 @@ def damaged(
     return kind(message, path=file.path, leaf=leaf)
 
 
-def bytes_of(file: Location, start: int, stop: int) -> bytes:
-    """Read bytes of a file; fewer at its end."""
-    return file.read(start, stop) if stop > start else b""
-
-
 def is_step(name: str) -> bool:
     """Return whether a name is that of a step of Flax's checkpoints, by its default prefix, or of a manager.
 

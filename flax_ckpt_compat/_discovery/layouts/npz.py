@@ -6,10 +6,11 @@ holds Python objects is refused: to unpickle it would run code.
 
 from __future__ import annotations
 
+import bisect
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,8 +30,11 @@ from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
 
 SUFFIX, _ARRAY_SUFFIX = ".npz", ".npy"
-_BUFFER, _PIECE = 64 * 2**10, 16 * 2**20
+_PIECE = 16 * 2**20
+_BUFFER, _STORE_BUFFER = 64 * 2**10, 8 * 2**20  # each is a request
 _LOCAL_HEADER = 30  # bytes before the name, whose length is at 26, and that of what follows it at 28
+_DIRECTORY = 64 * 2**10  # bytes at the end that have the archive's directory, but for thousands of arrays
+_HEADERS = 512  # bytes behind the name that have both headers, but for the longest shapes
 _ENCRYPTED = 1
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, NotImplementedError)
 
@@ -45,11 +49,20 @@ class NpzReader(Reader):
         """Read the archive's directory, and the header of each array."""
         self.location = location.unlisted()
         self._opened = self.location.open_file()
+        self._stream = _Stream(self._opened)
         with self._naming_damage():
-            self._archive = zipfile.ZipFile(io.BufferedReader(_Stream(self._opened), _BUFFER))
+            if not self._opened.is_local:
+                self._stream.prefetch([(max(self._opened.size - _DIRECTORY, 0), self._opened.size)])
+            buffer = _BUFFER if self._opened.is_local else _STORE_BUFFER
+            self._archive = zipfile.ZipFile(io.BufferedReader(self._stream, buffer))
             members = {member.filename: member for member in self._archive.infolist()}
             if len(members) < len(self._archive.infolist()):
                 raise ValueError("a name twice")
+            if not self._opened.is_local:
+                self._stream.prefetch(
+                    (one.header_offset, one.header_offset + _LOCAL_HEADER + len(one.orig_filename.encode()) + _HEADERS)
+                    for one in members.values()
+                )
             leaves = [self._leaf(member) for member in members.values()]
         self.tree = _tree(leaves)
 
@@ -87,7 +100,7 @@ class NpzReader(Reader):
 
     def _data_offset(self, member: zipfile.ZipInfo) -> int:
         start = member.header_offset
-        head = self._opened.read(start, start + _LOCAL_HEADER)
+        head = self._stream.bytes_at(start, _LOCAL_HEADER)
         if len(head) < _LOCAL_HEADER:
             raise EOFError("the end of the file")
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
@@ -95,18 +108,23 @@ class NpzReader(Reader):
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
-        return [self._read(one) for one in handles]
+        from flax_ckpt_compat._discovery.layouts import raw_arrays
 
-    def _read(self, one: LeafHandle | ArraySlice) -> Any:
-        from flax_ckpt_compat._discovery.layouts import npy_header, raw_arrays
+        leaves = [one if isinstance(one, LeafHandle) else one.handle for one in handles]
+        offsets = [leaf.locator[1] for leaf in leaves]
+        plain = [(self._opened, at, one) for at, one in zip(offsets, handles, strict=True) if at is not None]
+        found = iter(raw_arrays.read_all(plain, self.meter))
+        return [
+            self._decoded(leaf, one) if at is None else next(found)
+            for leaf, at, one in zip(leaves, offsets, handles, strict=True)
+        ]
 
-        handle = one if isinstance(one, LeafHandle) else one.handle
-        member, offset = handle.locator
-        if offset is not None:
-            return raw_arrays.read(self.location, offset, one)
-        with self._naming_damage(handle.name), self._archive.open(member) as stream:
-            whole = npy_header.read_array(stream, handle)
-        self.meter.add(whole.nbytes, handle.path)
+    def _decoded(self, leaf: LeafHandle, one: LeafHandle | ArraySlice) -> Any:
+        from flax_ckpt_compat._discovery.layouts import npy_header
+
+        with self._naming_damage(leaf.name), self._archive.open(leaf.locator[0]) as stream:
+            whole = npy_header.read_array(stream, leaf)
+        self.meter.add(whole.nbytes, leaf.path)
         return whole if isinstance(one, LeafHandle) else one.cut(whole)
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
@@ -124,6 +142,7 @@ class NpzReader(Reader):
     def close(self) -> None:
         """Close the archive."""
         self._archive.close()
+        self._opened.close()
 
     @contextmanager
     def _naming_damage(
@@ -157,10 +176,12 @@ def _tree(leaves: Sequence[LeafHandle]) -> Node:
 
 
 class _Stream(io.RawIOBase):
-    """One version of a file as a stream that can be searched."""
+    """One version of a file as a stream that can be searched, parts of which may be in memory."""
 
     def __init__(self, opened: Source):
         self._opened, self._at = opened, 0
+        self._starts: list[int] = []
+        self._parts: dict[int, bytes] = {}  # by the offset of each, in order
 
     def readable(self) -> bool:
         return True
@@ -173,10 +194,35 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, target: Any) -> int:
-        data = self._opened.read(self._at, min(self._at + len(target), self._opened.size))
+        data = self.bytes_at(self._at, len(target))
         target[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read these parts, neighbours together and several at once."""
+        from flax_ckpt_compat._core.byte_reads import Read, neighbours, read_runs  # numpy, as above
+
+        reads = [
+            Read(self._opened, start, min(stop, self._opened.size) - start, (), content=start)
+            for start, stop in ranges
+            if 0 <= start < self._opened.size
+        ]
+
+        def keep(found: list[tuple[Read, memoryview]]) -> None:
+            self._parts.update({read.content: bytes(data) for read, data in found})
+
+        read_runs(neighbours(reads), keep, lambda _: EOFError("the end of the file"))
+        self._starts = sorted(self._parts)
+
+    def bytes_at(self, offset: int, length: int) -> bytes:
+        """Return bytes at an offset; fewer at the end of the file, or of a part that is in memory."""
+        number = bisect.bisect_right(self._starts, offset) - 1
+        if number >= 0:
+            start = self._starts[number]
+            if part := self._parts[start][offset - start : offset - start + length]:
+                return part
+        return self._opened.read(offset, min(offset + length, self._opened.size))
 
 
 LAYOUT = ReadOnlyLayout("npz", NpzReader, lambda path, look: look == foreign.ZIP and path.name.endswith(SUFFIX))

@@ -1,38 +1,61 @@
-"""Read arrays, or rows of them, that are plain bytes in C order somewhere in a file."""
+"""Read arrays, or rows of them, that are plain bytes in C order somewhere in files: neighbours together, on threads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
-from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.layouts.layout import bytes_of, damaged
+from flax_ckpt_compat._core.byte_reads import Read, neighbours, read_runs
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.location import of_text
+from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.storage import Source
+from flax_ckpt_compat._discovery.layouts.layout import damaged
 
 
-def read(file: Location, offset: int, one: LeafHandle | ArraySlice) -> np.ndarray[Any, Any]:
-    """Read an array that begins at an offset of a file, or a slice of it."""
+def read_all(wanted: Sequence[tuple[Source, int, LeafHandle | ArraySlice]], meter: Meter) -> list[np.ndarray[Any, Any]]:
+    """Read arrays, or slices of them, each of which begins at an offset of a file."""
+    rows = [_rows(one) for _, _, one in wanted]
+    reads = [_read(*place, array) for place, array in zip(wanted, rows, strict=True) if array.nbytes]
+    for source in {read.source for read in reads}:
+        if source.is_closed:
+            raise StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
+    read_runs(neighbours(reads), lambda _: None, _ended, meter)
+    return [_cut(one, array) for (_, _, one), array in zip(wanted, rows, strict=True)]
+
+
+def _rows(one: LeafHandle | ArraySlice) -> np.ndarray[Any, Any]:
+    """Return memory for an array, or for the rows that a slice lies in."""
     handle = one if isinstance(one, LeafHandle) else one.handle
+    assert handle.dtype is not None
     if isinstance(one, LeafHandle) or not one.index:
-        return _rows(file, offset, handle, slice(0, handle.shape[0] if handle.shape else 1))
-    found = _rows(file, offset, handle, one.index[0])
-    part = found[(slice(None), *one.index[1:])]
+        return memory.empty(handle.shape, handle.dtype)
+    return memory.empty((one.index[0].stop - one.index[0].start, *handle.shape[1:]), handle.dtype)
+
+
+def _read(source: Source, offset: int, one: LeafHandle | ArraySlice, array: np.ndarray[Any, Any]) -> Read:
+    handle, first = (one, 0) if isinstance(one, LeafHandle) else (one.handle, one.index[0].start if one.index else 0)
+    start = offset + first * math.prod(handle.shape[1:]) * array.dtype.itemsize
+    return Read(source, start, array.nbytes, handle.path, memory.as_bytes(array), handle)
+
+
+def _cut(one: LeafHandle | ArraySlice, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if isinstance(one, LeafHandle) or not one.index:
+        return rows
+    part = rows[(slice(None), *one.index[1:])]
+    if part.shape == rows.shape:
+        return rows
     result = memory.empty(part.shape, part.dtype)
     result[...] = part
     return result
 
 
-def _rows(file: Location, offset: int, handle: LeafHandle, rows: slice) -> np.ndarray[Any, Any]:
-    assert handle.dtype is not None
-    shape = (rows.stop - rows.start, *handle.shape[1:]) if handle.shape else ()
-    row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
-    found = memory.empty(shape, handle.dtype)
-    data = bytes_of(file, offset + rows.start * row, offset + rows.start * row + found.nbytes)
-    if len(data) != found.nbytes:
-        raise damaged(file, f"{handle.name} ends after {len(data)} of {found.nbytes} bytes", handle.name)
-    memory.as_bytes(found)[:] = data
-    handle.reader.meter.add(len(data), handle.path)
-    return found
+def _ended(read: Read | None) -> Exception:
+    assert read is not None  # no run goes on behind its reads
+    handle = read.content
+    return damaged(of_text(read.source.path), f"it ends within the {handle.nbytes} bytes of {handle.name}", handle.name)

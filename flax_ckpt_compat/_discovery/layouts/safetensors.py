@@ -15,9 +15,12 @@ from typing import Any
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage import Source
+from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, bytes_of, damaged
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
 from flax_ckpt_compat._discovery.layouts.shard_index import files_of
 
 # Those of safetensors 0.8, by numpy's names.
@@ -46,8 +49,10 @@ class SafetensorsReader(Reader):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
         self.location = location.unlisted()
         leaves: dict[Path, Any] = {}
-        for file in files_of(self.location, SUFFIX) if location.name.endswith(INDEX_SUFFIX) else [self.location]:
-            for path, leaf in self._leaves(file):
+        files = files_of(self.location, SUFFIX) if location.name.endswith(INDEX_SUFFIX) else [self.location]
+        self._sources: list[Source] = []
+        for file, source, header in in_parallel(self._open, files):
+            for path, leaf in self._leaves(file, source, header):
                 if path in leaves:
                     raise damaged(file, f"{'.'.join(path)} is in another shard, too")
                 leaves[path] = leaf
@@ -56,20 +61,26 @@ class SafetensorsReader(Reader):
         except NameCollisionError:  # "a" and "a.b": the names are no key paths
             self.tree = from_leaves({(".".join(path),): leaf for path, leaf in leaves.items()})
 
-    def _leaves(self, file: Location) -> Iterator[tuple[Path, Any]]:
-        size = file.size()
+    def _open(self, file: Location) -> tuple[Location, Source, bytes]:
+        """Return a file, open, and the text of its header."""
+        source = file.open_file()
+        self._sources.append(source)
+        length = int.from_bytes(source.head[:_LENGTH], "little")
+        if len(source.head) < _LENGTH or length > min(_MAX_HEADER, source.size - _LENGTH):
+            raise damaged(file, f"a header of {length} bytes, in a file of {source.size}")
+        with translated(file.path, "read"):
+            return file, source, source.read(_LENGTH, _LENGTH + length)
+
+    def _leaves(self, file: Location, source: Source, text: bytes) -> Iterator[tuple[Path, Any]]:
         try:
-            length = int.from_bytes(bytes_of(file, 0, _LENGTH), "little")
-            if length > min(_MAX_HEADER, size - _LENGTH):
-                raise ValueError(f"a header of {length} bytes, in a file of {size}")
-            header = json.loads(bytes_of(file, _LENGTH, _LENGTH + length))
+            header = json.loads(text)
             kept = header.pop(METADATA, None) or {}
             paths = {name: tuple(path) for name, path in json.loads(kept.get(PATHS, "{}")).items()}
             for names, value in json.loads(kept.get(OURS, "[]")):
                 yield tuple(map(str, names)), self._value(tuple(map(str, names)), value)
             for name, entry in header.items():
                 path = paths.get(name, tuple(name.split(".")))
-                yield path, self._array(file, path, name, entry, _LENGTH + length, size)
+                yield path, self._array(file, source, path, name, entry, _LENGTH + len(text))
         except _DECODE_ERRORS as error:
             if isinstance(error, UnsupportedLeafError | CorruptCheckpointError):
                 raise
@@ -80,7 +91,7 @@ class SafetensorsReader(Reader):
             return Branch({}, Container(value["empty"]))
         return None if value is None else LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
-    def _array(self, file: Location, path: Path, name: str, entry: Any, data: int, size: int) -> LeafHandle:
+    def _array(self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int) -> LeafHandle:
         if entry["dtype"] not in _DTYPES:
             raise UnsupportedLeafError(
                 f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it with the "
@@ -94,22 +105,25 @@ class SafetensorsReader(Reader):
         start, stop = map(int, entry["data_offsets"])
         nbytes = math.prod(shape) * dtype.itemsize
         is_list = isinstance(entry["shape"], list) and min(shape, default=0) >= 0
-        if not is_list or not 0 <= start <= stop <= size - data or stop - start != nbytes:
-            raise damaged(file, f"{name} has the bytes {start} to {stop} of {size - data}, and needs {nbytes}", name)
-        return LeafHandle(path, LeafKind.ARRAY, shape, dtype, nbytes, name, self, (file, data + start))
+        if not is_list or not 0 <= start <= stop <= source.size - data or stop - start != nbytes:
+            raise damaged(
+                file, f"{name} has the bytes {start} to {stop} of {source.size - data}, and needs {nbytes}", name
+            )
+        return LeafHandle(path, LeafKind.ARRAY, shape, dtype, nbytes, name, self, (source, data + start))
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
-        return [self._read(one) for one in handles]
-
-    def _read(self, one: LeafHandle | ArraySlice) -> Any:
         from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
 
-        handle = one if isinstance(one, LeafHandle) else one.handle
-        if handle.dtype is None:
-            return handle.locator
-        file, offset = handle.locator
-        return raw_arrays.read(file, offset, one)
+        leaves = [one if isinstance(one, LeafHandle) else one.handle for one in handles]
+        arrays = [(*leaf.locator, one) for leaf, one in zip(leaves, handles, strict=True) if leaf.dtype is not None]
+        found = iter(raw_arrays.read_all(arrays, self.meter))
+        return [leaf.locator if leaf.dtype is None else next(found) for leaf in leaves]
+
+    def close(self) -> None:
+        """Close the files."""
+        for source in self._sources:
+            source.close()
 
 
 def _is_readable(path: Location, look: str) -> bool:
