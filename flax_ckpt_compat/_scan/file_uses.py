@@ -69,9 +69,12 @@ _SHELL = {
 _SHELL |= {"subprocess.getoutput", "sh.cp", "get_ipython.system"}
 # Commands that expect files, unless an option says that they go down into directories.
 _COMMANDS = {
-    "shell-copy": re.compile(r"\b(cp|scp|gsutil|rsync)\b"),
+    "shell-copy": re.compile(r"\b(cp|scp|gsutil|rsync|azcopy)\b|(?<![.\w-])zip\b"),
     "shell-remove": re.compile(r"(?<!gsutil )(?<!s3 )\b(rm|unlink)\b"),
-    "open": re.compile(r"\b(cat|gzip|md5sum|sha1sum|sha256sum|xz|zstd)\b"),
+    "open": re.compile(
+        r"(?=.*\bcurl\b).*(^|\s)(-T|-F|--upload-file|--data-binary)(\s|$)|"
+        r"\b(cat|bzip2|gzip|pigz|lz4|xz|zstd|b2sum|md5sum|sha1sum|sha224sum|sha256sum|sha384sum|sha512sum)\b"
+    ),
 }
 _RECURSIVE = re.compile(r"(^|\s)(-\w*[raR]\w*|--recursive|--archive|mv)\b")
 _FILE_FIRST = {"isdir", "is_dir", "IsDirectory"}

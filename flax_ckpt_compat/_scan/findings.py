@@ -77,7 +77,8 @@ KINDS = {
     ),
     "shell-copy": Kind(
         "copies a checkpoint by a shell command", "directories are skipped without -r",
-        "directories are skipped without -r", "add -r (cp, scp, gsutil) or --recursive (aws s3)", CHANGE,
+        "directories are skipped without -r",
+        "add -r (cp, scp, gsutil, rsync, zip) or --recursive (aws s3, azcopy)", CHANGE,
     ),
     "shell-remove": Kind(
         "deletes a checkpoint by a shell command", "rm: Is a directory", "rm: Is a directory",

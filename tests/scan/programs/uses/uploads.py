@@ -17,6 +17,11 @@ def keep(workdir, state, bucket, blob):
     subprocess.run(["gsutil", "cp", latest, bucket], check=True)  # expect: shell-copy
     subprocess.run(["gsutil", "cp", "-r", latest, bucket], check=True)
     os.system(f"aws s3 cp {latest} {bucket}")  # expect: shell-copy
+    subprocess.run(["zip", "backup.zip", latest], check=True)  # expect: shell-copy
+    subprocess.run(["zip", "-r", "backup.zip", latest], check=True)
+    subprocess.run(["tar", "-cf", "backup.zip", latest], check=True)
+    os.system(f"curl -T {latest} {bucket}")  # expect: open
+    os.system(f"sha512sum {latest} > {latest}.sum")  # expect: open
     subprocess.run(shlex.split("cp " + shlex.quote(latest) + " /backup"), check=True)  # expect: shell-copy
     artifact = wandb.Artifact("model", type="model")
     artifact.add_file(latest)  # expect: upload
