@@ -118,6 +118,9 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     first = end = -gap - 1
     for read in sorted(reads, key=offset_of):
         offset, nbytes = read[1:3]
+        if not nbytes:  # an empty array may lie behind the end of a file, where nothing else is
+            runs.append(Run(source, offset, offset, [read]))
+            continue
         if is_remote and source.is_cached(offset, nbytes):  # it needs no request, and does not part its neighbours
             runs.append(Run(source, offset, offset + nbytes, [read]))
             continue

@@ -204,6 +204,22 @@ def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.
     assert caught is None or caught.value.leaf in lost
 
 
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_an_empty_leaf_behind_the_end_is_whole(has_memory: bool, tmp_path: Path) -> None:
+    """No byte of it is lost, alone or beside others; it was named where another one is cut off."""
+    (tmp_path / "file").write_bytes(b"abc")
+    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
+        target = memoryview(bytearray()) if has_memory else None
+        empty = Read(source, 5, 0, ("empty",), target, 0)
+        delivered = dict[int, bytes]()
+        read_runs(neighbours([Read(source, 0, 3, ("whole",), None, 1), empty]), into(delivered), refused)
+        assert delivered == ({1: b"abc"} if has_memory else {0: b"", 1: b"abc"})
+        for cut in (Read(source, 2, 5, ("cut",)), Read(source, 5, 2, ("cut",))):
+            with pytest.raises(CorruptCheckpointError) as caught:
+                read_runs(neighbours([cut, empty]), bool, refused)
+            assert caught.value.leaf == "cut"
+
+
 def test_a_file_that_ends_where_a_leaf_does(tmp_path: Path) -> None:
     """That leaf is whole: the next one is named, and none where only the rest of the run is lost."""
     (tmp_path / "file").write_bytes(b"abcd")
