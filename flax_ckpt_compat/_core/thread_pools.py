@@ -8,6 +8,7 @@ and the thread that runs the task then never ends.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import re
@@ -102,7 +103,7 @@ class Once:
 def end_of(future: Any) -> Once:
     """Return a task that ends when a future, also one of TensorStore that has begun, is done or cancelled."""
     ended = Once(bool)
-    future.add_done_callback(lambda _: ended.run())
+    off_main(functools.partial(future.add_done_callback, lambda _: ended.run()))
     return ended
 
 
@@ -111,11 +112,38 @@ def wait(future: Future[Any], timeout: float = math.inf) -> bool:
     return end_of(future).wait(timeout)
 
 
+def off_main(look: Callable[[], _Result]) -> _Result:
+    """Call what takes the lock of a future or of a pool where no Ctrl-C comes, which would leave it locked for ever."""
+    if threading.current_thread() is not threading.main_thread():
+        return look()
+    result: _Result = run_apart(look, "flax-ckpt-look", daemon=True)
+    return result
+
+
 class _StartedEvent(threading.Event):
-    """The event by which ``Thread.start`` waits for the new thread; it ends without it after some time."""
+    """The event by which ``Thread.start`` waits for the new thread; it ends without it after some time.
+
+    Python's own is left locked by a Ctrl-C, and the new thread then never tells, and never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_set, self._begins = False, threading.Lock()
+        self._begins.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._begins.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(_START_SECONDS if timeout is None else timeout)
+        end = time.monotonic() + (_START_SECONDS if timeout is None else timeout)
+        while not self._is_set and (left := end - time.monotonic()) > 0:
+            # Not for ever: one who was interrupted here may hold the lock.
+            if self._begins.acquire(timeout=min(left, _POLL_SECONDS)):
+                self._begins.release()
+        return self._is_set
 
 
 def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> bool:
@@ -157,10 +185,10 @@ def pools_take_tasks() -> bool:
     return True
 
 
-def run_apart(function: Callable[[], Any], name: str) -> Any:
+def run_apart(function: Callable[[], Any], name: str, *, daemon: bool = False) -> Any:
     """Call a function on a thread of its own, or here if none can be started; return its result."""
     task = Once(function)
-    if start_thread(task.run, name):
+    if start_thread(task.run, name, daemon=daemon):
         task.wait()
     return task.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -81,7 +82,7 @@ def start(
     else:
         try:
             with thread_pools.raising_interrupts():
-                future = manager.save_async(save.task)
+                future = thread_pools.off_main(functools.partial(manager.save_async, save.task))
         except BaseException as error:
             if not thread_pools.is_refusal(error):
                 save.task.withdraw()  # it may be queued all the same
@@ -163,12 +164,16 @@ def wait(manager: Any) -> None:
     if _is_within(manager):
         return
     future = getattr(manager, "save_future", None)
+    wait_previous = manager.wait_previous_save
+    if isinstance(future, Future):
+        thread_pools.wait(future)  # Ctrl-C comes here, where it takes no failure away
+        wait_previous = functools.partial(thread_pools.off_main, wait_previous)
     try:
         with thread_pools.raising_interrupts():
-            manager.wait_previous_save()
+            wait_previous()
     except Exception:  # not Ctrl-C, after which the save still runs, and may fail
-        if isinstance(future, Future) and future.done():
-            _forget(manager, future)
+        if isinstance(future, Future) and thread_pools.off_main(future.done):
+            thread_pools.off_main(functools.partial(_forget, manager, future))
         raise
     # Flax's own manager drops the failure of a save that has already ended.
     if isinstance(future, Future):
@@ -184,6 +189,10 @@ def _is_within(manager: Any) -> bool:
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
     """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
     thread_pools.wait(future)
+    thread_pools.off_main(functools.partial(_raise_ended, manager, future))
+
+
+def _raise_ended(manager: Any, future: Future[Any]) -> None:
     if _forget(manager, future) and not save_registry.was_raised(future):
         future.result()
 

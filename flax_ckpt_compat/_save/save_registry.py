@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -35,7 +36,7 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """Return whether the save has ended, or was cancelled."""
-        return self.task.done if self.future is None else self.future.done()
+        return self.task.done if self.future is None else thread_pools.off_main(self.future.done)
 
     def wait(self, timeout: float = math.inf) -> None:
         """Wait until it has ended or was cancelled, at most so many seconds; run nothing."""
@@ -58,10 +59,10 @@ def all_saves() -> list[BackgroundSave]:
 def raise_failures(directory: Location) -> None:
     """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
     for save in saves_into(directory):
-        if save.future is not None and save.future.done():
+        if save.future is not None and save.done:
             _drop(save)
             _raised.add(save.future)
-            save.future.result()
+            thread_pools.off_main(save.future.result)
 
 
 def saves_into(directory: Location) -> list[BackgroundSave]:
@@ -90,6 +91,10 @@ def mark_seen(future: Future[Any]) -> None:
             _drop(save)
 
 
+def _failure_of(future: Future[Any]) -> BaseException | None:
+    return CancelledError("cancelled") if future.cancelled() else future.exception()
+
+
 def _drop(save: BackgroundSave) -> None:
     with suppress(ValueError):  # another thread did
         _saves.remove(save)
@@ -106,7 +111,7 @@ def log_failures(*, running: bool = True) -> None:
     for save in list(_saves):
         error: BaseException | None = None
         if save.future is not None and save.done:
-            error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
+            error = thread_pools.off_main(functools.partial(_failure_of, save.future))
         elif save.future is not None and running:
             error = RuntimeError("it has not ended before the interpreter does")
         if error is not None and not save.is_logged:
