@@ -82,7 +82,9 @@ def start(
     else:
         try:
             with thread_pools.raising_interrupts():
-                future = thread_pools.off_main(functools.partial(manager.save_async, save.task))
+                future = thread_pools.off_main(
+                    functools.partial(manager.save_async, functools.partial(_in_pool, save.task))
+                )
         except BaseException as error:
             if not thread_pools.is_refusal(error):
                 save.task.withdraw()  # it may be queued all the same
@@ -97,6 +99,11 @@ def start(
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
         save_registry.add(save)
+
+
+def _in_pool(task: thread_pools.Once) -> Any:
+    """Return or raise the outcome of a save; one whose start Ctrl-C interrupted was withdrawn, and fails nobody."""
+    return None if task.was_withdrawn else task.result()
 
 
 def _run(task: Callable[[], Any]) -> None:
