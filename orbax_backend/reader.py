@@ -10,7 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.array_boxes import readable_boxes
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader, handle_of
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import DepthError, StorageError
 from flax_ckpt_compat._core.location import Location
@@ -206,7 +206,7 @@ class OrbaxReader(Reader):
         return others
 
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
-        handle = one if isinstance(one, LeafHandle) else one.handle
+        handle = handle_of(one)
         if handle.locator.is_plain:
             return array
         try:

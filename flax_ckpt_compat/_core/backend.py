@@ -107,6 +107,11 @@ class ArraySlice:
         return result
 
 
+def handle_of(one: LeafHandle | ArraySlice) -> LeafHandle:
+    """Return the stored leaf that is read, in whole or in part."""
+    return one if isinstance(one, LeafHandle) else one.handle
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inspection:
     """Result of `Reader.inspect`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.tree import iter_leaves
 
 BATCH_BYTES = 32 * 2**20
@@ -41,7 +41,7 @@ def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
 
 def reader_of(one: LeafHandle | ArraySlice) -> Reader:
     """Return the reader of a leaf, or of what a slice is of."""
-    return (one if isinstance(one, LeafHandle) else one.handle).reader
+    return handle_of(one).reader
 
 
 def read_all(

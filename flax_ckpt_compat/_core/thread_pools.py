@@ -132,23 +132,16 @@ class _StartedEvent(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_set, self._begins = False, threading.Lock()
-        self._begins.acquire()
+        self._begun = Once(bool)
 
     def is_set(self) -> bool:
-        return self._is_set
+        return self._begun.done
 
     def set(self) -> None:
-        self._is_set = True
-        self._begins.release()
+        self._begun.run()
 
     def wait(self, timeout: float | None = None) -> bool:
-        end = time.monotonic() + (_START_SECONDS if timeout is None else timeout)
-        while not self._is_set and (left := end - time.monotonic()) > 0:
-            # Not for ever: one who was interrupted here may hold the lock.
-            if self._begins.acquire(timeout=min(left, _POLL_SECONDS)):
-                self._begins.release()
-        return self._is_set
+        return self._begun.wait(_START_SECONDS if timeout is None else timeout)
 
 
 def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> bool:

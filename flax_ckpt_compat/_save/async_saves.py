@@ -179,7 +179,7 @@ def wait(manager: Any) -> None:
         with thread_pools.raising_interrupts():
             wait_previous()
     except Exception:  # not Ctrl-C, after which the save still runs, and may fail
-        if isinstance(future, Future) and thread_pools.off_main(future.done):
+        if isinstance(future, Future):
             thread_pools.off_main(functools.partial(_forget, manager, future))
         raise
     # Flax's own manager drops the failure of a save that has already ended.

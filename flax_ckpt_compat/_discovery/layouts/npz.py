@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.array_boxes import full_box
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import (
     ChecksumError,
     CorruptCheckpointError,
@@ -110,7 +110,7 @@ class NpzReader(Reader):
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         from flax_ckpt_compat._discovery.layouts import raw_arrays
 
-        leaves = [one if isinstance(one, LeafHandle) else one.handle for one in handles]
+        leaves = list(map(handle_of, handles))
         offsets = [leaf.locator[1] for leaf in leaves]
         plain = [(self._opened, at, one) for at, one in zip(offsets, handles, strict=True) if at is not None]
         found = iter(raw_arrays.read_all(plain, self.meter))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, handle_of
 from flax_ckpt_compat._core.byte_reads import Read, neighbours, read_runs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import of_text
@@ -31,7 +31,7 @@ def read_all(wanted: Sequence[tuple[Source, int, LeafHandle | ArraySlice]], mete
 
 def _rows(one: LeafHandle | ArraySlice) -> np.ndarray[Any, Any]:
     """Return memory for an array, or for the rows that a slice lies in."""
-    handle = one if isinstance(one, LeafHandle) else one.handle
+    handle = handle_of(one)
     assert handle.dtype is not None
     if isinstance(one, LeafHandle) or not one.index:
         return memory.empty(handle.shape, handle.dtype)

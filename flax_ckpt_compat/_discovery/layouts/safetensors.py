@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Source
@@ -115,7 +115,7 @@ class SafetensorsReader(Reader):
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
 
-        leaves = [one if isinstance(one, LeafHandle) else one.handle for one in handles]
+        leaves = list(map(handle_of, handles))
         arrays = [(*leaf.locator, one) for leaf, one in zip(leaves, handles, strict=True) if leaf.dtype is not None]
         found = iter(raw_arrays.read_all(arrays, self.meter))
         return [leaf.locator if leaf.dtype is None else next(found) for leaf in leaves]
