@@ -142,19 +142,29 @@ class MemoryBudget:
 class Columns:
     """A sequential reader of columns."""
 
-    def __init__(self, data: bytes, budget: MemoryBudget) -> None:
-        self._data, self._budget = data, budget
-        budget.take(len(data))
-        self._bytes = np.frombuffer(data, np.uint8)
-        self._at = 0
+    def __init__(self, data: bytes, budget: MemoryBudget, start: int = 0, stop: int | None = None) -> None:
+        """Begin at ``start``; the columns end at ``stop``, or with the data. Inline values are most of it: no copy."""
+        self._data, self._budget, self._start, self._at = data, budget, start, start
+        self._stop = len(data) if stop is None else stop
+        budget.take(self._stop - start)
+        self._bytes = np.frombuffer(data, np.uint8, self._stop)
+
+    @property
+    def _place(self) -> int:
+        """Return the number of bytes before the next, for messages."""
+        return self._at - self._start
 
     def take(self, count: int) -> bytes:
         """Return the next bytes; raise ValueError if fewer are left, here and in the methods below."""
-        left = len(self._data) - self._at
+        return self._data[self._skip(count) : self._at]
+
+    def _skip(self, count: int) -> int:
+        """Move behind the next bytes, and return where they begin in the data."""
+        left = self._stop - self._at
         if count > left:
-            raise ValueError(f"{count} bytes were expected at byte {self._at}, found {left}")
+            raise ValueError(f"{count} bytes were expected at byte {self._place}, found {left}")
         self._at += count
-        return self._data[self._at - count : self._at]
+        return self._at - count
 
     def byte(self) -> int:
         """Return the next byte."""
@@ -185,12 +195,12 @@ class Columns:
                 window = self._bytes[self._at : self._at + most * count]
                 ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) < count:
-            raise ValueError(f"{count} numbers were expected at byte {self._at}, found {len(ends)}")
+            raise ValueError(f"{count} numbers were expected at byte {self._place}, found {len(ends)}")
         starts = np.concatenate([[0], ends[:-1] + 1])
         widths = ends - starts + 1
         longest = int(widths.max())
         if longest > _VARINT_BYTES or np.any(window[ends[widths == _VARINT_BYTES]] > 1):
-            raise ValueError(f"numbers of 64 bits were expected at byte {self._at}, found a longer one")
+            raise ValueError(f"numbers of 64 bits were expected at byte {self._place}, found a longer one")
         dtype = np.uint32 if longest <= _BYTES_IN_32_BITS else np.uint64
         self._budget.take(count * np.dtype(dtype).itemsize)
         numbers: Numbers = (window[starts] & 0x7F).astype(dtype)
@@ -253,10 +263,10 @@ class Columns:
 
     def slices(self, lengths: Sequence[int]) -> list[bytes]:
         """Return the next byte strings, of these lengths."""
-        text = self.take(sum(lengths))
-        return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
+        data, ends = self._data, itertools.accumulate(lengths, initial=self._skip(sum(lengths)))
+        return [data[start:end] for start, end in itertools.pairwise(ends)]
 
     def finish(self) -> None:
         """Raise ValueError if bytes are left."""
-        if self._at != len(self._data):
-            raise ValueError(f"the end was expected at byte {self._at}, found {len(self._data) - self._at} more bytes")
+        if self._at != self._stop:
+            raise ValueError(f"the end was expected at byte {self._place}, found {self._stop - self._at} more bytes")

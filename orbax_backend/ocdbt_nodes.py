@@ -98,8 +98,9 @@ def _body(data: bytes, magic: int, budget: MemoryBudget) -> Columns:
         raise ValueError(f"the format version {VERSION} was expected, found {version} of a newer TensorStore")
     if compression not in (PLAIN, ZSTD):
         raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected, found {compression}")
-    body = data[14:-4]
-    return Columns(decompress_zstd(body) if compression == ZSTD else body, budget)
+    if compression == ZSTD:
+        return Columns(decompress_zstd(data[14:-4]), budget)
+    return Columns(data, budget, 14, len(data) - 4)
 
 
 class FileTable:

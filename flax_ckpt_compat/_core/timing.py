@@ -19,6 +19,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
         self._phases: dict[str, float] = {}
+        self._nbytes = 0
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase."""
@@ -30,11 +31,16 @@ class Stopwatch:
         """Return the seconds of phases so far, together."""
         return sum(self._phases[phase] for phase in phases)
 
-    def log(self, done: str, path: str, leaves: Iterable[Any]) -> None:
-        """Log what was ``done`` ("Saved" or "Restored") at INFO, with the bytes of arrays or leaf handles."""
+    def count(self, leaves: Iterable[Any]) -> None:
+        """Take the bytes of arrays or leaf handles, for `log`."""
+        if _log.isEnabledFor(logging.INFO):
+            self._nbytes = nbytes_of(leaves)
+
+    def log(self, done: str, path: str) -> None:
+        """Log what was ``done`` ("Saved" or "Restored") at INFO."""
         if not _log.isEnabledFor(logging.INFO):
             return
-        nbytes = nbytes_of(leaves)
+        nbytes = self._nbytes
         seconds = self._last - self._start
         phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
         rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""

@@ -84,11 +84,20 @@ class _Restore:
         """Restore the checkpoint at a location."""
         if self.agreement is not None:
             self.agreement.report(location)
-        watch, options, values = Stopwatch(), self._options, {}
-        together, self.together = self.together, False
-        # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
-        with locating.unchanged(location), options.transforms.opening(), ExitStack() as pause, ExitStack() as files:
+        watch = Stopwatch()
+        with locating.unchanged(location), self._options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
+            # All but the result is gone when the pause ends, so that the garbage collector finds few objects.
+            values = self._values(location, pause, watch)
+        watch.log("Restored", location.path)
+        monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
+        return values
+
+    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch) -> Any:
+        """Open, plan, read, place and rebuild; end the ``pause`` of the garbage collector before what takes long."""
+        values: dict[str, Any] = {}
+        together, self.together = self.together, False
+        with ExitStack() as files:
             with self._telling_others(location.path, pause) if together else nullcontext():
                 is_for_checkpointer = self._checkpointer is not None and location.isdir()
                 opened = self._open(location, files, is_optional=is_for_checkpointer)
@@ -107,8 +116,7 @@ class _Restore:
                 watch.lap("read")
                 values[name] = rebuild(plan, *execute.place(run))
                 watch.lap("place and rebuild")
-        watch.log("Restored", location.path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
-        monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
+        watch.count(leaf.source for plan in plans.items.values() for leaf in plan.leaves)
         return values if plans.is_mapping else next(iter(values.values()))
 
     def unrestored(self) -> Any:

@@ -90,7 +90,8 @@ def _write(
                     if not left:
                         raise
         watch.lap("retain")
-    watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
+    watch.count(leaf for _, leaf in iter_leaves(tree))
+    watch.log("Saved", request.path)
     if request.shadow:
         shadow.compare(request, tree, watch.seconds("write", "publish"))
     request.options.meter.settle(in_background=request.async_manager is not None)
