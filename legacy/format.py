@@ -70,13 +70,6 @@ class FileRanges(NamedTuple):
         return FileRanges(tuple(found))
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # quicker to create than a tuple with names; small files have thousands
-class Unpacked:
-    """The locator of an array, or of bytes, that were read with the structure."""
-
-    data: bytes
-
-
 class KeyParts(NamedTuple):
     """The locator of a PRNG key: its implementation, and the leaf that is its data."""
 

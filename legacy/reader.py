@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
 from .checksummed_file import UNIT, ChecksummedObject, open_checksums, truncated
-from .format import FileRanges, Unpacked, is_one_range
+from .format import FileRanges, is_one_range
 from .parse import parse
 from .read_bytes import File, MsgpackSource, StoredObject, open_source
 from .sequential_reader import Window
@@ -33,6 +33,7 @@ from .unpack_small_files import unpack
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
+_ARRAY = LeafKind.ARRAY  # Python 3.11 takes as long to look it up in its class as for an if
 # Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
 _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 
@@ -40,8 +41,9 @@ _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 class MsgpackReader(Reader):
     """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
-    Locators are `FileRanges`, `Unpacked`, `KeyParts`, a `FolderArray`, or a Python value. Arrays below 32 KiB that are
-    read together share blocks of memory of about 256 KiB, each in its own aligned part.
+    Locators are `FileRanges`, `KeyParts`, a `FolderArray`, the bytes of an array that were read with the structure, or
+    a Python value. Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB, each in its own
+    aligned part.
     """
 
     format = Format.MSGPACK
@@ -99,24 +101,25 @@ class MsgpackReader(Reader):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
-        in_memory: list[tuple[int, LeafHandle, Any]] = []
+        in_memory: list[tuple[int, LeafHandle, bytes]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
         folders = gda_read.BatchedReads(self.meter, verify=self._verify)
         for index, handle in enumerate(wanted):
             if index in is_read:
                 continue
-            if handle.dtype is None and handle.kind is not LeafKind.BYTES:  # numbers and text are their own locator
-                values[index] = handle.locator
+            locator = handle.locator
+            if handle.dtype is None and type(locator) is not FileRanges:  # Python values are their own locator
+                values[index] = locator
                 continue
-            if type(handle.locator) is Unpacked and handle.dtype is not None:
-                in_memory.append((index, handle, handle.locator.data))
+            if type(locator) is bytes:
+                in_memory.append((index, handle, locator))
             elif handle.nbytes < _SMALL and handle.dtype is not None and is_one_range(handle):
-                ((offset, nbytes),) = handle.locator.ranges
+                ((offset, nbytes),) = locator.ranges
                 reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
             else:
                 values[index] = _begin(source, handle, reads, folders)
-            if handle.kind is not LeafKind.ARRAY:
+            if handle.kind is not _ARRAY:
                 unfinished.append(index)
         _pack(in_memory, values)
         self._read(reads, values)
@@ -194,10 +197,18 @@ def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
 
 def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
     """Copy the bytes of arrays to aligned parts of new memory."""
+    alike: dict[Any, tuple[list[int], list[bytes | memoryview]]] = {}
     with memory.pause_gc():
-        arrays = memory.pack([(handle.shape, cast(Any, handle.dtype), data) for _, handle, data in small])
-        for (index, _, _), array in zip(small, arrays, strict=True):
-            values[index] = array
+        for index, handle, data in small:
+            kind = handle.shape, handle.dtype
+            group = alike.get(kind)
+            if group is None:
+                group = alike[kind] = [], []
+            group[0].append(index)
+            group[1].append(data)
+        for kind, (indices, pieces) in alike.items():
+            for index, array in zip(indices, memory.pack_alike(pieces, *kind), strict=True):
+                values[index] = array
 
 
 def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
@@ -227,8 +238,8 @@ def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read], folders
         return _begin(source, locator.data, reads, folders)
     if isinstance(locator, gda_read.FolderArray):
         return folders.begin(locator, handle.path)
-    if isinstance(locator, Unpacked):
-        return locator.data if handle.dtype is None else memory.pack([(handle.shape, handle.dtype, locator.data)])[0]
+    if isinstance(locator, bytes) and handle.dtype is not None:
+        return memory.pack_alike([locator], handle.shape, handle.dtype)[0]
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
     for offset, nbytes in locator.ranges:

@@ -139,14 +139,13 @@ def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
         for key, value in children.items():
             path = (*parent, key)
             kind = type(value)
-            number = numbers.get(kind)
-            if number is not None:
-                children[key] = LeafHandle(path, number[0], (), None, number[1], None, reader, value)
-            elif kind is tuple:
+            if kind is tuple:
                 header, data = value
                 children[key] = LeafHandle(
-                    path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, format.Unpacked(data)
+                    path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
                 )
+            elif (number := numbers.get(kind)) is not None:
+                children[key] = LeafHandle(path, number[0], (), None, number[1], None, reader, value)
             elif kind is dict or kind is list:
                 if kind is dict and not in_list and value.keys() == format.KEY_KEYS:
                     keys.append((children, path))

@@ -37,8 +37,7 @@ def leaf_of(reader: Reader) -> Callable[[Path, Any], LeafHandle | None]:
         if value is None:
             return None
         kind, nbytes = _kind_of(value)
-        locator = format.Unpacked(value) if kind is LeafKind.BYTES else value
-        return LeafHandle(path, kind, (), None, nbytes, None, reader, locator)
+        return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
 
     return leaf
 

@@ -36,38 +36,36 @@ class LeafDescriptions:
         self._reader, self._structure, self._index, self._path = reader, structure, index, reader.path
         self._values = {} if structure.aggregate is None else structure.aggregate.values
         self._stored: dict[Any, StoredLeaf] = {}
+        self._zarr3, self._file = structure.zarr3, layout.ARRAY_METADATA_FILES[structure.zarr3]
 
     def handles(self) -> list[Node]:
         """Return a handle for each entry of the structure, or None or an empty container; warn of what is doubtful."""
-        leaves = [self._leaf(entry) for entry in self._structure.entries]
+        leaves = list(map(self._leaf, self._structure.entries))
         self._warn_of_lost_keys(leaves)
         self._warn_of_shared_names()
         return leaves
 
     def _leaf(self, entry: LeafEntry) -> Node:
+        path, _, name, value_type, skipped, _ = entry
         # A value in the msgpack file overrides the arrays, as in real Orbax.
-        inner = self._values.get(entry.path)
-        if inner is not None:
+        if self._values and (inner := self._values.get(path)) is not None:
             return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
-        if entry.value_type in _EMPTY:
-            container = _EMPTY[entry.value_type]
+        if value_type in _ARRAY_TYPES and not skipped and (stored := self._stored_leaf(entry, name, value_type)):
+            kind, shape, dtype, nbytes = stored.described
+            return LeafHandle(path, kind, shape, dtype, nbytes, name, self._reader, stored, False, stored.possible_kinds)
+        if value_type in _EMPTY:
+            container = _EMPTY[value_type]
             return None if container is None else Branch({}, container)
-        if entry.value_type not in _STORED_TYPES:
+        if value_type not in _STORED_TYPES:
             raise self._unknown_type(entry)
-        if entry.skipped:
+        if skipped:
             raise corrupt_leaf(
                 self._path, entry, f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
             )
-        stored = self._stored_leaf(entry)
-        if stored is not None:
-            kind, shape, dtype, nbytes = stored.described
-            return LeafHandle(
-                entry.path, kind, shape, dtype, nbytes, entry.name, self._reader, stored, False, stored.possible_kinds
-            )
-        if entry.value_type == layout.STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
+        if value_type == layout.STRING or (value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
             return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
-        key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
+        key = layout.key_prefix(name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
         raise corrupt_leaf(self._path, entry, f"its metadata {key!r} is missing")
 
     def _handle(
@@ -75,13 +73,13 @@ class LeafDescriptions:
     ) -> LeafHandle:
         return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self._reader, locator)
 
-    def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
+    def _stored_leaf(self, entry: LeafEntry, name: str, value_type: str) -> StoredLeaf | None:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
-        if self._index is None or entry.value_type == layout.STRING:
+        if self._index is None:
             return None
-        structure, name, value_type = self._structure, entry.name, entry.value_type
-        prefix, zarr3 = layout.key_prefix(name), structure.zarr3
-        text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
+        structure, zarr3 = self._structure, self._zarr3
+        prefix = layout.key_prefix(name)
+        text = self._index.get(prefix + self._file)
         if text is None:
             zarr3 = not zarr3
             text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
@@ -89,12 +87,14 @@ class LeafDescriptions:
                 return None
         annotation = None
         if structure.annotations is not None:
-            annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
+            annotation = structure.annotations.leaves.get(name)
         elif value_type == UNKNOWN and name in structure.shardings:
             value_type = layout.JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
         alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
         stored = self._stored.get(alike)
         if stored is None:
+            if annotation is None and structure.annotations is not None:
+                annotation = _UNANNOTATED
             stored = self._stored[alike] = self._describe(entry, value_type, text, zarr3, annotation)
         return stored
 

@@ -29,6 +29,7 @@ from .recorded_checksums import Checksums
 from .tree_structure import Structure, read_structure
 
 _CHECKED_BYTES = 32 << 20
+_Wanted = Sequence[LeafHandle | ArraySlice]
 
 
 class OrbaxReader(Reader):
@@ -80,9 +81,9 @@ class OrbaxReader(Reader):
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
         # Arrays, or boxes of them, that may be inline in the index, and keys: those of one chunk, and of several.
-        small: list[tuple[int, LeafHandle]] = []
+        small: list[tuple[int, StoredLeaf]] = []
         keys: list[str] = []
-        cut: list[tuple[int, LeafHandle, BoxLayout]] = []
+        cut: list[tuple[int, BoxLayout]] = []
         cut_keys: list[str] = []
         arrays: list[int] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
@@ -98,19 +99,20 @@ class OrbaxReader(Reader):
                 if handle is not last:
                     last, prefix = handle, layout.key_prefix(handle.name)
                 if parts.is_chunk:
-                    small.append((number, handle))
+                    small.append((number, leaf))
                     keys.append(prefix + parts.known[0].key)
                 else:
-                    cut.append((number, handle, parts))
+                    cut.append((number, parts))
                     cut_keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             else:
                 values[number] = leaf
         if self._index is not None and self._arrays is not None:
-            arrays += self._copy_inline(small, self._index.find_all(keys), values)
-            if cut:
-                arrays += self._assemble_inline(cut, iter(self._index.find_all(cut_keys)), values)
+            with memory.pause_gc():
+                arrays += self._copy_inline(handles, small, self._index.find_all(keys), values)
+                if cut:
+                    arrays += self._assemble_inline(handles, cut, iter(self._index.find_all(cut_keys)), values)
             reads = [_array_read(handles[number]) for number in arrays]
             if reads:
                 self._arrays.read(reads, self.meter, mapped=mapped)
@@ -167,43 +169,53 @@ class OrbaxReader(Reader):
             self._aggregate.reader.close()
 
     def _copy_inline(
-        self, small: Sequence[tuple[int, LeafHandle]], found: Sequence[Any], values: list[Any]
+        self, handles: _Wanted, small: Sequence[tuple[int, StoredLeaf]], found: Sequence[Any], values: list[Any]
     ) -> list[int]:
         """Copy the chunks that are inline in the index to new memory; return the numbers of the others."""
-        others, inline, chunks = list[int](), list[tuple[int, LeafHandle]](), list[Any]()
-        for one, value in zip(small, found, strict=True):
-            leaf, data = one[1].locator, value
-            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or leaf.info.checksum_nbytes:
+        others, alike = list[int](), dict[StoredLeaf, tuple[list[int], list[bytes]]]()
+        for (number, leaf), value in zip(small, found, strict=True):
+            data = value
+            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or leaf.checksum_nbytes:
                 data = _inline(leaf, data)
-            if data is None:
-                others.append(one[0])
-            else:
-                inline.append(one)
-                chunks.append((leaf.info.chunks, leaf.info.dtype, data))
-        with memory.pause_gc():
-            for (number, handle), array in zip(inline, memory.pack(chunks), strict=True):
-                values[number] = array if handle.locator.is_plain else self._decoded(handle, array)
+                if data is None:
+                    others.append(number)
+                    continue
+            group = alike.get(leaf)
+            if group is None:
+                group = alike[leaf] = [], []
+            group[0].append(number)
+            group[1].append(data)
+        for leaf, (numbers, chunks) in alike.items():
+            packed = memory.pack_alike(chunks, leaf.info.chunks, leaf.info.dtype)
+            self._set_decoded(handles, leaf, numbers, packed, values)
         return others
 
     def _assemble_inline(
-        self, cut: Sequence[tuple[int, LeafHandle, BoxLayout]], found: Iterator[Any], values: list[Any]
+        self, handles: _Wanted, cut: Sequence[tuple[int, BoxLayout]], found: Iterator[Any], values: list[Any]
     ) -> list[int]:
         """Assemble what lies in several chunks that are inline in the index; return the numbers of the others."""
-        others, alike = list[int](), dict[BoxLayout, list[tuple[int, LeafHandle, bytes]]]()
-        for number, handle, parts in cut:
-            pieces = [_inline(handle.locator, next(found)) for _ in parts.known or ()]
+        others, alike = list[int](), dict[BoxLayout, tuple[list[int], list[bytes]]]()
+        for number, parts in cut:
+            leaf = handle_of(handles[number]).locator
+            pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
             if None in pieces:
                 others.append(number)
             else:
-                alike.setdefault(parts, []).append((number, handle, b"".join(pieces)))  # type: ignore[arg-type]
-        with memory.pause_gc():
-            for parts, ones in alike.items():
-                copies = [(part.source, part.target) for part in parts.parts]
-                info, data = parts.info, [one[2] for one in ones]
-                packed = memory.pack_chunks(data, parts.shape, info.dtype, info.chunks, copies)
-                for (number, handle, _), array in zip(ones, packed, strict=True):
-                    values[number] = array if handle.locator.is_plain else self._decoded(handle, array)
+                numbers, data = alike.setdefault(parts, ([], []))
+                numbers.append(number)
+                data.append(b"".join(pieces))  # type: ignore[arg-type]
+        for parts, (numbers, data) in alike.items():
+            copies = [(part.source, part.target) for part in parts.parts]
+            packed = memory.pack_chunks(data, parts.shape, parts.info.dtype, parts.info.chunks, copies)
+            self._set_decoded(handles, handle_of(handles[numbers[0]]).locator, numbers, packed, values)
         return others
+
+    def _set_decoded(
+        self, handles: _Wanted, leaf: StoredLeaf, numbers: list[int], arrays: Sequence[Any], values: list[Any]
+    ) -> None:
+        """Set the values of leaves that are stored alike."""
+        for number, array in zip(numbers, arrays, strict=True):
+            values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
 
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
         handle = handle_of(one)

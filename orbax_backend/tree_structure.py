@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import re
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from .type_annotations import ContainerType, TypeAnnotations, parse_annotations,
 UNKNOWN = "unknown"
 _DATABASE_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _KINDS = frozenset([layout.SEQUENCE_KEY, layout.DICT_KEY])
+_key_of, _kind_of = operator.itemgetter("key"), operator.itemgetter("key_type")
 
 
 class LeafEntry(NamedTuple):
@@ -149,24 +151,23 @@ def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
-    entries = []
+    rows: list[tuple[Any, ...]] = []
     checked = Memo(_KINDS.issuperset)  # by the kinds of all names of a path, of which there are few
     for key, entry in tree.items():
         try:
             parts, value = entry["key_metadata"], entry["value_metadata"]
-            path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
+            path, kinds = tuple(map(_key_of, parts)), tuple(map(_kind_of, parts))
             name, value_type = layout.leaf_name(path), value["value_type"]
             if not name.isascii():
                 name.encode()
             known = checked[kinds] and type(value_type) is str
             skipped, write_shape = bool(value.get("skip_deserialize")), value.get("write_shape")
-            found = LeafEntry(path, kinds, name, value_type, skipped, write_shape)
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
         if not known:
             raise corrupt(file, f"the entry {key} has unknown keys or types")
-        entries.append(found)
-    return entries
+        rows.append((path, kinds, name, value_type, skipped, write_shape))
+    return list(map(tuple.__new__, itertools.repeat(LeafEntry), rows))  # without Python code for each
 
 
 def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:

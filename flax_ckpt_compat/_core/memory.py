@@ -68,22 +68,30 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def pack(arrays: Sequence[tuple[Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary.
-
-    A block is of arrays that are alike: numpy then copies and creates them without Python code for each."""
+    """Copy small arrays (shape, dtype and bytes) to new memory; see `pack_alike`."""
     alike: dict[tuple[Shape, np.dtype[Any]], list[int]] = {}
     for at, (shape, dtype, _) in enumerate(arrays):
         alike.setdefault((shape, dtype), []).append(at)
     packed: list[Any] = [None] * len(arrays)
     for (shape, dtype), places in alike.items():
-        flat = shape if 0 < len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
-        size, start = len(arrays[places[0]][2]), 0
-        for block, rows in _blocks(len(places), flat, dtype):
-            some = places[start : (start := start + len(block))]
-            data = b"".join([arrays[at][2] for at in some])
-            block[:] = np.frombuffer(data, np.uint8).reshape(len(some), size)
-            for at, array in zip(some, rows, strict=True):
-                packed[at] = array if flat is shape else array.reshape(shape)
+        found = pack_alike([arrays[at][2] for at in places], shape, dtype)
+        for at, array in zip(places, found, strict=True):
+            packed[at] = array
+    return packed
+
+
+def pack_alike(
+    arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]
+) -> list[np.ndarray[Any, Any]]:
+    """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary.
+
+    numpy copies and creates the arrays of a block without Python code for each."""
+    packed: list[np.ndarray[Any, Any]] = []
+    flat = shape if 0 < len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
+    for block, rows in _blocks(len(arrays), flat, dtype):
+        data = b"".join(arrays[len(packed) : len(packed) + len(block)])
+        block[:] = np.frombuffer(data, np.uint8).reshape(block.shape)
+        packed.extend(rows if flat is shape else [row.reshape(shape) for row in rows])
     return packed
 
 

@@ -231,10 +231,12 @@ def iter_leaves(node: Node, path: Path = (), runs: dict[int, ValueRun] | None = 
     while open_branches:
         path, children = open_branches[-1]
         for name, child in children:
-            if runs is not None and isinstance(child, Branch) and (run := child.run) is not None:
+            if not isinstance(child, Branch):
+                yield (*path, name), child
+            elif runs is not None and (run := child.run) is not None:
                 runs[id(child)] = run
                 yield (*path, name), run
-            elif isinstance(child, Branch) and child.children:
+            elif child.children:
                 open_branches.append(((*path, name), iter(child.children.items())))
                 break
             else:

@@ -38,6 +38,8 @@ class LeafPlanner:
 
     def array(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
         """Plan a stored array for a target's leaf, or for None; quick for those that are not cast."""
+        if type(target) in self.host_types and not (handle.possible_kinds or handle.in_gda_folder):
+            return LeafPlan(path, handle, target, True)
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
             on_device = is_array is None or self._on_device or handle.in_gda_folder

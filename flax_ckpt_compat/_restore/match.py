@@ -55,6 +55,10 @@ class _Absent(enum.Enum):
     ABSENT = "not in the checkpoint"
 
 
+_ABSENT = _Absent.ABSENT
+_ARRAY = LeafKind.ARRAY
+
+
 class _Planner:
     """Planner of the leaves of a target, in its order."""
 
@@ -101,11 +105,11 @@ class _Planner:
         plan_array, add = self._leaf_planner.array, self._plan.leaves.append
         host_types = self._leaf_planner.host_types
         for name, child in target.children.items():
-            found = fields.get(name, _Absent.ABSENT)
+            found = fields.get(name, _ABSENT)
             # As almost all leaves are: an array where the target has one of the same shape.
             if (
                 type(found) is LeafHandle
-                and found.kind is LeafKind.ARRAY
+                and found.kind is _ARRAY
                 and getattr(child, "shape", None) == found.shape
                 and found.dtype is not _KEY_DATA
                 and self._choose is None
@@ -123,7 +127,7 @@ class _Planner:
                 and self._choose is None
             ):
                 add(LeafPlan((*path, name), found, child, True))
-            elif found is _Absent.ABSENT and type(child) is Branch:
+            elif found is _ABSENT and type(child) is Branch:
                 self.absent(child, (*path, name))
             else:
                 self.node(found, child, (*path, name))
@@ -186,7 +190,7 @@ class _Planner:
             if target is None and stored.dtype is None and not stored.possible_kinds:  # a Python value, as it is
                 self._plan.leaves.append(LeafPlan(path, stored, None, True))
                 return
-            plan_leaf = self._leaf_planner.array if stored.kind is LeafKind.ARRAY else self._leaf_planner.stored
+            plan_leaf = self._leaf_planner.array if stored.kind is _ARRAY else self._leaf_planner.stored
             self._plan.leaves.append(plan_leaf(path, stored, target))
         elif isinstance(stored, Derived):
             self._plan.leaves.append(self._leaf_planner.derived(path, stored, target))

@@ -41,7 +41,7 @@ def describe(opened: Any) -> Any:
 def agree(path: Path) -> bool:
     """Return whether the unpacker took the file; assert that the parser then reads the same."""
     opened = BACKEND.open(location_of(path))
-    taken = [leaf for _, leaf in iter_leaves(opened.tree) if type(getattr(leaf, "locator", None)) is format.Unpacked]
+    taken = [leaf for _, leaf in iter_leaves(opened.tree) if type(getattr(leaf, "locator", None)) is bytes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "unpack", lambda *_: None)
         assert describe(opened) == describe(BACKEND.open(location_of(path)))
@@ -137,7 +137,7 @@ def test_only_many_small_arrays_are_read_whole(
     monkeypatch.undo()
     path = save({f"a{n:03}": np.zeros(size) for n in range(300)})
     opened = BACKEND.open(location_of(path))
-    assert (type(next(iter(opened.tree.children.values())).locator) is format.Unpacked) == whole
+    assert (type(next(iter(opened.tree.children.values())).locator) is bytes) == whole
     monkeypatch.setattr(unpack_small_files, "_MAX_SIZE", 1000)
     opened = BACKEND.open(location_of(path))
     assert type(next(iter(opened.tree.children.values())).locator) is format.FileRanges
