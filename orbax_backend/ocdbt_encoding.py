@@ -234,14 +234,12 @@ class Columns:
             names.append(before)
         return names
 
-    def key_list(self, count: int, prefix: int) -> list[bytes]:
-        """Return the next names; the caller puts a prefix of so many bytes before each."""
+    def keys_with(self, count: int, prefix: int) -> Any:
+        """Return what `keys` returns; the caller puts a prefix of so many bytes before each, and has them as objects."""
         if count < _FEW_NAMES:
             return self.names(*self.name_lengths(count, prefix))
         self._budget.take(count * (_BYTES_PER_NAME + prefix))
-        keys = self.keys(count)
-        found: list[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
-        return found
+        return self.keys(count)
 
     def keys(self, count: int) -> Any:
         """Return the next names, which are many, as an array if they are alike in length."""

@@ -154,19 +154,21 @@ def children_of(columns: Columns, files: FileTable, node: NodeRef) -> list[NodeR
 def entries_of(leaf: LeafNode) -> dict[bytes, bytes | ByteRange]:
     """Return the keys of a leaf node with their values."""
     columns, files, prefix, count = leaf.columns, leaf.files, leaf.node.prefix, leaf.count
-    keys = _ascending(columns.key_list(count, len(prefix)))
-    lengths, kinds = columns.varints(count), columns.varints(count)
-    if not {INLINE, INDIRECT}.issuperset(kinds):
-        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
-    indirect = sum(kinds)
-    numbers, offsets = columns.varints(indirect), columns.varints(indirect)
-    ranges = files.extents(numbers, offsets, list(itertools.compress(lengths, kinds)))
-    inline = [0 if kind else length for length, kind in zip(lengths, kinds, strict=True)] if indirect else lengths
-    values: list[bytes | ByteRange] = [*columns.slices(inline)]
+    keys = _ascending(columns.keys_with(count, len(prefix)))
+    names: list[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
+    lengths, kinds = columns.varints(count), columns.numbers(count)
+    if np.any(kinds > INDIRECT):
+        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
+    indirect = np.flatnonzero(kinds).tolist()
+    numbers, offsets = columns.varints(len(indirect)), columns.varints(len(indirect))
+    ranges = files.extents(numbers, offsets, [lengths[row] for row in indirect])
+    for row in indirect:
+        lengths[row] = 0
+    values: list[Any] = columns.slices(lengths)
     columns.finish()
-    for number, extent in zip(itertools.compress(itertools.count(), kinds), ranges, strict=False):
-        values[number] = extent
-    return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
+    for row, extent in zip(indirect, ranges, strict=True):
+        values[row] = extent
+    return dict(zip([prefix + name for name in names] if prefix else names, values, strict=True))
 
 
 def _ascending(keys: _Keys) -> _Keys:

@@ -158,7 +158,7 @@ class _DatabaseIndex(Index):
 
     def get(self, key: str) -> bytes | None:
         value = self._entries.get(key.encode())
-        return _read_small(self._location, value) if isinstance(value, ByteRange) else value
+        return _read_small(self._location, value) if type(value) is ByteRange else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._database, prefix)

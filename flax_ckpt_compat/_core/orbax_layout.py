@@ -89,9 +89,9 @@ def key_prefix(name: str) -> str:
     TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
     their keys, and so do ``""`` and ``/`` (measured).
     """
-    if name == "/":
-        return ""
-    return name if not name or name.endswith("/") else name + "/"
+    if name and name[-1] != "/":
+        return name + "/"
+    return "" if name == "/" else name
 
 
 def pointer_tokens(name: str) -> tuple[str, ...] | None:
