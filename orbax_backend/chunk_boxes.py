@@ -37,6 +37,7 @@ class BoxLayout:
         self.is_chunk = info.cell_of(self.region) is not None
         known = tuple(itertools.islice(self._find(), _MAX_KNOWN + 1))
         self.known = known if len(known) <= _MAX_KNOWN else None  # None if they are too many
+        self.only_key = known[0].key if self.is_chunk and known else None  # key of the only chunk, if the result is it
 
     @property
     def parts(self) -> Iterable[ChunkPart]:

@@ -52,7 +52,8 @@ class LeafDescriptions:
             return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
         if value_type in _ARRAY_TYPES and not skipped and (stored := self._stored_leaf(entry, name, value_type)):
             kind, shape, dtype, nbytes = stored.described
-            return LeafHandle(path, kind, shape, dtype, nbytes, name, self._reader, stored, False, stored.possible_kinds)
+            kinds = stored.possible_kinds
+            return LeafHandle(path, kind, shape, dtype, nbytes, name, self._reader, stored, False, kinds)
         if value_type in _EMPTY:
             container = _EMPTY[value_type]
             return None if container is None else Branch({}, container)

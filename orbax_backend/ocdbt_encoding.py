@@ -235,7 +235,7 @@ class Columns:
         return names
 
     def keys_with(self, count: int, prefix: int) -> Any:
-        """Return what `keys` returns; the caller puts a prefix of so many bytes before each, and has them as objects."""
+        """Return what `keys` returns; the caller makes objects of them, with a prefix of so many bytes before each."""
         if count < _FEW_NAMES:
             return self.names(*self.name_lengths(count, prefix))
         self._budget.take(count * (_BYTES_PER_NAME + prefix))

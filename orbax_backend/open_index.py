@@ -157,7 +157,7 @@ class _DatabaseIndex(Index):
         return list(map(self._entries.get, map(str.encode, keys)))
 
     def get(self, key: str) -> bytes | None:
-        value = self._entries.get(key.encode())
+        value: Any = self._entries.get(key.encode())
         return _read_small(self._location, value) if type(value) is ByteRange else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:

@@ -98,9 +98,9 @@ class OrbaxReader(Reader):
                     continue
                 if handle is not last:
                     last, prefix = handle, layout.key_prefix(handle.name)
-                if parts.is_chunk:
+                if parts.only_key is not None:
                     small.append((number, leaf))
-                    keys.append(prefix + parts.known[0].key)
+                    keys.append(prefix + parts.only_key)
                 else:
                     cut.append((number, parts))
                     cut_keys += [prefix + part.key for part in parts.known]

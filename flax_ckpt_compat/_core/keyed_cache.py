@@ -23,10 +23,11 @@ class Memo(dict[Any, _Value]):
     def of(self, key: Any) -> _Value:
         """Return the value of a key, comparing it with the last key first: shardings hash slowly and often repeat."""
         last, value = self._last
-        if key is not last and key != last:
-            value = self[key]
-            self._last = key, value
-        return value  # type: ignore[no-any-return]
+        if key is last or key == last:  # `!=` of shardings takes longer
+            return value  # type: ignore[no-any-return]
+        found = self[key]
+        self._last = key, found
+        return found
 
 
 class AddressableMemo:

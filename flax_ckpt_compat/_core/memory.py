@@ -80,9 +80,7 @@ def pack(arrays: Sequence[tuple[Shape, np.dtype[Any], bytes | memoryview]]) -> l
     return packed
 
 
-def pack_alike(
-    arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]
-) -> list[np.ndarray[Any, Any]]:
+def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary.
 
     numpy copies and creates the arrays of a block without Python code for each."""

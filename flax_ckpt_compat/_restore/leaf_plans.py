@@ -51,7 +51,8 @@ class LeafPlanner:
                 sharding, is_single, is_local, least = self._places.of(target.sharding)
                 if is_single and not on_device:
                     return LeafPlan(path, handle, target, True)
-                is_held = self._held[handle.dtype] and isinstance(target.dtype, np.dtype)
+                dtype, kept = handle.dtype, target.dtype
+                is_held = self._held[dtype] and (kept is dtype or isinstance(kept, np.dtype))
                 if is_single and is_held and len(handle.shape) >= least:
                     return LeafPlan(path, handle, target, True, sharding)
                 if is_held and not is_single and self._fits[sharding, handle.shape]:

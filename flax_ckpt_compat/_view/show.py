@@ -13,6 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError
+from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
@@ -96,7 +97,8 @@ def contents_of(
     stored = StoredLeaves(opened)
     chosen, empty = _chosen(stored, pattern)
     values = _stats(chosen, begin) if stats else {}
-    leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
+    names: Memo[str] = Memo(str)
+    leaves = tuple(_shown(path, handle, names, values.get(handle)) for path, handle in chosen.items())
     nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
     return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
 
@@ -118,8 +120,8 @@ def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafH
     return leaves, {path: what for path, what in stored.empty.items() if path in matching}
 
 
-def _shown(path: Path, handle: LeafHandle, stats: Stats | None) -> ShownLeaf:
-    dtype = None if handle.dtype is None else str(handle.dtype)
+def _shown(path: Path, handle: LeafHandle, names: Memo[str], stats: Stats | None) -> ShownLeaf:
+    dtype = None if handle.dtype is None else names[handle.dtype]
     return ShownLeaf(
         path, describe(handle), handle.kind.value, handle.shape, dtype, handle.nbytes, handle.sharding, stats
     )

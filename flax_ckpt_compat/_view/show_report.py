@@ -41,8 +41,9 @@ def tree_of(contents: Contents) -> Subtree:
     for leaf in (*contents.leaves, *contents.empty):
         node = root
         for name in leaf.path:
-            shown = show_path((name,))
-            node = node.children.setdefault(shown, Subtree(shown))
+            shown, parent = show_path((name,)), node
+            child = parent.children.get(shown)
+            node = parent.children.setdefault(shown, Subtree(shown)) if child is None else child
         node.leaf = leaf
     _add_up(root, {})
     return root

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
@@ -43,12 +47,14 @@ def _empty(node: Node) -> str:
 
 def describe(node: LeafHandle | str) -> str:
     """Return the type of a leaf: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node, what it is."""
-    if isinstance(node, str):
-        return node
-    if node.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
-        shape = ",".join(map(str, node.shape))
-        return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{shape}]"
-    return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
+    return node if isinstance(node, str) else _type(node.kind, node.shape, node.dtype)
+
+
+@functools.lru_cache(maxsize=1024)  # numpy takes microseconds to name a dtype, and thousands of leaves share few
+def _type(kind: LeafKind, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -> str:
+    if kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        return f"{'' if kind is LeafKind.ARRAY else 'key '}{dtype}[{','.join(map(str, shape))}]"
+    return str(dtype) if kind is LeafKind.NUMPY_SCALAR else kind.value
 
 
 def uncounted(_: Callable[[], int]) -> Count:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
 import itertools
 import logging
 import os
@@ -260,6 +259,8 @@ def machine() -> str:
     """Return an id of this boot and pid namespace, within which pids can be looked up.
 
     The name of the host counts only where these are unknown: containers may get another one with each start."""
+    import hashlib  # which loads OpenSSL, and commands that only look need no id
+
     parts = []
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
