@@ -187,7 +187,8 @@ class _Planner:
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""
         if isinstance(stored, LeafHandle):
-            if target is None and stored.dtype is None and not stored.possible_kinds:  # a Python value, as it is
+            is_plain = stored.dtype is None or stored.kind is _ARRAY
+            if target is None and is_plain and not stored.possible_kinds:  # a Python value or array, as it is
                 self._plan.leaves.append(LeafPlan(path, stored, None, True))
                 return
             plan_leaf = self._leaf_planner.array if stored.kind is _ARRAY else self._leaf_planner.stored
