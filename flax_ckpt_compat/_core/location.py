@@ -19,15 +19,13 @@ from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.local.temporaries import Use
-from flax_ckpt_compat._core.object_store.schemes import SCHEMES
-from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import RemoteStorage, Source, Storage
 from flax_ckpt_compat._core.storage_errors import translated
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
-LOCAL, _STORES = LocalStorage(), ObjectStorage()
+LOCAL = LocalStorage()
 _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["Location", _Rest], _Result]
@@ -303,12 +301,16 @@ def of_text(path: str) -> Location:
 @functools.lru_cache(maxsize=64)
 def _storage_of(scheme: str) -> RemoteStorage:
     """Return the storage of a scheme; that of object stores also refuses those that none has."""
+    # Here, because few programs need them.
+    from flax_ckpt_compat._core.object_store.schemes import SCHEMES
+    from flax_ckpt_compat._core.object_store.storage import ObjectStorage
+
     if scheme in SCHEMES:
-        return _STORES
-    from flax_ckpt_compat._core.epath_store import files  # here, because few programs need it
+        return ObjectStorage()
+    from flax_ckpt_compat._core.epath_store import files
 
     if (found := files.files_of(scheme)) is None:
-        return _STORES
+        return ObjectStorage()
     from flax_ckpt_compat._core.epath_store.storage import EpathStorage
 
     return EpathStorage(scheme, found)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Count = Callable[[int], None]  # takes numbers of bytes, in any thread
 # Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
