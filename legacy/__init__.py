@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
 from .check_tree import check_tree
-from .encode import write_tree
+from .encode import places_of, write_tree
 from .gda_split import SharedTree, split
 from .reader import MsgpackReader
 
@@ -37,9 +37,8 @@ class MsgpackBackend:
         check_tree(prepared.tree)
         return prepared
 
-    def write(self, path: str, prepared: Node, options: WriteOptions) -> None:
-        """Write and sync the file ``path``, which must not exist yet; see `Backend.write`."""
-        write_tree(path, prepared, sums=options.checksums, meter=options.meter)
+    places = staticmethod(places_of)
+    write = staticmethod(write_tree)
 
     # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
     begin_multiprocess = staticmethod(gda_write.begin)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +11,10 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
+from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.checksums import BlockSums
-from flax_ckpt_compat._core.local import atomic, file_checksums
-from flax_ckpt_compat._core.local.syncing import sync_descriptor
-from flax_ckpt_compat._core.local.temporaries import create_file
+from flax_ckpt_compat._core.local import file_checksums, new_file
+from flax_ckpt_compat._core.local.new_file import NewFile
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool
@@ -53,24 +52,36 @@ _AT_ONCE = 512
 _Array = np.ndarray[Any, Any]
 
 
-def write_tree(path: str, tree: Node, *, sums: bool = False, meter: Meter = OFF) -> None:
-    """Write and sync the new file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
+def write_tree(path: str, tree: Node, options: WriteOptions) -> None:
+    """Write and sync the new file of a tree that `check_tree` accepts; see `Backend.write`.
 
-    With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them."""
+    Text may also refer to arrays of a folder. Checksums of the file are recorded in an attribute of it, where the file
+    system has them."""
     with translated(path, "written"):
-        fd = create_file(path)
+        file = new_file.create(path, past_cache=options.past_cache)
         try:
-            _Writer(fd, BlockSums() if sums else None, meter).write(tree)
-            sync_descriptor(fd, path)
-        finally:
-            os.close(fd)
+            _Writer(file, BlockSums() if options.checksums else None, options.meter).write(tree)
+        except BaseException:
+            file.discard()
+            raise
+        file.close()
+
+
+def places_of(tree: Node) -> dict[int, int]:
+    """Return where the file of a tree will have its arrays; see `Backend.places`."""
+    layout = _Layout()
+    try:
+        layout.write(tree)
+    except Exception:  # noqa: BLE001  (`check_tree`, which comes next, tells what is wrong)
+        return {}
+    return layout.places
 
 
 class _Writer:
     """Encode a tree; buffer small pieces and write large batches, large arrays without a copy."""
 
-    def __init__(self, fd: int, sums: BlockSums | None, meter: Meter):
-        self._fd, self._sums, self._meter = fd, sums, meter
+    def __init__(self, file: NewFile | _NoFile, sums: BlockSums | None, meter: Meter):
+        self._file, self._sums, self._meter = file, sums, meter
         self._at: Path = ()  # key path of the last large leaf
         # Sums a batch while it is written.
         self._pool = Pool(1, "flax-ckpt-sum")
@@ -117,8 +128,8 @@ class _Writer:
                 stack.pop()
                 del trail[-1:]
         self._flush()
-        if self._sums is not None:
-            file_checksums.record(self._fd, self._sums.encoded())
+        if self._sums is not None and isinstance(self._file, NewFile):
+            file_checksums.record(self._file.descriptor, self._sums.encoded())
 
     def _put_numbers(self, children: dict[str, Any]) -> None:
         """Write names and numbers, many at once."""
@@ -219,13 +230,7 @@ class _Writer:
         pieces = self._pieces
         submit = self._pool.submit if self._buffered >= _SUM_IN_THREAD_FROM else Once
         summed = submit(self._sum, list(pieces))
-        while pieces:
-            written = os.writev(self._fd, pieces)
-            if not written:
-                raise OSError("the file system accepted no bytes")
-            memory.drop_first(pieces, written)
-        # The disk writes while the next batch is prepared, so the final sync is short.
-        atomic.start_writeback(self._fd, self._written, self._buffered)
+        self._file.write(pieces)
         self._written += self._buffered
         self._meter.add(self._buffered, self._at)
         self._buffered = self._copied_bytes = 0
@@ -235,6 +240,27 @@ class _Writer:
         if self._sums is not None:
             for piece in pieces:
                 self._sums.update(piece)
+
+
+class _NoFile:
+    """A file that is not written."""
+
+    def write(self, pieces: list[memoryview]) -> None:
+        """Take them out of the list, as `NewFile.write` does."""
+        pieces.clear()
+
+
+class _Layout(_Writer):
+    """Count what would be written; `places` has where arrays begin, by their id."""
+
+    def __init__(self) -> None:
+        super().__init__(_NoFile(), None, OFF)
+        self.places: dict[int, int] = {}
+
+    def _put_array(self, array: Any, is_own: bool) -> None:  # noqa: ARG002
+        self._end_small()
+        self.places[id(array)] = self._written + self._buffered
+        self._written += array.nbytes
 
 
 def _on_host(leaf: Any) -> Any:

@@ -60,7 +60,7 @@ def write_process_part(save: ProcessSave) -> None:
         upload.check_active([f"{upload.tag}/{name}" for name in written])
     if save.process.index == 0:
         prefix = gda_folder.generation_prefix(save.path) if upload is None else f"{upload.tag}/"
-        write_tree(save.path, save.prepared.document(prefix), sums=save.options.checksums, meter=save.options.meter)
+        write_tree(save.path, save.prepared.document(prefix), save.options)
 
 
 def finish(save: ProcessSave) -> None:

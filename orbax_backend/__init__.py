@@ -38,6 +38,10 @@ class OrbaxBackend:
         use_tensorstore()
         return plan
 
+    def places(self, tree: Node) -> dict[int, int]:  # noqa: ARG002  (as in the msgpack format)
+        """Return none: a data file has a value where its memory suggests; see `Backend.places`."""
+        return {}
+
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
     write_process_part = staticmethod(multiprocess.write)

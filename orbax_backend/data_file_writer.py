@@ -20,8 +20,9 @@ import numpy as np
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.array_boxes import Shape, full_box
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor, sync_directory
-from flax_ckpt_compat._core.local.temporaries import create_directory, create_file
+from flax_ckpt_compat._core.local import new_file
+from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
@@ -37,8 +38,6 @@ _THREADS = min(8, os.cpu_count() or 1)
 FILE_BYTES = 64 << 20
 # Values are handed to a thread in batches of about this size.
 BATCH_BYTES = 16 << 20
-# For one system call.
-_MAX_PIECES = 512  # below every system's limit (IOV_MAX, 1024 on Linux)
 _BUFFERED_BYTES = 4 << 20
 _WRITEBACK_FROM_BYTES = 8 << 20
 _COUNTED_BYTES = 16 << 20
@@ -80,12 +79,14 @@ def padded(array: np.ndarray[Any, Any], shape: Shape) -> np.ndarray[Any, Any]:
 class DataFiles:
     """The data files of one database."""
 
-    def __init__(self, path: str, sums: dict[str, bytes] | None, meter: Meter = OFF) -> None:
+    def __init__(
+        self, path: str, sums: dict[str, bytes] | None, meter: Meter = OFF, *, past_cache: bool = False
+    ) -> None:
         """Write to a database in an existing directory.
 
         ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
         self.names: list[str] = []  # relative to the database
-        self._path, self._sums, self._meter = path, sums, meter
+        self._path, self._sums, self._meter, self._past_cache = path, sums, meter, past_cache
         self._pool, self._tasks = Pool(_THREADS, "flax-ckpt-data"), collections.deque[tuple[Once, int]]()
         self._free = collections.deque[_DataFile]()  # files that no thread is writing to
         self._abandoned = False
@@ -160,7 +161,7 @@ class DataFiles:
         if not self.names:
             with suppress(FileExistsError):  # another thread makes it
                 create_directory(os.path.join(self._path, DATA_DIRECTORY))
-        file = _DataFile(self._path, f"{DATA_DIRECTORY}/{os.urandom(16).hex()}")
+        file = _DataFile(self._path, f"{DATA_DIRECTORY}/{os.urandom(16).hex()}", past_cache=self._past_cache)
         self.names.append(file.name)
         return file
 
@@ -176,6 +177,7 @@ class DataFiles:
                 value.place = file.append([memoryview(encoded)])
         elif encoding.checksums:
             data = memoryview(bytes(data)) if value.may_change else data
+            file.make_room_for(data)
             value.place = file.append([data, memoryview(crc32c(data).to_bytes(CHECKSUM_NBYTES, "little"))])
             self._count(value, len(data))
         elif self._sums is None:
@@ -190,6 +192,7 @@ class DataFiles:
 
     def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
         """Add a value as it is, in parts if somebody counts them; return its place."""
+        file.make_room_for(data)
         place = ByteRange(file.name, file.size, len(data))
         step = _COUNTED_BYTES if self._meter.is_on else max(1, len(data))
         for at in range(0, len(data), step):
@@ -230,12 +233,11 @@ class DataFiles:
 class _DataFile:
     """A new data file, to which one thread at a time appends."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, *, past_cache: bool) -> None:
         self.name, self.size = name, 0  # relative to the folder; bytes, with those that are not written yet
-        self._path = os.path.join(folder, name)
-        self._descriptor = create_file(self._path)
+        self._file = new_file.create(os.path.join(folder, name), past_cache=past_cache)
         self._pieces: list[memoryview] = []
-        self._buffered = self._handed_over = 0
+        self._buffered = 0
 
     def append(self, pieces: Sequence[memoryview]) -> ByteRange:
         """Add a value, which must not change before `flush`; return its place."""
@@ -243,33 +245,29 @@ class _DataFile:
         self._pieces += pieces
         self._buffered += place.length
         self.size += place.length
-        if self._buffered >= _BUFFERED_BYTES or len(self._pieces) >= _MAX_PIECES:
+        if self._buffered >= _BUFFERED_BYTES:
             self.flush()
         return place
 
+    def make_room_for(self, data: memoryview) -> None:
+        """Add zeros, less than a page, so that the file can take a large value that is next as it is in memory."""
+        if self._file.is_past_cache and len(data) >= memory.PAGED_FROM:
+            self.append([memoryview(bytes((memory.address_of(data) - self.size) % memory.PAGE))])
+
     def flush(self) -> None:
         """Write what was added."""
-        while self._pieces:
-            written = os.writev(self._descriptor, self._pieces[:_MAX_PIECES])
-            if not written:
-                raise OSError("the file system accepted no bytes")
-            memory.drop_first(self._pieces, written)
+        self._file.write(self._pieces)
         self._buffered = 0
-        if self.size - self._handed_over >= _WRITEBACK_FROM_BYTES:
-            # The disk writes while the next values are prepared, so the final sync is short.
-            start_writeback(self._descriptor, self._handed_over, self.size - self._handed_over)
-            self._handed_over = self.size
 
     def close(self) -> None:
         """Write and sync everything, and close the file."""
         try:
             self.flush()
-            sync_descriptor(self._descriptor, self._path)
-        finally:
+        except BaseException:
             self.discard()
+            raise
+        self._file.close()
 
     def discard(self) -> None:
         """Close the file as it is."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file.discard()

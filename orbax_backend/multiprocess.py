@@ -51,12 +51,12 @@ def write(save: ProcessSave) -> None:
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    encoding, own = writer.encoding_of(options), os.path.join(path, _name_of(process.index, upload))
+    own = os.path.join(path, _name_of(process.index, upload))
     make_directory(own)
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
     record = Record() if options.checksums else None
-    with writer.writing_arrays(own, arrays, encoding, record, is_primary, options.meter):
+    with writer.writing_arrays(own, arrays, options, record, is_primary):
         # All processes would upload the same list.
         files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
     if record is not None:

@@ -36,10 +36,14 @@ _COMPRESS_FROM_BYTES = INLINE_BYTES + 1
 class Database:
     """A new OCDBT database."""
 
-    def __init__(self, path: str, sums: dict[str, bytes] | None = None, meter: Meter = OFF) -> None:
-        """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none."""
+    def __init__(
+        self, path: str, sums: dict[str, bytes] | None = None, meter: Meter = OFF, *, past_cache: bool = False
+    ) -> None:
+        """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none.
+
+        ``past_cache``: see `WriteOptions`."""
         LOCAL.kvstore(path)  # raises for a path that real Orbax, which reads it by TensorStore, could not open
-        self._path, self._files = path, DataFiles(path, sums, meter)
+        self._path, self._files = path, DataFiles(path, sums, meter, past_cache=past_cache)
         self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not
         self._batch, self._batch_nbytes = list[Value](), 0

@@ -30,7 +30,6 @@ from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
-from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
@@ -63,7 +62,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     begin(path, plan, options)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    with writing_arrays(path, arrays, encoding_of(options), record, meter=options.meter) as database:
+    with writing_arrays(path, arrays, options, record) as database:
         files = write_metadata(path, plan, options, 0)
         if record is not None:
             record.add_files(path, files)
@@ -154,21 +153,21 @@ def _tree_files(plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
 def writing_arrays(
     path: str,
     arrays: list[tuple[str, EncodedLeaf]],
-    encoding: Encoding,
+    options: WriteOptions,
     record: Record | None,
     is_primary: bool = True,
-    meter: Meter = OFF,
 ) -> Iterator[Database]:
     """Write arrays to a new database in ``path``, beside what the block does; sync it at the end of the block.
 
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
     metadata. Without arrays there are no files.
     """
-    database = Database(path, None if record is None else record.chunks, meter)
+    sums = None if record is None else record.chunks
+    database = Database(path, sums, options.meter, past_cache=options.past_cache)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
-            _put(database, arrays, encoding, is_primary)
+            _put(database, arrays, encoding_of(options), is_primary)
         yield database
         with translated(path, "written", TENSORSTORE_ERRORS):
             database.finish()

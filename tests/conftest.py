@@ -143,6 +143,17 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "corpus"
 
 
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose files can be written past the page cache."""
+    from tests.support.disks import folder_on_disk
+
+    with folder_on_disk(tmp_path) as folder:
+        if folder is None:
+            pytest.skip("no file system here can write past the page cache")
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def row_builder(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Builder:
     """What builds the rows of ``tests/data/path_kinds.toml``, for all tests of a file."""

@@ -199,6 +199,7 @@ class WriteOptions:
     # Bytes of the largest part of an array that is stored as one, in a format that has such parts; None for its own
     # limit. A store takes and gives several parts at once, each by a connection of its own.
     part_bytes: int | None = None
+    past_cache: bool = False  # files of arrays are written past the page cache, where their file system can
     meter: progress.Meter = progress.OFF  # counts the bytes that are written, and sent
     # Key path → the process that writes the values of an array which several processes hold whole, where that is not
     # process 0; only for a backend that `splits_replicas`.
@@ -251,6 +252,12 @@ class Backend(Protocol):
         distributed: each process writes its addressable shards of ``replica_id`` 0. All else is taken from process 0.
         Return the argument ``prepared`` of the other methods. Raise UnsupportedLeafError or NameCollisionError with the
         key path."""
+        ...
+
+    def places(self, tree: Node) -> dict[int, int]:
+        """Return where the file will have the values of large arrays: id of the array → its first byte.
+
+        It lacks those whose places are chosen while they are written. The tree is not validated yet."""
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:

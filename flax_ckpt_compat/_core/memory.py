@@ -17,6 +17,8 @@ from flax_ckpt_compat._core.text_formatting import format_size
 
 # Bytes. jax on the CPU takes over host memory without a copy only if it is aligned like this.
 ALIGNMENT = 64
+# Memory goes to a disk past the page cache (`local.new_file`) page by page, where it is worth a place of its own.
+PAGE, PAGED_FROM = 4096, 2**20
 # Small arrays share blocks of so many bytes and arrays at most, which are freed with the last array in them.
 _BLOCK, _ARRAYS_PER_BLOCK = 256 * 2**10, 64
 _BYTE = np.dtype(np.uint8)
@@ -136,6 +138,12 @@ def freeze(array: Any) -> None:
     while isinstance(array, np.ndarray):
         array.flags.writeable = False
         array = array.base
+
+
+def address_of(data: Any) -> int:
+    """Return where the bytes of an array, or of other memory, begin."""
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    return int(array.__array_interface__["data"][0])
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:

@@ -44,7 +44,7 @@ class Copies:
 
     def __init__(self, *, reuse: bool = True) -> None:
         self._reuse = reuse
-        self._pairs: list[tuple[_Array, _Array]] = []
+        self._pairs: dict[int, tuple[_Array, _Array]] = {}  # id of the target → target and source
         self._block = np.empty(0, np.uint8)
         self._offset = 0
         self._next_block = _FIRST_BLOCK
@@ -52,15 +52,32 @@ class Copies:
     def add(self, source: _Array) -> _Array:
         """Return the copy of an array, in C order; its values are undefined until `make` has returned."""
         if source.nbytes >= _LARGEST_BLOCK:
-            target = np.ndarray(source.shape, source.dtype, self._memory(source.nbytes))
-        else:
-            offset = self._allocate(source.nbytes)  # may replace the block
+            target = np.ndarray(source.shape, source.dtype, self._memory(source.nbytes + memory.PAGE))
+        elif source.nbytes >= memory.PAGED_FROM:
+            offset = self._allocate(source.nbytes + memory.PAGE, memory.PAGE)  # may replace the block
             target = np.ndarray(source.shape, source.dtype, self._block, offset)
-        self._pairs.append((target, source))
+        else:
+            offset = self._allocate(source.nbytes, memory.ALIGNMENT)
+            target = np.ndarray(source.shape, source.dtype, self._block, offset)
+        self._pairs[id(target)] = target, source
         return target
 
-    def _allocate(self, nbytes: int) -> int:
+    def moved(self, target: _Array, place: int) -> _Array:
+        """Return another copy in place of one that is not made yet, at an address that is as far into a page.
+
+        A file with its first byte at ``place`` can be written from there past the page cache."""
+        if target.nbytes < memory.PAGED_FROM or id(target) not in self._pairs:
+            return target
+        _, source = self._pairs.pop(id(target))
+        assert isinstance(target.base, np.ndarray)
+        offset = memory.address_of(target) - memory.address_of(target.base)
+        moved = np.ndarray(target.shape, target.dtype, target.base, offset + place % memory.PAGE)
+        self._pairs[id(moved)] = moved, source
+        return moved
+
+    def _allocate(self, nbytes: int, alignment: int) -> int:
         """Return an aligned offset in the current block; start a new block when it is full."""
+        self._offset += -self._offset % alignment
         if self._offset + nbytes > self._block.nbytes:
             self._block = self._memory(max(self._next_block, nbytes))
             self._offset, self._next_block = 0, min(2 * self._next_block, _LARGEST_BLOCK)
@@ -73,11 +90,12 @@ class Copies:
 
     def make(self) -> None:
         """Make all copies, in pieces of the largest arrays. They are read-only: nobody else changes them any more."""
-        pairs, self._pairs = self._pairs, []
+        pairs, self._pairs = list(self._pairs.values()), {}
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
         else:
-            pieces = [piece for pair in pairs for piece in _pieces(*pair)]
+            # By size, so that all threads get as much: kernels and biases take turns in a tree.
+            pieces = sorted((piece for pair in pairs for piece in _pieces(*pair)), key=_size, reverse=True)
             in_parallel(_copy_all, [pieces[start::_THREADS] for start in range(_THREADS)], _THREADS)
         for target, _ in pairs:
             memory.freeze(target)
@@ -86,6 +104,10 @@ class Copies:
             _end_of_copies()
         else:
             forget()
+
+
+def _size(pair: tuple[_Array, _Array]) -> int:
+    return int(pair[0].nbytes)
 
 
 def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:
@@ -97,10 +119,10 @@ def _pieces(target: _Array, source: _Array) -> Iterator[tuple[_Array, _Array]]:
     if target.nbytes <= 2 * _PIECE_BYTES or not source.flags.c_contiguous:
         yield target, source
         return
-    flat_target, flat_source = target.reshape(-1), source.reshape(-1)
-    step = max(1, _PIECE_BYTES // target.itemsize)
-    for start in range(0, flat_target.size, step):
-        yield flat_target[start : start + step], flat_source[start : start + step]
+    # As bytes, whatever the address.
+    flat_target, flat_source = (np.frombuffer(memory.as_bytes(array), _BYTE) for array in (target, source))
+    for start in range(0, target.nbytes, _PIECE_BYTES):
+        yield flat_target[start : start + _PIECE_BYTES], flat_source[start : start + _PIECE_BYTES]
 
 
 class _Block:

@@ -143,7 +143,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=write_options(settings, fields["checkpoint_dir"].directory, meter),
+        options=write_options(settings, fields["checkpoint_dir"].directory, meter, in_background=bool(async_manager)),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         reuse_host_memory=settings.reuse_host_memory,
@@ -162,7 +162,9 @@ def _check_manager(manager: Any) -> None:
         )
 
 
-def write_options(settings: config.Settings, destination: Location, meter: Meter = OFF) -> WriteOptions:
+def write_options(
+    settings: config.Settings, destination: Location, meter: Meter = OFF, *, in_background: bool = False
+) -> WriteOptions:
     """Return a backend's options by the settings and the storage."""
     return WriteOptions(
         settings.compression,
@@ -170,6 +172,8 @@ def write_options(settings: config.Settings, destination: Location, meter: Meter
         for_old_orbax=settings.oldest_orbax != "0.6",
         unique_files=destination.is_remote,
         part_bytes=_PART_OF_STORE if destination.is_remote else None,
+        # What goes to a store is read again. The memory that is not kept is not laid out for it either.
+        past_cache=in_background and settings.reuse_host_memory and not destination.is_remote,
         meter=meter,
     )
 

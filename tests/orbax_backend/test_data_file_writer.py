@@ -17,6 +17,7 @@ from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.local import new_file
 from tests.support import ocdbt_files as made
 from tests.support.changing_arrays import counting
 from tests.support.interpreters import run_python
@@ -93,7 +94,7 @@ def test_the_kernel_is_told_of_all_bytes_once(tmp_path: Path, monkeypatch: pytes
     """While more is written, so that the final sync is short."""
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(data_file_writer, "_THREADS", 1)
-    monkeypatch.setattr(data_file_writer, "start_writeback", lambda _, offset, length: told.append((offset, length)))
+    monkeypatch.setattr(new_file, "start_writeback", lambda _, offset, length: told.append((offset, length)))
     written(tmp_path, [value(str(n), np.zeros(9 * MIB, np.uint8)) for n in range(4)])
     assert [offset for offset, _ in told] == [9 * MIB * n for n in range(4)]
     assert sum(length for _, length in told) == 36 * MIB

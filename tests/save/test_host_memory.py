@@ -15,6 +15,7 @@ import pytest
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import host_copies
 from flax_ckpt_compat._save.host_copies import Copies
@@ -91,7 +92,7 @@ def test_memory_that_two_saves_had_no_use_for_is_freed() -> None:
     for _ in range(3):
         small.add(np.zeros(1000))
         small.make()
-    assert sum(block.nbytes for block in host_copies._kept) <= 4 * MIB
+    assert sum(block.nbytes for block in host_copies._kept) <= 4 * MIB + memory.PAGE
 
 
 @needs_advice

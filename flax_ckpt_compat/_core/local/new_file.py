@@ -1,0 +1,186 @@
+"""Write a new file, through the page cache or past it.
+
+Past the cache (O_DIRECT) the disk takes pages from the memory that the bytes are in: nothing is copied, and the cache
+keeps what a program has in it. That needs memory and place in the file to begin at the same byte of a page; what does
+not is copied to a buffer, and leaves it page by page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor
+from flax_ckpt_compat._core.local.temporaries import create_file
+
+# Of a smaller piece a copy is cheaper than an entry of its own in a system call. In bytes, as all sizes here.
+_UNCOPIED_FROM = 64 << 10
+_BUFFER = 1 << 20
+_WRITEBACK_FROM = 8 << 20
+_MAX_PIECES = 512  # for one system call; below every system's limit (IOV_MAX, 1024 on Linux)
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+# What a file system says, or the memory of a driver, that cannot do it after all.
+_REFUSALS = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP)
+# Linux, statx(2): flags, mask, bytes of the answer, and where in it the mask and the two alignments are.
+_AT_EMPTY_PATH, _STATX_DIOALIGN, _STATX_BYTES, _MASK_AT, _ALIGNMENTS_AT = 0x1000, 0x2000, 256, 0, 0x98
+
+
+def create(path: str, *, past_cache: bool = False) -> NewFile:
+    """Create a file that does not exist; it is written ``past_cache`` if its file system can."""
+    descriptor = create_file(path)
+    if past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True):
+        return _FileOfPages(path, descriptor)
+    return NewFile(path, descriptor)
+
+
+class NewFile:
+    """A file that is written from its beginning to its end, by one thread at a time, through the page cache.
+
+    Attributes:
+        descriptor: of the open file.
+        is_past_cache: whether it is written past the page cache.
+    """
+
+    is_past_cache = False
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path, self.descriptor = path, descriptor
+        self._written = self._handed_over = 0
+
+    def write(self, pieces: list[memoryview]) -> None:
+        """Write pieces, one after the other, and take them out of the list."""
+        while pieces:  # one system call may write less than it is given (2 GiB at most on Linux)
+            written = os.writev(self.descriptor, pieces[:_MAX_PIECES])
+            if not written:
+                raise OSError("the file system accepted no bytes")
+            memory.drop_first(pieces, written)
+            self._written += written
+        if self._written - self._handed_over >= _WRITEBACK_FROM:
+            # The disk writes while the next bytes are prepared, so the final sync is short.
+            start_writeback(self.descriptor, self._handed_over, self._written - self._handed_over)
+            self._handed_over = self._written
+
+    def close(self) -> None:
+        """Sync all that was written, and close the file."""
+        try:
+            sync_descriptor(self.descriptor, self._path)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Close the file as it is."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class _FileOfPages(NewFile):
+    """A file that is written page by page, past the page cache."""
+
+    is_past_cache = True
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        super().__init__(path, descriptor)
+        self._is_direct = True
+        self._buffer = np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8)
+        self._filled = 0
+        # Whole pages that are next in the file, and where in the buffer those begin that come after them.
+        self._ready: list[memoryview] = []
+        self._start = 0
+
+    def write(self, pieces: list[memoryview]) -> None:
+        for piece in pieces:
+            self._add(piece)
+        pieces.clear()
+        self._write_pages()
+
+    def close(self) -> None:
+        try:
+            self._end_direct()
+            super().write([self._buffer[: self._filled].data] if self._filled else [])
+        except BaseException:
+            self.discard()
+            raise
+        super().close()
+
+    def _add(self, piece: memoryview) -> None:
+        """Take whole pages of a large piece as they are, if they are pages of the file too; copy the rest."""
+        head = -self._filled % memory.PAGE
+        if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
+            self._copy(piece)
+            return
+        end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
+        self._copy(piece[:head])
+        self._ready += [self._buffer[self._start : self._filled].data, piece[head:end]]
+        self._start = self._filled
+        self._copy(piece[end:])
+
+    def _copy(self, piece: memoryview) -> None:
+        while piece:
+            part = piece[: _BUFFER - self._filled]
+            self._buffer[self._filled : self._filled + len(part)] = np.frombuffer(part, np.uint8)
+            self._filled += len(part)
+            piece = piece[len(part) :]
+            if self._filled == _BUFFER:
+                self._write_pages()
+
+    def _write_pages(self) -> None:
+        """Write what is ready, and the whole pages in the buffer; the rest becomes its beginning."""
+        end = self._filled // memory.PAGE * memory.PAGE
+        self._ready.append(self._buffer[self._start : end].data)
+        ready, self._ready = [piece for piece in self._ready if piece], []
+        try:
+            super().write(ready)
+        except OSError as error:
+            if error.errno not in _REFUSALS or not self._is_direct:
+                raise
+            self._end_direct()
+            super().write(ready)  # what is left of it
+        rest = self._filled - end
+        self._buffer[:rest] = self._buffer[end : self._filled]
+        self._filled, self._start = rest, 0
+
+    def _end_direct(self) -> None:
+        """Write through the cache from now on."""
+        _set_direct(self.descriptor, False)
+        self._is_direct = False
+
+
+def _set_direct(descriptor: int, is_direct: bool) -> bool:
+    """Write past the page cache from now on, or through it; return whether that is possible."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if is_direct else flags)
+    except OSError:
+        return False
+    return True
+
+
+def _can_pass_cache(descriptor: int) -> bool:
+    """Return whether the kernel says, since Linux 6.1, that pages of memory can be written to a file directly."""
+    function = _statx()
+    if function is None or not _DIRECT:
+        return False
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if function(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return False
+    (mask,) = struct.unpack_from("=I", answer, _MASK_AT)
+    alignments = struct.unpack_from("=II", answer, _ALIGNMENTS_AT)
+    return bool(mask & _STATX_DIOALIGN) and all(one and memory.PAGE % one == 0 for one in alignments)
+
+
+@functools.cache
+def _statx() -> Any:
+    try:
+        return ctypes.CDLL(None).statx
+    except (AttributeError, OSError):
+        return None

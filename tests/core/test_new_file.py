@@ -1,0 +1,141 @@
+"""A new file has exactly what was written to it, through the page cache or past it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.local import new_file
+from tests.benchmarks import disk
+
+MIB = 1 << 20
+PAGE = 4096
+# Around the sizes at which a piece is copied, or a buffer is full.
+LENGTHS = (0, 1, 511, PAGE - 1, PAGE, 60_000, 64 << 10, (64 << 10) + PAGE - 1, 100_000, MIB - 1, MIB, 3 * MIB + 17)
+
+
+@pytest.fixture(scope="module")
+def random_bytes() -> memoryview:
+    """Memory that begins with a page."""
+    pages = mmap.mmap(-1, 8 * MIB)
+    pages[:] = np.random.default_rng(0).bytes(8 * MIB)
+    return memoryview(pages)
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_come_one_after_the_other(
+    disk_path: Path, random_bytes: memoryview, seed: int, past_cache: bool
+) -> None:
+    """Whatever their lengths, and where in a page their memory begins and their place in the file."""
+    chosen, written, path = random.Random(seed), bytearray(), disk_path / "file"
+    file = new_file.create(str(path), past_cache=past_cache)
+    for _ in range(chosen.randint(1, 6)):
+        pieces = []
+        for _ in range(chosen.choice((1, 5, 30))):
+            start = chosen.choice((0, 1, 512, len(written) % PAGE, chosen.randrange(2 * PAGE)))
+            pieces.append(random_bytes[start : start + chosen.choice(LENGTHS)])
+            written += pieces[-1]
+        file.write([piece for piece in pieces if piece])
+    file.close()
+    assert path.read_bytes() == bytes(written)
+    assert file.descriptor == -1
+
+
+def test_large_pieces_in_step_with_the_file_are_not_copied(
+    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that begins as far into a page as its place in the file goes to the disk from where it is."""
+    given: list[tuple[int, int]] = []
+    real = os.writev
+
+    def noted(descriptor: int, pieces: list[memoryview]) -> int:
+        given.extend((memory.address_of(piece), len(piece)) for piece in pieces)
+        return real(descriptor, pieces)
+
+    monkeypatch.setattr(os, "writev", noted)
+    file = new_file.create(str(disk_path / "file"), past_cache=True)
+    header, body = random_bytes[:100], random_bytes[PAGE + 100 : PAGE + 100 + 2 * MIB]
+    file.write([header, body])
+    file.close()
+    first = memory.address_of(random_bytes) + 2 * PAGE
+    assert (first, 2 * MIB - PAGE) in given
+    assert (disk_path / "file").read_bytes() == bytes(header) + bytes(body)
+
+
+def test_what_was_written_past_the_cache_is_not_in_it(disk_path: Path, random_bytes: memoryview) -> None:
+    """Of a file that is no multiple of a page long, its last page alone is."""
+    file = new_file.create(str(disk_path / "file"), past_cache=True)
+    file.write([random_bytes[: 4 * MIB + 100]])
+    file.close()
+    cached = disk.cached(str(disk_path / "file"))
+    if cached is None:
+        pytest.skip("the kernel does not tell what is in the page cache")
+    assert cached <= PAGE
+    assert (disk_path / "file").read_bytes() == bytes(random_bytes[: 4 * MIB + 100])
+
+
+def test_a_file_system_that_cannot_gets_it_through_the_cache(random_bytes: memoryview) -> None:
+    """tmpfs is all cache."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir() or disk.file_system(str(folder)) != "tmpfs":
+        pytest.skip("there is no tmpfs")
+    path = folder / f"flax_ckpt_compat-{os.getpid()}"
+    try:
+        file = new_file.create(str(path), past_cache=True)
+        assert not file.is_past_cache
+        file.write([random_bytes[: 2 * MIB]])
+        file.close()
+        assert path.read_bytes() == bytes(random_bytes[: 2 * MIB])
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_disk_that_refuses_after_all_gets_it_through_the_cache(
+    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself refuses pages of 256 bytes, of which no disk has sectors."""
+    refused: list[int] = []
+    real = os.writev
+
+    def noted(descriptor: int, pieces: list[memoryview]) -> int:
+        try:
+            return real(descriptor, pieces)
+        except OSError as error:
+            assert error.errno is not None
+            refused.append(error.errno)
+            raise
+
+    file = new_file.create(str(disk_path / "file"), past_cache=True)
+    monkeypatch.setattr(os, "writev", noted)
+    monkeypatch.setattr(new_file.memory, "PAGE", 256)
+    pieces = [random_bytes[:100], random_bytes[356 : 2 * MIB], random_bytes[:333], random_bytes[: MIB + 7]]
+    file.write(list(pieces))
+    file.close()
+    assert refused == [errno.EINVAL]
+    assert (disk_path / "file").read_bytes() == b"".join(pieces)
+
+
+def test_other_failures_of_the_disk_come_out(
+    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is not asked again through the cache."""
+    asked: list[int] = []
+
+    def full(descriptor: int, pieces: list[memoryview]) -> int:
+        asked.append(len(pieces))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = new_file.create(str(disk_path / "file"), past_cache=True)
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(OSError, match="No space left"):
+        file.write([random_bytes[: 2 * MIB]])
+    file.discard()
+    assert asked == [1]

@@ -1,0 +1,208 @@
+"""Background saves on a disk: the same files as other saves, but not in the page cache, and read by real libraries."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax_ckpt_compat.legacy import encode, format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_ckpt_compat import Progress, checkpoints, config
+from flax_ckpt_compat._core import memory
+from tests.benchmarks import disk
+from tests.support.saves import use_flag
+
+MIB = 1 << 20
+FLAGS = [False, True]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Sharding info not provided.*")
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Arrays of odd sizes, which begin anywhere in a page of a msgpack file, and small ones between them."""
+    rng = np.random.default_rng(seed)
+
+    def array(*shape: int) -> np.ndarray[Any, Any]:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    return {
+        "step": 3,
+        "params": {
+            "wide": array(1000, 1111),
+            "bias": array(1111),
+            "on_device": jax.numpy.asarray(array(700, 801)),
+            "transposed": array(901, 600).T,
+            "bytes": rng.integers(0, 255, 3 * MIB + 13, dtype=np.uint8),
+            "name" * 30: array(MIB),
+            "empty": array(0, 5),
+            "rows": array(3, 70_000),
+        },
+        "large": array(17, MIB),
+        "note": "text",
+    }
+
+
+def save(path: Path, tree: Any, *, in_background: bool = True) -> str:
+    """The path of a checkpoint of step 1."""
+    manager = checkpoints.AsyncManager() if in_background else None
+    saved = checkpoints.save_checkpoint(path, tree, 1, async_manager=manager)
+    if manager is not None:
+        manager.wait_previous_save()
+    return saved
+
+
+def files(path: str) -> list[str]:
+    """A file, or all files of a directory."""
+    if os.path.isfile(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
+def share_in_cache(path: str) -> float:
+    """The share of the bytes of a checkpoint that are in the page cache."""
+    cached = [disk.cached(file) for file in files(path)]
+    if None in cached:
+        pytest.skip("the kernel does not tell what is in the page cache")
+    return sum(one or 0 for one in cached) / sum(os.path.getsize(file) for file in files(path))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare trees bit by bit."""
+    found, expected = (jax.tree.leaves_with_path(flax.serialization.to_state_dict(tree)) for tree in (found, expected))
+    assert [path for path, _ in found] == [path for path, _ in expected]
+    for (path, one), (_, other) in zip(found, expected, strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other)), path
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
+    """Bit by bit, and so do we."""
+    with use_flag(flag):
+        tree = state()
+        path = save(disk_path, tree)
+        assert_equal(checkpoints.restore_checkpoint(disk_path, None), tree)
+        if flag:
+            assert_equal(ocp.PyTreeCheckpointer().restore(path), tree)
+        else:
+            assert_equal(flax.serialization.msgpack_restore(Path(path).read_bytes()), tree)
+
+
+def test_a_msgpack_file_has_the_bytes_of_any_other_save(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where arrays are split, as Flax splits those above 1 GiB."""
+    for limit in (format.MAX_CHUNK_SIZE, 3 * MIB):
+        monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
+        with use_flag(False):
+            paths = [save(disk_path / f"{limit}{how}", state(), in_background=how) for how in (True, False)]
+        background, foreground = (Path(path).read_bytes() for path in paths)
+        assert background == foreground
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_little_of_it_is_in_the_page_cache(disk_path: Path, flag: bool) -> None:
+    """Of a save in the foreground all is."""
+    with use_flag(flag):
+        assert share_in_cache(save(disk_path / "background", state())) < 0.02
+        assert share_in_cache(save(disk_path / "foreground", state(), in_background=False)) > 0.98
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_memory_that_is_not_kept_is_written_through_the_cache(disk_path: Path, flag: bool) -> None:
+    """So a program that reads each checkpoint on the same machine finds it there."""
+    with use_flag(flag), config.override(reuse_host_memory=False):
+        assert share_in_cache(save(disk_path, state())) > 0.98
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_large_arrays_go_to_the_disk_from_their_copies(
+    disk_path: Path, flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second copy is made of them: what the disk is given lies in them, but for a page at each end."""
+    given: list[int] = []
+    real = os.writev
+
+    def noted(descriptor: int, pieces: list[memoryview]) -> int:
+        given.extend(len(piece) for piece in pieces if len(piece) > MIB // 2)
+        return real(descriptor, pieces)
+
+    monkeypatch.setattr(os, "writev", noted)
+    tree = state()
+    with use_flag(flag):
+        save(disk_path, tree)
+    large = [leaf.nbytes for leaf in jax.tree.leaves(tree) if getattr(leaf, "nbytes", 0) >= memory.PAGED_FROM]
+    assert len(large) >= 6
+    assert sum(given) >= 0.98 * sum(large)
+
+
+def test_places_are_those_in_the_file(disk_path: Path) -> None:
+    """Where the values of each large array are found in what real Flax writes."""
+    tree = flax.serialization.to_state_dict(jax.tree.map(np.asarray, state()))
+    written = flax.serialization.msgpack_serialize(tree)
+    from flax_ckpt_compat._trees import state_dict
+
+    described = state_dict.describe(tree)
+    places = encode.places_of(described)
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if leaf.nbytes >= MIB and leaf.flags.c_contiguous]
+    assert len(arrays) >= 5
+    for array in arrays:
+        assert places[id(array)] == written.find(array.tobytes())
+
+
+def test_a_tree_that_is_refused_has_no_places() -> None:
+    """The save then raises what it always does."""
+    from flax_ckpt_compat._core.tree import Branch
+
+    assert encode.places_of(Branch({"a": np.zeros(3), "b": object()})) == {}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_progress_counts_it(disk_path: Path, flag: bool) -> None:
+    """Values that are written in parts are where the index says."""
+    seen: list[Progress] = []
+    tree = state()
+    with use_flag(flag), config.override(progress=seen.append):
+        save(disk_path, tree)
+    with use_flag(flag):
+        assert_equal(checkpoints.restore_checkpoint(disk_path, None), tree)
+    assert seen
+
+
+@pytest.mark.parametrize("compression", ["crc32c", "zstd"])
+def test_chunks_with_checksums_too(disk_path: Path, compression: str) -> None:
+    """Real Orbax checks them."""
+    with use_flag(True), config.override(compression=compression):
+        tree = state()
+        path = save(disk_path, tree)
+        assert_equal(checkpoints.restore_checkpoint(disk_path, None), tree)
+        assert_equal(ocp.PyTreeCheckpointer().restore(path), tree)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_shards_too(disk_path: Path, flag: bool) -> None:
+    """Each is a value of its own in Orbax's format, and one array in msgpack."""
+    devices = np.array(jax.devices()[:4])
+    if len(devices) < 4:
+        pytest.skip("needs four devices")
+    sharding = NamedSharding(Mesh(devices, ("x",)), PartitionSpec("x"))
+    values = np.random.default_rng(0).standard_normal((4 * 1031, 1024), dtype=np.float32)
+    with use_flag(flag):
+        save(disk_path, {"a": jax.device_put(values, sharding), "b": values[1:]})
+        found = checkpoints.restore_checkpoint(disk_path, None)
+    assert np.array_equal(np.asarray(found["a"]), values)
+    assert np.array_equal(found["b"], values[1:])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_saves_that_share_memory_in_turn(disk_path: Path, flag: bool) -> None:
+    """The copies of trees whose headers differ begin elsewhere in the same pages."""
+    with use_flag(flag):
+        for number in range(4):
+            tree = {"x" * (1 + 7 * number): state(number)["large"], "b": state(number)["params"]}
+            save(disk_path / str(number), tree)
+            assert_equal(checkpoints.restore_checkpoint(disk_path / str(number), None), tree)
