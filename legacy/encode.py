@@ -129,6 +129,7 @@ class _Writer:
                 del trail[-1:]
         self._flush()
         if self._sums is not None and isinstance(self._file, NewFile):
+            self._file.write_rest()
             file_checksums.record(self._file.descriptor, self._sums.encoded())
 
     def _put_numbers(self, children: dict[str, Any]) -> None:

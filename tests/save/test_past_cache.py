@@ -12,11 +12,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax_ckpt_compat.legacy import encode, format
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat import Progress, checkpoints, config
+from flax_ckpt_compat import Progress, checkpoints, config, verify
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.tree import Branch
+from flax_ckpt_compat._trees import state_dict
 from tests.benchmarks import disk
+from tests.support.interpreters import devices, run_python
 from tests.support.saves import use_flag
 
 MIB = 1 << 20
@@ -83,7 +85,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
-    """Bit by bit, and so do we."""
+    """Bit by bit, and so do we, by the checksums that were recorded."""
     with use_flag(flag):
         tree = state()
         path = save(disk_path, tree)
@@ -92,6 +94,7 @@ def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
             assert_equal(ocp.PyTreeCheckpointer().restore(path), tree)
         else:
             assert_equal(flax.serialization.msgpack_restore(Path(path).read_bytes()), tree)
+        assert verify(path).ok
 
 
 def test_a_msgpack_file_has_the_bytes_of_any_other_save(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +147,6 @@ def test_places_are_those_in_the_file(disk_path: Path) -> None:
     """Where the values of each large array are found in what real Flax writes."""
     tree = flax.serialization.to_state_dict(jax.tree.map(np.asarray, state()))
     written = flax.serialization.msgpack_serialize(tree)
-    from flax_ckpt_compat._trees import state_dict
-
     described = state_dict.describe(tree)
     places = encode.places_of(described)
     arrays = [leaf for leaf in jax.tree.leaves(tree) if leaf.nbytes >= MIB and leaf.flags.c_contiguous]
@@ -156,8 +157,6 @@ def test_places_are_those_in_the_file(disk_path: Path) -> None:
 
 def test_a_tree_that_is_refused_has_no_places() -> None:
     """The save then raises what it always does."""
-    from flax_ckpt_compat._core.tree import Branch
-
     assert encode.places_of(Branch({"a": np.zeros(3), "b": object()})) == {}
 
 
@@ -183,19 +182,29 @@ def test_chunks_with_checksums_too(disk_path: Path, compression: str) -> None:
         assert_equal(ocp.PyTreeCheckpointer().restore(path), tree)
 
 
+SHARDS = """
+import sys
+import flax, jax
+import numpy as np
+from flax_ckpt_compat import checkpoints
+folder, flag = sys.argv[1:]
+flax.config.update("flax_use_orbax_checkpointing", flag == "True")
+values = np.random.default_rng(0).standard_normal((4 * 1031, 1024), dtype=np.float32)
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+manager = checkpoints.AsyncManager()
+checkpoints.save_checkpoint(folder, {"a": jax.device_put(values, sharding), "b": values[1:]}, 1, async_manager=manager)
+manager.wait_previous_save()
+"""
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_shards_too(disk_path: Path, flag: bool) -> None:
     """Each is a value of its own in Orbax's format, and one array in msgpack."""
-    devices = np.array(jax.devices()[:4])
-    if len(devices) < 4:
-        pytest.skip("needs four devices")
-    sharding = NamedSharding(Mesh(devices, ("x",)), PartitionSpec("x"))
+    run_python(SHARDS, disk_path, flag, **devices(4))
     values = np.random.default_rng(0).standard_normal((4 * 1031, 1024), dtype=np.float32)
-    with use_flag(flag):
-        save(disk_path, {"a": jax.device_put(values, sharding), "b": values[1:]})
-        found = checkpoints.restore_checkpoint(disk_path, None)
-    assert np.array_equal(np.asarray(found["a"]), values)
-    assert np.array_equal(found["b"], values[1:])
+    path = disk_path / "checkpoint_1"
+    found = ocp.PyTreeCheckpointer().restore(path) if flag else flax.serialization.msgpack_restore(path.read_bytes())
+    assert_equal(found, {"a": values, "b": values[1:]})
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -69,9 +69,13 @@ class NewFile:
             start_writeback(self.descriptor, self._handed_over, self._written - self._handed_over)
             self._handed_over = self._written
 
+    def write_rest(self) -> None:
+        """Write what `write` has kept back; the file is as long as all pieces then, and nothing may follow."""
+
     def close(self) -> None:
-        """Sync all that was written, and close the file."""
+        """Write the rest, sync all, and close the file."""
         try:
+            self.write_rest()
             sync_descriptor(self.descriptor, self._path)
         finally:
             self.discard()
@@ -103,14 +107,10 @@ class _FileOfPages(NewFile):
         pieces.clear()
         self._write_pages()
 
-    def close(self) -> None:
-        try:
-            self._end_direct()
-            super().write([self._buffer[: self._filled].data] if self._filled else [])
-        except BaseException:
-            self.discard()
-            raise
-        super().close()
+    def write_rest(self) -> None:
+        self._end_direct()
+        super().write([self._buffer[: self._filled].data] if self._filled else [])
+        self._filled = 0
 
     def _add(self, piece: memoryview) -> None:
         """Take whole pages of a large piece as they are, if they are pages of the file too; copy the rest."""
