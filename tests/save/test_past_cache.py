@@ -186,6 +186,7 @@ SHARDS = """
 import sys
 import flax, jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_ckpt_compat import checkpoints
 folder, flag = sys.argv[1:]
 flax.config.update("flax_use_orbax_checkpointing", flag == "True")
