@@ -165,7 +165,8 @@ def _loop(workload: Workload, system: Any, workdir: str, saves: int, pause: floa
                 state = step(state)
                 marks.append(time.perf_counter())
             steps = np.diff(marks)
-            quiet = float(np.median(steps[-max(1, len(steps) // 3) :]))
+            # The mean: a median leaves out what slows single steps down at all times, and would count it as lost.
+            quiet = float(np.mean(steps[-max(1, len(steps) // 3) :]))
             waited = time.perf_counter()
             wait()
             late = time.perf_counter() - waited  # a save that has not ended by now goes on costing time
