@@ -32,7 +32,7 @@ _MAX_PADDED, _MAX_PADDING = 1 << 10, 4
 _FEW_NAMES = 100  # fewer are decoded one after another
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
 # Places in which fewer than one of so many names differ from the name before are decoded for these names alone.
-_FEW, _MANY = 8, 200
+_FEW, _MANY, _SAMPLED = 8, 200, 4096
 # So many bytes of names are decoded at once.
 _AT_ONCE = 1 << 14
 # Bytes of a varint of 64 bits, and of most varints.
@@ -118,19 +118,15 @@ def _padded(shared: Any, lengths: Any, starts: Any, text: Any, width: int) -> An
     """Return names padded with zeros, in rows of bytes.
 
     ``text``, what names do not share with the one before, has place 0 of each at ``starts``, and ends in a zero."""
-    count, split = len(lengths), 0
-    few, rows = count // _FEW if count >= _MANY else 0, np.empty((count, width), np.uint8)
-    if few:
-        # The first places differ in few names, whose rows are repeated, and few names have the last ones.
-        split = int(np.searchsorted(np.cumsum(np.bincount(shared, minlength=width)[:width]), few, "right"))
-    if split:
+    split, stop = _dense_places(shared, lengths, width)
+    if split:  # few names differ in the first places, and their rows are repeated
         heads = (shared < split).nonzero()[0]
-        some = _padded(shared[heads], lengths[heads], starts[heads], text, width)
-        rows = np.repeat(some, np.append(heads[1:], count) - heads, axis=0)
-    n_ended = np.cumsum(np.bincount(lengths, minlength=width)[:width])
-    stop = max(split, int(np.searchsorted(n_ended, count - few)))
+        rows = _padded(shared[heads], lengths[heads], starts[heads], text, width)
+        rows = np.repeat(rows, np.append(heads[1:], len(lengths)) - heads, axis=0)
+    else:
+        rows = np.empty((len(lengths), width), np.uint8)
     _fill(rows, shared, lengths, starts, text, range(split, stop))
-    if stop < width:
+    if stop < width:  # few names have the last ones
         rows[:, stop:] = 0
         long = (lengths > stop).nonzero()[0]
         some = np.empty((len(long), width), np.uint8)
@@ -139,16 +135,27 @@ def _padded(shared: Any, lengths: Any, starts: Any, text: Any, width: int) -> An
     return rows
 
 
+def _dense_places(shared: Any, lengths: Any, width: int) -> tuple[int, int]:
+    """Return between which places many names differ from the one before, by a sample."""
+    if len(lengths) < _MANY:
+        return 0, width
+    step = 1 + len(lengths) // _SAMPLED
+    few = len(lengths[::step]) // _FEW
+    n_differing, n_ended = (np.cumsum(np.bincount(some[::step], minlength=width)[:width]) for some in (shared, lengths))
+    split = int(n_differing.searchsorted(few, "right"))
+    return split, max(split, int(n_ended.searchsorted(len(lengths[::step]) - few)))
+
+
 def _fill(rows: Any, shared: Any, lengths: Any, starts: Any, text: Any, places: range) -> None:
     """Set some places of names; see `_padded`."""
-    numbers, step = np.arange(len(lengths)), max(1, _AT_ONCE // max(1, len(lengths)))
+    step = max(1, _AT_ONCE // max(1, len(lengths)))
     for begin in places[::step]:
-        some = np.arange(begin, min(begin + step, places.stop))[:, None]
+        some = np.arange(begin, min(begin + step, places.stop), dtype=np.int32)[:, None]
         own = shared <= some  # the others repeat the name before
-        found = text[np.where(own & (lengths > some), starts + some, len(text) - 1)]
+        found = text[np.where(own & (lengths > some), starts + some, np.int32(len(text) - 1))]
         if not own.all():
-            source = np.maximum.accumulate(np.where(own, numbers, 0), axis=1)
-            found = np.take_along_axis(found, source, 1)
+            source = np.where(own, np.arange(len(lengths), dtype=np.int32), np.int32(0))
+            found = np.take_along_axis(found, np.maximum.accumulate(source, axis=1), 1)
         rows[:, begin : begin + len(some)] = found.T
 
 
@@ -300,7 +307,7 @@ class Columns:
         before, own = self.numbers(count - 1), self.numbers(count)
         if max(int(before.max(initial=0)), int(own.max())) > _MAX_NAME:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
-        shared, lengths, nbytes = np.zeros(count, np.int64), own.astype(np.int64), int(own.sum())
+        shared, lengths, nbytes = np.zeros(count, np.int32), own.astype(np.int32), int(own.sum())
         shared[1:] = before
         lengths += shared
         width, total = int(lengths.max()), int(lengths.sum())
@@ -314,7 +321,7 @@ class Columns:
             return self.names(shared.tolist(), own.tolist())
         self._budget.take(width * count)
         text = np.frombuffer(self.take(nbytes), np.uint8)
-        starts = np.cumsum(own, dtype=np.int64) - lengths
+        starts = np.cumsum(own, dtype=np.int32) - lengths
         return _padded(shared, lengths, starts, np.append(text, np.uint8(0)), width).view(f"S{width}").reshape(count)
 
     def slices(self, lengths: Sequence[int]) -> list[bytes]:
