@@ -35,6 +35,8 @@ _PADDED_BYTES = 16 << 20
 _MAX_PADDING = 4  # times the memory of keys without it, if they take more
 # Of keys for each leaf node, to find where it begins: nodes are larger or smaller by up to one part in so many.
 _SAMPLES = 4
+# Fewer keys are compared with each other, and so are those that begin with more bytes alike.
+_MANY_KEYS, _MAX_SORTED_BYTES = 64, 256
 _HEADER = 14  # magic, length, version, compression
 _CHECKSUM = 4
 Append = Callable[[bytes], ByteRange]
@@ -68,7 +70,6 @@ def write_index(parts: Sequence[Rows], append: Append) -> bytes:
     nodes = list[_Node]()
     for start, stop in itertools.pairwise(bounds):
         rows = in_order(merged.between(start, stop))
-        _check_ascending(rows.keys, nodes)
         nodes.append(_append_leaf(rows, append, is_root=len(bounds) == 2, compress=is_large))
     while len(nodes) > 1:
         nodes = _append_parents(nodes, append, compress=is_large)
@@ -154,27 +155,38 @@ def in_order(rows: Rows) -> Rows:
     return Rows(rows.keys.take(order), rows.lengths.take(order), numbers, rows.offsets.take(order), inline, rows.files)
 
 
-def _order_of(keys: Any) -> Any:
-    """Return which key comes first, and so on."""
-    if keys.dtype != object:
-        rows = keys.view(np.uint8).reshape(len(keys), -1)
-        start = next((place for place in range(rows.shape[1]) if np.any(rows[:, place] != rows[0, place])), 0)
-        words = np.zeros((len(keys), 8), np.uint8)
-        words[:, : rows.shape[1] - start] = rows[:, start : start + 8]
-        numbers = words.view(">u8").ravel().astype(np.uint64)
-        order = np.argsort(numbers)
-        # Mostly, the first bytes that are not common to all keys tell them apart.
-        sorted_numbers = numbers.take(order)
-        if np.all(sorted_numbers[1:] != sorted_numbers[:-1]):
-            return order
-    return np.argsort(keys, kind="stable")
+def _order_of(keys: Any, start: int = 0) -> Any:
+    """Return which key comes first, and so on, of keys that begin with the same ``start`` bytes."""
+    if keys.dtype == object or len(keys) < _MANY_KEYS or start > _MAX_SORTED_BYTES:
+        return np.argsort(keys, kind="stable")
+    words = _words(keys, start)
+    while start + 8 < keys.itemsize and np.all(words == words[0]):
+        start += 8
+        words = _words(keys, start)
+    n_common = 8 - (int((words ^ words[0]).max()).bit_length() + 7) // 8
+    if n_common:
+        start += n_common
+        words = _words(keys, start)
+    order = np.argsort(words)
+    words = words.take(order)
+    ends = np.append((words[1:] != words[:-1]).nonzero()[0] + 1, len(keys))
+    starts = np.append(0, ends[:-1])
+    alike = (ends > starts + 1).nonzero()[0].tolist()  # groups that eight bytes do not tell apart
+    if len(alike) * _MANY_KEYS > len(keys) or len(ends) == 1:
+        return np.argsort(keys, kind="stable")
+    for number in alike:
+        some = slice(starts[number], ends[number])
+        group = order[some]
+        order[some] = group.take(_order_of(keys.take(group), start + 8))
+    return order
 
 
-def _check_ascending(keys: Any, before: Sequence[_Node]) -> None:
-    twice = keys[1:][keys[1:] == keys[:-1]]
-    if len(twice) or (before and before[-1].last == keys[0]):
-        key = bytes(twice[0] if len(twice) else keys[0]).decode("utf-8", "backslashreplace")
-        raise ValueError(f"the key {key!r} would be in the index twice")
+def _words(keys: Any, start: int) -> Any:
+    """Return eight bytes of each key as a number, which is in the order of the bytes."""
+    rows = keys.view(np.uint8).reshape(len(keys), -1)[:, start : start + 8]
+    words = np.zeros((len(keys), 8), np.uint8)
+    words[:, : rows.shape[1]] = rows
+    return words.view(">u8").ravel().astype(np.uint64)
 
 
 def _append_leaf(leaf: Rows, append: Append, *, is_root: bool, compress: bool) -> _Node:
@@ -275,7 +287,7 @@ def _file_table(names: Sequence[str]) -> bytes:
 
 
 def _front_coded(keys: Any, prefix: int) -> tuple[bytes, bytes, bytes]:
-    """Encode ascending keys without their common prefix: what each shares with the one before, the lengths of the rest,
+    """Encode sorted keys without their common prefix: what each shares with the one before, the lengths of the rest,
     and the rest."""
     itemsize = keys.itemsize if keys.dtype != object else max(map(len, keys))
     step = max(1, _PADDED_BYTES // max(itemsize, 1))
@@ -283,15 +295,21 @@ def _front_coded(keys: Any, prefix: int) -> tuple[bytes, bytes, bytes]:
     shared, own, suffixes = [], [np.array([len(first) - prefix])], [first[prefix:]]
     for start in range(0, len(keys) - 1, step):
         some = np.asarray(keys[start : start + step + 1], bytes)
-        begin = _n_common(bytes(some[0]), bytes(some[-1]))
+        begin = min(_n_common(bytes(some[0]), bytes(some[-1])), some.itemsize - 1)
         # Only what is not common to all of them.
         rows = np.ascontiguousarray(some.view(np.uint8).reshape(len(some), -1)[:, begin:])
+        differs = rows[1:] != rows[:-1]
+        common = differs.argmax(1)
+        twice = (~differs[np.arange(len(common)), common]).nonzero()[0]
+        if len(twice):
+            key = bytes(some[twice[0]]).decode("utf-8", "backslashreplace")
+            raise ValueError(f"the key {key!r} would be in the index twice")
         lengths = rows.shape[1] - (rows != 0)[:, ::-1].argmax(1)
         lengths[0] = len(bytes(some[0])) - begin
         # Where a key has a zero, the shorter one before it may seem to have it too.
-        common = np.minimum((rows[1:] != rows[:-1]).argmax(1), np.minimum(lengths[1:], lengths[:-1]))
-        places = np.arange(rows.shape[1])
-        suffixes.append(rows[1:][(places >= common[:, None]) & (places < lengths[1:, None])].tobytes())
+        common = np.minimum(common, np.minimum(lengths[1:], lengths[:-1]))
+        places, stops, starts = (column.astype(np.uint16) for column in (np.arange(rows.shape[1]), lengths[1:], common))
+        suffixes.append(rows[1:][(places >= starts[:, None]) & (places < stops[:, None])].tobytes())
         shared.append(common + (begin - prefix))
         own.append(lengths[1:] - common)
     return varints(np.concatenate(shared) if shared else []), varints(np.concatenate(own)), b"".join(suffixes)

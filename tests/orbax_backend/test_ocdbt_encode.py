@@ -138,6 +138,24 @@ def test_a_key_twice_is_refused(parts: list[list[bytes]], node_bytes: int) -> No
         ocdbt_encode.write_index(rows, lambda node: ByteRange("d/x", 0, len(node)))
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    names=st.sets(_names, min_size=1, max_size=40),
+    before=st.sampled_from([b"", b"params", b"params.layers_1.attention", b"p" * 700]),
+    many=st.sampled_from([1, 2, 10]),
+    random=st.randoms(use_true_random=False),
+)
+def test_keys_are_sorted_by_their_bytes(names: set[bytes], before: bytes, many: int, random: Any) -> None:
+    """Eight at a time, or all of them."""
+    keys = [before + name for name in names] + [before + name + b"/0" * 7 for name in names]
+    random.shuffle(keys)
+    rows = Rows(np.array(keys), *(np.arange(len(keys)),) * 3, [], ["d/x"])
+    with mock.patch.object(ocdbt_encode, "_MANY_KEYS", many):
+        found = ocdbt_encode.in_order(rows)
+    assert found.keys.tolist() == sorted(keys)
+    assert found.offsets.tolist() == sorted(range(len(keys)), key=keys.__getitem__)
+
+
 @pytest.mark.parametrize("bits", [1, 7, 8, 14, 21, 28, 35, 63, 64])
 def test_numbers_of_any_width(bits: int) -> None:
     """As the format writes them: 7 bits a byte, the lowest first."""
