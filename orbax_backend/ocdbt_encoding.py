@@ -31,15 +31,14 @@ _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 1
 _MAX_PADDED, _MAX_PADDING = 1 << 10, 4
 _FEW_NAMES = 100  # fewer are decoded one after another
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
-# Places in which fewer than one of so many names differ from the name before are decoded for these names alone.
+# Of many names, a place that one in eight or fewer have of their own, as a sample tells, is decoded for these alone.
 _FEW, _MANY, _SAMPLED = 8, 200, 4096
-# So many bytes of names are decoded at once.
-_AT_ONCE = 1 << 14
-# Bytes of a varint of 64 bits, and of most varints.
-_VARINT_BYTES, _USUAL_VARINT_BYTES = 10, 3
-# The bits of a varint in its bytes; and how neighbours join, in bytes, pairs and fours: by which shift, and bits.
+_AT_ONCE = 1 << 14  # places of names, besides those of one place
+# Bytes of a varint of 64 bits, and of most varints. Fewer numbers are decoded one after another.
+_VARINT_BYTES, _USUAL_VARINT_BYTES, _FEW_NUMBERS = 10, 3, 8
+# The bits of a varint in eight bytes; by which shifts neighbours of one, two and four bytes join, and which bits they have.
 _SEPTETS = 0x7F7F7F7F7F7F7F7F
-SEPTET_LANES = ((1, 0x007F007F007F007F), (2, 0x00003FFF00003FFF), (4, 0x000000000FFFFFFF))
+_SEPTET_LANES = ((1, 0x007F007F007F007F), (2, 0x00003FFF00003FFF), (4, 0x000000000FFFFFFF))
 Numbers = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
@@ -211,7 +210,7 @@ class Columns:
 
     def varints(self, count: int) -> list[int]:
         """Return the next column of varints (7 bits a byte, lowest first)."""
-        if count < _FEW:
+        if count < _FEW_NUMBERS:
             return [self.varint() for _ in range(count)]
         self._budget.take(count * _BYTES_PER_NUMBER)
         column: list[int] = self.numbers(count).tolist()
@@ -264,7 +263,7 @@ class Columns:
         self._budget.take(words.nbytes)
         whole = (1 << 8 * words.itemsize) - 1
         words = words << unused >> unused & words.dtype.type(_SEPTETS & whole)
-        for shift, low in SEPTET_LANES[: words.itemsize.bit_length() - 1]:
+        for shift, low in _SEPTET_LANES[: words.itemsize.bit_length() - 1]:
             lane = words.dtype.type(low & whole)
             words = words & lane | words >> words.dtype.type(shift) & lane << words.dtype.type(7 * shift)
         return words

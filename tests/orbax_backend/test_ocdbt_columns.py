@@ -34,7 +34,8 @@ def names(keys: Sequence[bytes], shared: Sequence[int]) -> bytes:
 
 def n_common(one: bytes, other: bytes) -> int:
     """How many bytes two names begin with alike."""
-    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 @settings(max_examples=examples(200), deadline=None)
