@@ -36,7 +36,7 @@ _FEW, _MANY, _SAMPLED = 8, 200, 4096
 _AT_ONCE = 1 << 14  # places of names, besides those of one place
 # Bytes of a varint of 64 bits, and of most varints. Fewer numbers are decoded one after another.
 _VARINT_BYTES, _USUAL_VARINT_BYTES, _FEW_NUMBERS = 10, 3, 8
-# The bits of a varint in eight bytes; by which shifts neighbours of one, two and four bytes join, and which bits they have.
+# The bits of a varint in its bytes; the shifts by which neighbours of one, two and four bytes join, and their bits.
 _SEPTETS = 0x7F7F7F7F7F7F7F7F
 _SEPTET_LANES = ((1, 0x007F007F007F007F), (2, 0x00003FFF00003FFF), (4, 0x000000000FFFFFFF))
 Numbers = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
