@@ -80,8 +80,8 @@ def finish(save: ProcessSave) -> None:
     names = [_name_of(index, upload) for index in range(save.process.count)]
     in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(len(names)))
     if plan.arrays:
-        _merge(path, names, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
+            _merge(path, names, upload)
             _check(path, plan, writer.encoding_of(options), upload)
     if upload is not None:
         in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])

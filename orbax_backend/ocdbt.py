@@ -7,6 +7,7 @@ measured), and its key-value store does not tell where values lie.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
@@ -97,7 +98,7 @@ class _Database:
         for leaf in leaves:
             with self._decoding(leaf.node):
                 if leaf.count:
-                    found.append(LeafRows(leaf))
+                    found.append(LeafRows(leaf, functools.partial(self._decoding, leaf.node)))
         with self._decoding(leaves[0].node):
             return RowEntries(found)
 

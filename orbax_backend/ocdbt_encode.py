@@ -7,6 +7,7 @@ numpy: a checkpoint of many hosts has millions of entries.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,10 @@ _ENTRY_BYTES = 16
 # Keys are padded to the longest one, so many bytes of them at once.
 _PADDED_BYTES = 16 << 20
 _MAX_PADDING = 4  # times the memory of keys without it, if they take more
+# Of keys for each leaf node, to find where it begins: nodes are larger or smaller by up to one part in so many.
+_SAMPLES = 4
+# Fewer keys are compared with each other, and so are those that begin with more bytes alike.
+_MANY_KEYS, _MAX_SORTED_BYTES = 64, 256
 _HEADER = 14  # magic, length, version, compression
 _CHECKSUM = 4
 Append = Callable[[bytes], ByteRange]
@@ -55,77 +60,149 @@ def array_of(keys: Sequence[bytes]) -> Any:
     return np.array(keys, bytes if fits else object)
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
-    """Return all entries of several databases, whose files have different names."""
-    starts = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
-    return Rows(
-        _joined_keys([part.keys for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate(
-            [np.where(part.numbers < 0, -1, part.numbers + start) for part, start in zip(parts, starts, strict=False)]
-        ),
-        np.concatenate([part.offsets for part in parts]),
-        [value for part in parts for value in part.inline],
-        [name for part in parts for name in part.files],
-    )
+def write_index(parts: Sequence[Rows], append: Append) -> bytes:
+    """Write the B-tree of entries by ``append``, which returns the place of a node; return the manifest.
+
+    The keys of each part ascend, see `in_order`; those of several interleave. The files of values are relative to the
+    database. Raise ValueError if two entries have one key."""
+    merged = _Parts(parts)
+    bounds, is_large = merged.cut(), merged.nbytes >= _COMPRESS_FROM_BYTES
+    nodes = list[_Node]()
+    for start, stop in itertools.pairwise(bounds):
+        rows = in_order(merged.between(start, stop))
+        nodes.append(_append_leaf(rows, append, is_root=len(bounds) == 2, compress=is_large))
+    while len(nodes) > 1:
+        nodes = _append_parents(nodes, append, compress=is_large)
+    return _manifest(nodes[0])
+
+
+class _Parts:
+    """Entries of several databases, whose keys interleave; they are sorted a leaf node at a time."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        arrays = (keys if isinstance(keys, np.ndarray) else array_of(keys) for keys in (part.keys for part in parts))
+        self._parts = [part._replace(keys=keys) for part, keys in zip(parts, arrays, strict=True)]
+        self._sizes = [_nbytes(part) for part in self._parts]
+        self.nbytes = sum(self._sizes)
+        self._inline_rows = [np.flatnonzero(part.numbers < 0) for part in parts]
+        self._files = [name for part in parts for name in part.files]
+        self._first_files = np.cumsum([0, *(len(part.files) for part in parts)])[:-1]
+
+    def cut(self) -> Any:
+        """Return at which rows of each part leaf nodes begin, and the last ends."""
+        bounds = np.array([[0] * len(self._parts), [len(part.keys) for part in self._parts]])
+        if self.nbytes <= _NODE_BYTES:
+            return bounds
+        # Keys of each part, so many bytes apart, are an even sample of all keys.
+        step = max(1, _NODE_BYTES // (_SAMPLES * len(self._parts)))
+        sampled = [_sampled(part, size, step) for part, size in zip(self._parts, self._sizes, strict=True)]
+        every = max(1, _NODE_BYTES // step)
+        firsts = np.unique(np.sort(_joined_keys(sampled))[every::every])
+        inner = np.array([part.keys.searchsorted(firsts) for part in self._parts], np.int64).T
+        bounds = np.concatenate([bounds[:1], inner, bounds[1:]])
+        return bounds[np.append(True, np.diff(bounds, axis=0).any(axis=1))]
+
+    def between(self, starts: Any, stops: Any) -> Rows:
+        """Return the entries between rows of each part, part after part."""
+        some = [
+            (self._parts[number], slice(starts[number], stops[number]), self._inline_rows[number])
+            for number in np.flatnonzero(stops > starts)
+        ]
+        inline = [
+            value
+            for part, rows, inline_rows in some
+            if len(inline_rows)
+            for value in part.inline[slice(*inline_rows.searchsorted([rows.start, rows.stop]))]
+        ]
+        numbers = np.concatenate([part.numbers[rows] for part, rows, _ in some])
+        return Rows(
+            _joined_keys([part.keys[rows] for part, rows, _ in some]),
+            np.concatenate([part.lengths[rows] for part, rows, _ in some]),
+            np.where(numbers < 0, -1, numbers + np.repeat(self._first_files, stops - starts)),
+            np.concatenate([part.offsets[rows] for part, rows, _ in some]),
+            inline,
+            self._files,
+        )
+
+
+def _nbytes(part: Rows) -> int:
+    """Return about how many bytes the entries of a part take in leaf nodes."""
+    keys = sum(map(len, part.keys)) if part.keys.dtype == object else np.count_nonzero(part.keys.view(np.uint8))
+    return int(keys) + sum(map(len, part.inline)) + len(part.keys) * _ENTRY_BYTES
+
+
+def _sampled(part: Rows, nbytes: int, step: int) -> Any:
+    """Return keys that are ``step`` bytes of entries apart."""
+    inline = np.cumsum(np.where(part.numbers < 0, part.lengths, 0), dtype=np.int64)
+    count = len(part.keys)
+    ends = inline + np.arange(1, count + 1) * ((nbytes - int(inline[-1])) // count)
+    return part.keys[ends.searchsorted(np.arange(step, int(ends[-1]) + 1, step))]
 
 
 def _joined_keys(arrays: Sequence[Any]) -> Any:
-    if all(isinstance(keys, np.ndarray) and keys.dtype != object for keys in arrays):
+    if all(keys.dtype != object for keys in arrays):
         nbytes, count = sum(keys.nbytes for keys in arrays), sum(map(len, arrays))
         if count * max(keys.itemsize for keys in arrays) <= max(_PADDED_BYTES, _MAX_PADDING * nbytes):
             return np.concatenate(arrays)
     return array_of([bytes(key) for keys in arrays for key in keys])
 
 
-def write_index(rows: Rows, append: Append) -> bytes:
-    """Write the B-tree of entries by ``append``, which returns the place of a node; return the manifest.
-
-    The files of values are relative to the database. Raise ValueError if two entries have one key."""
-    order = np.argsort(rows.keys, kind="stable")
-    starts, is_large = _cut(rows, order)
-    rank = np.cumsum(rows.numbers < 0) - 1  # row → number of its inline value
-    nodes = list[_Node]()
-    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
-        some = order[start:stop]
-        keys, numbers = rows.keys[some], rows.numbers[some]
-        _check_ascending(keys, nodes)
-        inline = [rows.inline[at] for at in rank[some[numbers < 0]].tolist()]
-        leaf = Rows(keys, rows.lengths[some], numbers, rows.offsets[some], inline, rows.files)
-        nodes.append(_append_leaf(leaf, append, is_root=len(starts) == 1, compress=is_large))
-    while len(nodes) > 1:
-        nodes = _append_parents(nodes, append, compress=is_large)
-    return _manifest(nodes[0])
+def in_order(rows: Rows) -> Rows:
+    """Return entries in the order of their keys."""
+    order = _order_of(rows.keys)
+    numbers, inline_rows = rows.numbers.take(order), np.flatnonzero(rows.numbers < 0)
+    inline = [rows.inline[at] for at in inline_rows.searchsorted(order[numbers < 0]).tolist()]
+    return Rows(rows.keys.take(order), rows.lengths.take(order), numbers, rows.offsets.take(order), inline, rows.files)
 
 
-def _cut(rows: Rows, order: Any) -> tuple[list[int], bool]:
-    """Return where leaf nodes begin in the order of the keys, and whether the index is large."""
-    kept = np.where(rows.numbers < 0, rows.lengths, 0)
-    ends = np.cumsum((_lengths_of(rows.keys) + kept + _ENTRY_BYTES)[order])
-    number = (ends - 1) // _NODE_BYTES
-    starts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist()]
-    return starts, int(ends[-1]) >= _COMPRESS_FROM_BYTES
+def _order_of(keys: Any, start: int = 0) -> Any:
+    """Return which key comes first, and so on, of keys that begin with the same ``start`` bytes."""
+    if keys.dtype == object or len(keys) < _MANY_KEYS or start > _MAX_SORTED_BYTES:
+        return np.argsort(keys, kind="stable")
+    words = _words(keys, start)
+    while start + 8 < keys.itemsize and np.all(words == words[0]):
+        start += 8
+        words = _words(keys, start)
+    n_common = 8 - (int((words ^ words[0]).max()).bit_length() + 7) // 8
+    if n_common:
+        start += n_common
+        words = _words(keys, start)
+    order = np.argsort(words)
+    words = words.take(order)
+    ends = np.append((words[1:] != words[:-1]).nonzero()[0] + 1, len(keys))
+    starts = np.append(0, ends[:-1])
+    alike = (ends > starts + 1).nonzero()[0].tolist()  # groups that eight bytes do not tell apart
+    if len(alike) * _MANY_KEYS > len(keys) or len(ends) == 1:
+        return np.argsort(keys, kind="stable")
+    for number in alike:
+        some = slice(starts[number], ends[number])
+        group = order[some]
+        order[some] = group.take(_order_of(keys.take(group), start + 8))
+    return order
 
 
-def _check_ascending(keys: Any, before: Sequence[_Node]) -> None:
-    twice = keys[1:][keys[1:] == keys[:-1]]
-    if len(twice) or (before and before[-1].last == keys[0]):
-        key = bytes(twice[0] if len(twice) else keys[0]).decode("utf-8", "backslashreplace")
-        raise ValueError(f"the key {key!r} would be in the index twice")
+def _words(keys: Any, start: int) -> Any:
+    """Return eight bytes of each key as a number, which is in the order of the bytes."""
+    rows = keys.view(np.uint8).reshape(len(keys), -1)[:, start : start + 8]
+    words = np.zeros((len(keys), 8), np.uint8)
+    words[:, : rows.shape[1]] = rows
+    return words.view(">u8").ravel().astype(np.uint64)
 
 
 def _append_leaf(leaf: Rows, append: Append, *, is_root: bool, compress: bool) -> _Node:
     first, last = bytes(leaf.keys[0]), bytes(leaf.keys[-1])
     outside = leaf.numbers >= 0
-    used, numbers = np.unique(leaf.numbers[outside], return_inverse=True)
-    kinds = np.where(outside, INDIRECT, INLINE)
+    numbers = leaf.numbers[outside]
+    used = np.flatnonzero(np.bincount(numbers))
+    kinds, rank = np.where(outside, INDIRECT, INLINE), np.zeros(len(leaf.files), np.int32)
+    rank[used] = np.arange(len(used))
     body = [
         _file_table([leaf.files[number] for number in used.tolist()]),
         varints([len(leaf.keys)]),
         *_front_coded(leaf.keys, 0 if is_root else _n_common(first, last)),
         varints(leaf.lengths),
         varints(kinds),
-        varints(numbers),
+        varints(rank[numbers]),
         varints(leaf.offsets[outside]),
         *leaf.inline,
     ]
@@ -210,52 +287,49 @@ def _file_table(names: Sequence[str]) -> bytes:
 
 
 def _front_coded(keys: Any, prefix: int) -> tuple[bytes, bytes, bytes]:
-    """Encode ascending keys without their common prefix: what each shares with the one before, the lengths of the rest,
+    """Encode sorted keys without their common prefix: what each shares with the one before, the lengths of the rest,
     and the rest."""
-    width = max(int(_lengths_of(keys).max()), 1)
-    step = max(1, _PADDED_BYTES // width)
-    shared, own, suffixes = [], [], []
-    for start in range(0, len(keys), step):
-        before = max(start - 1, 0)
-        some = np.array(keys[before : start + step], bytes)
-        rows = some.view(np.uint8).reshape(len(some), -1)
-        lengths = _lengths_of(some)
+    itemsize = keys.itemsize if keys.dtype != object else max(map(len, keys))
+    step = max(1, _PADDED_BYTES // max(itemsize, 1))
+    first = bytes(keys[0])
+    shared, own, suffixes = [], [np.array([len(first) - prefix])], [first[prefix:]]
+    for start in range(0, len(keys) - 1, step):
+        some = np.asarray(keys[start : start + step + 1], bytes)
+        begin = min(_n_common(bytes(some[0]), bytes(some[-1])), some.itemsize - 1)
+        # Only what is not common to all of them.
+        rows = np.ascontiguousarray(some.view(np.uint8).reshape(len(some), -1)[:, begin:])
         differs = rows[1:] != rows[:-1]
+        common = differs.argmax(1)
+        twice = (~differs[np.arange(len(common)), common]).nonzero()[0]
+        if len(twice):
+            key = bytes(some[twice[0]]).decode("utf-8", "backslashreplace")
+            raise ValueError(f"the key {key!r} would be in the index twice")
+        lengths = rows.shape[1] - (rows != 0)[:, ::-1].argmax(1)
+        lengths[0] = len(bytes(some[0])) - begin
         # Where a key has a zero, the shorter one before it may seem to have it too.
-        common = np.minimum(differs.argmax(1), np.minimum(lengths[1:], lengths[:-1]))
-        if not start:
-            common = np.concatenate([[prefix], common])
-        else:
-            rows, lengths = rows[1:], lengths[1:]
-        places = np.arange(rows.shape[1])
-        suffixes.append(rows[(places >= common[:, None]) & (places < lengths[:, None])].tobytes())
-        shared.append(common)
-        own.append(lengths - common)
-    common = np.concatenate(shared) - prefix
-    return varints(common[1:]), varints(np.concatenate(own)), b"".join(suffixes)
-
-
-def _lengths_of(keys: Any) -> Any:
-    """Return the lengths of keys, none of which ends in a zero."""
-    if keys.dtype == object:
-        return np.fromiter(map(len, keys), np.int64, len(keys))
-    rows = keys.view(np.uint8).reshape(len(keys), -1)[:, ::-1]
-    return rows.shape[1] - (rows != 0).argmax(1)
+        common = np.minimum(common, np.minimum(lengths[1:], lengths[:-1]))
+        places, stops, starts = (column.astype(np.uint16) for column in (np.arange(rows.shape[1]), lengths[1:], common))
+        suffixes.append(rows[1:][(places >= starts[:, None]) & (places < stops[:, None])].tobytes())
+        shared.append(common + (begin - prefix))
+        own.append(lengths[1:] - common)
+    return varints(np.concatenate(shared) if shared else []), varints(np.concatenate(own)), b"".join(suffixes)
 
 
 def varints(numbers: Any) -> bytes:
     """Encode a column of numbers: 7 bits a byte, lowest first."""
-    column = np.asarray(numbers, np.uint64)
+    column = np.asarray(numbers)
     longest = int(column.max()) if len(column) else 0
     if longest < 0x80:
         return column.astype(np.uint8).tobytes()
-    shifts = np.arange(0, longest.bit_length(), 7).astype(np.uint64)
-    rests = column[:, None] >> shifts
-    kept = rests > 0
-    kept[:, 0] = True
-    septets = (rests & np.uint64(0x7F)).astype(np.uint8)
-    septets[:, :-1] |= kept[:, 1:].astype(np.uint8) << 7
-    encoded: bytes = septets[kept].tobytes()
+    rest: Any = column.astype(np.uint32 if longest < 1 << 32 else np.uint64)
+    n_septets = -(-longest.bit_length() // 7)
+    septets, kept = np.empty((len(rest), n_septets), np.uint8), np.ones((len(rest), n_septets), bool)
+    for place in range(n_septets):
+        more = rest > 0x7F
+        septets[:, place] = rest & 0x7F | more.astype(np.uint8) << 7
+        kept[:, place + 1 : place + 2] = more[:, None]
+        rest >>= 7
+    encoded: bytes = (septets if kept.all() else septets[kept]).tobytes()
     return encoded
 
 

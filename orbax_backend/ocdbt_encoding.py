@@ -31,9 +31,14 @@ _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 1
 _MAX_PADDED, _MAX_PADDING = 1 << 10, 4
 _FEW_NAMES = 100  # fewer are decoded one after another
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
-_ZERO = np.zeros(1, np.uint8)
-# Bytes of a varint of 64 bits, of most varints, and of 28 bits.
-_VARINT_BYTES, _USUAL_VARINT_BYTES, _BYTES_IN_32_BITS = 10, 3, 4
+# Of many names, a place that one in eight or fewer have of their own, as a sample tells, is decoded for these alone.
+_FEW, _MANY, _SAMPLED = 8, 200, 4096
+_AT_ONCE = 1 << 14  # places of names, besides those of one place
+# Bytes of a varint of 64 bits, and of most varints. Fewer numbers are decoded one after another.
+_VARINT_BYTES, _USUAL_VARINT_BYTES, _FEW_NUMBERS = 10, 3, 8
+# The bits of a varint in its bytes; the shifts by which neighbours of one, two and four bytes join, and their bits.
+_SEPTETS = 0x7F7F7F7F7F7F7F7F
+_SEPTET_LANES = ((1, 0x007F007F007F007F), (2, 0x00003FFF00003FFF), (4, 0x000000000FFFFFFF))
 Numbers = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
@@ -108,18 +113,49 @@ def _blocks(frame: bytes, at: int) -> tuple[int, int]:
     return limit, (at if last else len(frame))
 
 
-def _padded(shared: Any, lengths: Any, text: Any, width: int) -> Any:
-    """Return names as an array of bytes padded with zeros, one place of all names after the other."""
-    count, few = len(lengths), shared.astype(np.uint16)
-    starts = np.cumsum(lengths - shared) - lengths  # place 0 of the name would be here in the text
-    places = np.empty((width, count), np.uint8)
-    common = int(shared[1:].min()) if count > 1 else 0  # what all have of the first
-    places[:common] = text[:common, None]
-    for place in range(common, width):
-        rows = np.flatnonzero(few <= place)  # the others repeat the name before
-        found = np.where(lengths[rows] > place, text[np.minimum(starts[rows] + place, len(text) - 1)], 0)
-        places[place] = np.repeat(found, np.diff(rows, append=count))
-    return np.ascontiguousarray(places.T).view(f"S{width}").reshape(count)
+def _padded(shared: Any, lengths: Any, starts: Any, text: Any, width: int) -> Any:
+    """Return names padded with zeros, in rows of bytes.
+
+    ``text``, what names do not share with the one before, has place 0 of each at ``starts``, and ends in a zero."""
+    split, stop = _dense_places(shared, lengths, width)
+    if split:  # few names differ in the first places, and their rows are repeated
+        heads = (shared < split).nonzero()[0]
+        rows = _padded(shared[heads], lengths[heads], starts[heads], text, width)
+        rows = np.repeat(rows, np.append(heads[1:], len(lengths)) - heads, axis=0)
+    else:
+        rows = np.empty((len(lengths), width), np.uint8)
+    _fill(rows, shared, lengths, starts, text, range(split, stop))
+    if stop < width:  # few names have the last ones
+        rows[:, stop:] = 0
+        long = (lengths > stop).nonzero()[0]
+        some = np.empty((len(long), width), np.uint8)
+        _fill(some, shared[long], lengths[long], starts[long], text, range(stop, width))
+        rows[long, stop:] = some[:, stop:]
+    return rows
+
+
+def _dense_places(shared: Any, lengths: Any, width: int) -> tuple[int, int]:
+    """Return between which places many names differ from the one before, by a sample."""
+    if len(lengths) < _MANY:
+        return 0, width
+    step = 1 + len(lengths) // _SAMPLED
+    few = len(lengths[::step]) // _FEW
+    n_differing, n_ended = (np.cumsum(np.bincount(some[::step], minlength=width)[:width]) for some in (shared, lengths))
+    split = int(n_differing.searchsorted(few, "right"))
+    return split, max(split, int(n_ended.searchsorted(len(lengths[::step]) - few)))
+
+
+def _fill(rows: Any, shared: Any, lengths: Any, starts: Any, text: Any, places: range) -> None:
+    """Set some places of names; see `_padded`."""
+    step = max(1, _AT_ONCE // max(1, len(lengths)))
+    for begin in places[::step]:
+        some = np.arange(begin, min(begin + step, places.stop), dtype=np.int32)[:, None]
+        own = shared <= some  # the others repeat the name before
+        found = text[np.where(own & (lengths > some), starts + some, np.int32(len(text) - 1))]
+        if not own.all():
+            source = np.where(own, np.arange(len(lengths), dtype=np.int32), np.int32(0))
+            found = np.take_along_axis(found, np.maximum.accumulate(source, axis=1), 1)
+        rows[:, begin : begin + len(some)] = found.T
 
 
 class MemoryBudget:
@@ -145,9 +181,9 @@ class Columns:
     def __init__(self, data: bytes, budget: MemoryBudget, start: int = 0, stop: int | None = None) -> None:
         """Begin at ``start``; the columns end at ``stop``, or with the data. Inline values are most of it: no copy."""
         self._data, self._budget, self._start, self._at = data, budget, start, start
-        self._stop = len(data) if stop is None else stop
-        budget.take(self._stop - start)
-        self._bytes = np.frombuffer(data, np.uint8, self._stop)
+        self._end = len(data) if stop is None else stop
+        budget.take(self._end - start)
+        self._bytes = np.frombuffer(data, np.uint8, self._end)
 
     @property
     def _place(self) -> int:
@@ -160,7 +196,7 @@ class Columns:
 
     def _skip(self, count: int) -> int:
         """Move behind the next bytes, and return where they begin in the data."""
-        left = self._stop - self._at
+        left = self._end - self._at
         if count > left:
             raise ValueError(f"{count} bytes were expected at byte {self._place}, found {left}")
         self._at += count
@@ -172,23 +208,45 @@ class Columns:
 
     def varint(self) -> int:
         """Return the next number."""
-        return self.varints(1)[0]
+        number = shift = 0
+        while True:
+            byte = self.byte()
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80 and number < 1 << 64:
+                return number
+            if shift == 7 * _VARINT_BYTES:
+                raise ValueError(f"a number of 64 bits was expected before byte {self._at}, found a longer one")
 
     def varints(self, count: int) -> list[int]:
         """Return the next column of varints (7 bits a byte, lowest first)."""
+        if count < _FEW_NUMBERS:
+            return [self.varint() for _ in range(count)]
         self._budget.take(count * _BYTES_PER_NUMBER)
         column: list[int] = self.numbers(count).tolist()
         return column
 
     def numbers(self, count: int) -> Numbers:
         """Return the next column of varints as an array of an unsigned type that holds all of them."""
-        found = self._bytes[self._at : self._at + count]
-        if len(found) == count and not np.any(found & 0x80):
-            self._at += count
-            return found
-        return self._long_varints(count)
+        width = 1
+        while width < _VARINT_BYTES and self._data[self._at + width - 1 : self._at + width] >= b"\x80":
+            width += 1
+        alike = self._bytes[self._at : self._at + count * width]  # the column, if all numbers have that width
+        if not count:
+            return alike
+        if len(alike) < count * width or width > 4:
+            return self._uneven_numbers(count)
+        rows = alike.reshape(count, width)
+        if rows[:, -1].max() > 0x7F or rows[:, :-1].min(initial=0xFF) < 0x80:
+            return self._uneven_numbers(count)
+        self._at += len(alike)
+        if width == 1:
+            return alike
+        words = np.zeros((count, 4), np.uint8)
+        words[:, :width] = rows
+        return self._joined(words.view("<u4").reshape(count), np.uint32(8 * (4 - width)))
 
-    def _long_varints(self, count: int) -> Numbers:
+    def _uneven_numbers(self, count: int) -> Numbers:
         window, ends = self._bytes[:0], np.zeros(0, np.int64)
         for most in (_USUAL_VARINT_BYTES, _VARINT_BYTES):
             if len(ends) < count:
@@ -196,19 +254,29 @@ class Columns:
                 ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) < count:
             raise ValueError(f"{count} numbers were expected at byte {self._place}, found {len(ends)}")
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        widths = ends - starts + 1
-        longest = int(widths.max())
+        widths = np.diff(ends, prepend=-1)
+        longest, starts, window = int(widths.max()), ends + 1 - widths, window[: ends[-1] + 1]
         if longest > _VARINT_BYTES or np.any(window[ends[widths == _VARINT_BYTES]] > 1):
             raise ValueError(f"numbers of 64 bits were expected at byte {self._place}, found a longer one")
-        dtype = np.uint32 if longest <= _BYTES_IN_32_BITS else np.uint64
-        self._budget.take(count * np.dtype(dtype).itemsize)
-        numbers: Numbers = (window[starts] & 0x7F).astype(dtype)
-        for place in range(1, longest):
+        self._at += len(window)
+        nbytes = 4 if longest <= 4 else 8
+        padded = np.concatenate([window, np.zeros(nbytes, np.uint8)])
+        words = np.ndarray((len(window),), f"<u{nbytes}", padded, 0, (1,)).take(starts)
+        numbers = self._joined(words, (8 * (nbytes - np.minimum(widths, nbytes))).astype(words.dtype))
+        for place in range(nbytes, longest):
             wide = np.flatnonzero(widths > place)
-            numbers[wide] |= (window[starts[wide] + place] & 0x7F).astype(dtype) << dtype(7 * place)
-        self._at += int(ends[-1]) + 1
+            numbers[wide] |= (window[starts[wide] + place] & 0x7F).astype(np.uint64) << np.uint64(7 * place)
         return numbers
+
+    def _joined(self, words: Numbers, unused: Any) -> Numbers:
+        """Return the numbers of varints in words of 4 or 8 bytes, of which the highest bits are ``unused``."""
+        self._budget.take(words.nbytes)
+        whole = (1 << 8 * words.itemsize) - 1
+        words = words << unused >> unused & words.dtype.type(_SEPTETS & whole)
+        for shift, low in _SEPTET_LANES[: words.itemsize.bit_length() - 1]:
+            lane = words.dtype.type(low & whole)
+            words = words & lane | words >> words.dtype.type(shift) & lane << words.dtype.type(7 * shift)
+        return words
 
     def name_lengths(self, count: int, prefix: int = 0) -> tuple[list[int], list[int]]:
         """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest.
@@ -243,28 +311,40 @@ class Columns:
 
     def keys(self, count: int) -> Any:
         """Return the next names, which are many, as an array if they are alike in length."""
-        before, more = np.concatenate([_ZERO, self.numbers(count - 1)]), self.numbers(count)
-        shared, own = (np.minimum(column, np.uint64(_MAX_NAME + 1)).astype(np.int64) for column in (before, more))
-        lengths, start = shared + own, self._at
-        width, total, nbytes = int(lengths.max()), int(lengths.sum()), int(own.sum())
+        before, own = self.numbers(count - 1), self.numbers(count)
+        if max(int(before.max(initial=0)), int(own.max())) > _MAX_NAME:
+            raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
+        shared, lengths, nbytes = np.zeros(count, np.int32), own.astype(np.int32), int(own.sum())
+        shared[1:] = before
+        lengths += shared
+        width, total = int(lengths.max()), int(lengths.sum())
         if width > _MAX_NAME:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
         if np.any(shared[1:] > lengths[:-1]):
             raise ValueError(_SHARES_TOO_MUCH)
         is_alike = 0 < width <= _MAX_PADDED and width * count <= _MAX_PADDING * total
-        if not is_alike or 0 in self._data[start : start + nbytes]:
+        if not is_alike or 0 in self._data[self._at : self._at + nbytes]:
             self._budget.take(count * _BYTES_PER_NAME + total)
             return self.names(shared.tolist(), own.tolist())
         self._budget.take(width * count)
         text = np.frombuffer(self.take(nbytes), np.uint8)
-        return _padded(shared, lengths, np.append(text, _ZERO), width)
+        starts = np.cumsum(own, dtype=np.int32) - lengths
+        return _padded(shared, lengths, starts, np.append(text, np.uint8(0)), width).view(f"S{width}").reshape(count)
 
     def slices(self, lengths: Sequence[int]) -> list[bytes]:
         """Return the next byte strings, of these lengths."""
         data, ends = self._data, itertools.accumulate(lengths, initial=self._skip(sum(lengths)))
         return [data[start:end] for start, end in itertools.pairwise(ends)]
 
+    def last_slices(self, lengths: Sequence[int]) -> list[bytes]:
+        """Return the byte strings at the end, of these lengths; what is before them is left."""
+        start, before = self._at, self._end - sum(lengths)
+        self._at = max(start, before)
+        found = self.slices(lengths)
+        self._at, self._end, self._bytes = start, before, self._bytes[:before]
+        return found
+
     def finish(self) -> None:
         """Raise ValueError if bytes are left."""
-        if self._at != self._stop:
-            raise ValueError(f"the end was expected at byte {self._place}, found {self._stop - self._at} more bytes")
+        if self._at != self._end:
+            raise ValueError(f"the end was expected at byte {self._place}, found {self._end - self._at} more bytes")

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from .data_file_writer import DataFiles
 from .files import AT_ONCE, write_file
 from .ocdbt import read_rows
-from .ocdbt_encode import joined, write_index
+from .ocdbt_encode import write_index
 from .ocdbt_nodes import Rows
 
 
@@ -29,7 +29,7 @@ def merge(path: str, names: Sequence[str], location: Location, locate: Callable[
     files = DataFiles(path, None)
     try:
         with translated(path, "written", TENSORSTORE_ERRORS):
-            manifest = write_index(joined(rows), files.append)
+            manifest = write_index(rows, files.append)
             files.finish()
     finally:
         files.abandon(wait=True)

@@ -6,10 +6,12 @@ The keys of leaf nodes come in a dict or, of the millions of many hosts of which
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -189,30 +191,46 @@ class Rows(NamedTuple):
     files: Sequence[str]  # the files, relative to the checkpoint
 
 
-class LeafRows:
-    """The keys and values of a leaf node."""
+class _Places(NamedTuple):
+    """Where the values of a leaf node are that lie in files."""
 
-    def __init__(self, leaf: LeafNode) -> None:
-        columns, count, files = leaf.columns, leaf.count, leaf.files.names
-        self._names, self._prefix = files, leaf.node.prefix
+    numbers: Any  # of the files
+    offsets: Any
+    lengths: Any
+
+
+class LeafRows:
+    """The keys and values of a leaf node; where values lie in files is decoded on first use.
+
+    ``decoding`` is the context that translates the errors of that."""
+
+    def __init__(self, leaf: LeafNode, decoding: Callable[[], AbstractContextManager[None]]) -> None:
+        columns, count, self.files = leaf.columns, leaf.count, leaf.files.names
+        self._prefix, self._decoding = leaf.node.prefix, decoding
         # All keys without the prefix, as an array padded with zeros if their lengths are alike.
         self.keys: Any = _ascending(columns.keys(count))
         self.first = self._prefix + self.keys[0]  # the first key
         self._lengths, kinds = columns.numbers(count), columns.numbers(count)
         if int(kinds.max()) > INDIRECT:
             raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
-        # Number of values in files up to each key.
-        self._outside = np.cumsum(kinds, dtype=np.int64)
-        outside = int(self._outside[-1])
-        self._numbers, self._offsets = columns.numbers(outside), columns.numbers(outside)
-        if outside and int(self._numbers.max()) >= len(files):
-            raise ValueError(f"one of {len(files)} files was expected, found number {int(self._numbers.max())}")
-        self._used = np.bincount(self._numbers, minlength=len(files)).nonzero()[0]
-        self.files = [files[number] for number in self._used.tolist()]  # files with values
-        inline = self._lengths[kinds == INLINE]
-        self._values = columns.slices(inline.tolist())
-        columns.finish()
-        self._indirect = kinds.astype(bool)
+        self._is_outside = kinds.astype(bool)
+        self._inline = np.flatnonzero(kinds == INLINE)  # the rows of inline values
+        self._values = columns.last_slices(self._lengths[self._inline].tolist())
+        self._rest: Columns | _Places = columns
+        if len(self._inline) == count:
+            self._places()
+
+    def _places(self) -> _Places:
+        places = self._rest
+        if isinstance(places, Columns):
+            columns, outside = copy.copy(places), len(self.keys) - len(self._inline)  # of each thread its own
+            with self._decoding():
+                numbers, offsets = columns.numbers(outside), columns.numbers(outside)
+                if outside and int(numbers.max()) >= len(self.files):
+                    raise ValueError(f"one of {len(self.files)} files was expected, found number {int(numbers.max())}")
+                columns.finish()
+            self._rest = places = _Places(numbers, offsets, self._lengths[self._is_outside])
+        return places
 
     def find(self, key: bytes) -> bytes | ByteRange | None:
         """Return the value of a key, its byte range, or None if the key is absent."""
@@ -221,11 +239,11 @@ class LeafRows:
         row = self.row(key)
         if row == len(self.keys) or self.keys[row] != key[len(self._prefix) :]:
             return None
-        outside = int(self._outside[row])
-        if not self._indirect[row]:
-            return self._values[row - outside]
-        file = self._names[self._numbers[outside - 1]]
-        return ByteRange(file, int(self._offsets[outside - 1]), int(self._lengths[row]))
+        n_inline = int(self._inline.searchsorted(row))
+        if n_inline < len(self._inline) and self._inline[n_inline] == row:
+            return self._values[n_inline]
+        places, at = self._places(), row - n_inline
+        return ByteRange(self.files[places.numbers[at]], int(places.offsets[at]), int(places.lengths[at]))
 
     def row(self, key: bytes) -> int:
         """Return the number of keys before one that begins with the prefix."""
@@ -253,16 +271,17 @@ class LeafRows:
             # numpy takes zeros at the end of the prefix for padding.
             is_array = isinstance(keys, np.ndarray) and not self._prefix.endswith(b"\0")
             keys = np.char.add(self._prefix, keys) if is_array else [self._prefix + key for key in keys]
-        numbers, offsets = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int64)
-        numbers[self._indirect], offsets[self._indirect] = self._numbers, self._offsets
-        return Rows(keys, self._lengths.astype(np.int64), numbers, offsets, self._values, self._names)
+        places, outside = self._places(), self._is_outside
+        numbers, offsets = np.full(len(keys), -1, np.int32), np.zeros(len(keys), places.offsets.dtype)
+        numbers[outside], offsets[outside] = places.numbers, places.offsets
+        return Rows(keys, self._lengths, numbers, offsets, self._values, self.files)
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield files and the ends of the last values in them."""
-        ends = np.zeros(len(self._names), np.uint64)
-        lengths = self._lengths[self._indirect].astype(np.uint64)
-        np.maximum.at(ends, self._numbers, self._offsets + lengths)
-        return zip(self.files, ends[self._used].tolist(), strict=True)
+        places, ends = self._places(), np.zeros(len(self.files), np.uint64)
+        np.maximum.at(ends, places.numbers, places.offsets + places.lengths.astype(np.uint64))
+        used = np.flatnonzero(np.bincount(places.numbers, minlength=len(self.files)))
+        return ((self.files[number], int(ends[number])) for number in used)
 
     def __iter__(self) -> Iterator[bytes]:
         return (self._prefix + key for key in self.keys)
@@ -303,7 +322,7 @@ class RowEntries(Mapping[bytes, bytes | ByteRange]):
         return not len(names)
 
     def files(self) -> set[str]:
-        """Return the files with values."""
+        """Return the files that values may be in."""
         return {file for leaf in self.leaves for file in leaf.files}
 
     def ends(self) -> Iterator[tuple[str, int]]:
@@ -315,7 +334,7 @@ Entries = dict[bytes, bytes | ByteRange] | RowEntries
 
 
 def files_of(entries: Entries) -> set[str]:
-    """Return the files with values."""
+    """Return the files that values are in, of many entries those that they may be in."""
     if isinstance(entries, RowEntries):
         return entries.files()
     return {value.file for value in entries.values() if type(value) is ByteRange}

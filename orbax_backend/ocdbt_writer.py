@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.tree import Shard, is_jax_array
 from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
 from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
-from .ocdbt_encode import INLINE_BYTES, array_of, write_index
+from .ocdbt_encode import INLINE_BYTES, array_of, in_order, write_index
 from .ocdbt_nodes import Rows
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
@@ -103,7 +103,7 @@ class Database:
         self._files.wait()
         if self._inline or self._values:
             with memory.pause_gc():
-                manifest = write_index(self._rows(), self._files.append)
+                manifest = write_index([in_order(self._rows())], self._files.append)
             self._files.finish()
             write_file(os.path.join(self._path, MANIFEST), manifest)
 

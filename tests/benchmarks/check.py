@@ -73,7 +73,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "ours, orbax format, a save among 1000 steps: Python calls a step": (20, 30),
     "ours, msgpack, background save, its third: page faults a MiB": (0.02, 0.2),
     "ours, orbax format, background save, its third: page faults a MiB": (0.02, 0.2),
-    "merge of 8 processes' parts: Python calls an entry": (13.6, 20),
+    "merge of 8 processes' parts: Python calls an entry": (12.6, 19),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.36, 1.5),
     "ours, msgpack ÷ flax, msgpack, restore small leaves": (0.93, 2.0),
     "ours, orbax format ÷ ours, msgpack, save small leaves": (6.7, 15.0),

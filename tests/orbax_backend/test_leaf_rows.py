@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import ocdbt
+from flax_ckpt_compat.orbax_backend.ocdbt_encoding import Columns
 from flax_ckpt_compat.orbax_backend.ocdbt_nodes import ends_of
 
 from flax_ckpt_compat._core.location import location_of
@@ -59,6 +61,18 @@ def test_ends_of_files(rows_from: int, tmp_path: Path, monkeypatch: pytest.Monke
     path = tall(tmp_path, {b"1": leaf((100, 5), (20, 7)), b"3": leaf((3, 3))})
     monkeypatch.setattr(ocdbt, "_ROWS_FROM", rows_from)
     assert ends_of(ocdbt.read_entries(location_of(path))) == {"d/x": 105}
+
+
+def test_where_values_lie_is_decoded_anew_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C within the first look-up, or another thread's look-up at the same time, spoils no other."""
+    places = made.column([0, 0]) + made.column([3, 700])
+    leaf = made.leaf({b"a": b"", b"b": b""}, lengths=made.column([9, 8]), kinds=b"\1\1", places=places)
+    monkeypatch.setattr(ocdbt, "_ROWS_FROM", 1)
+    rows: Any = ocdbt.read_entries(location_of(tall(tmp_path, {b"a": leaf})))
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with mock.patch.object(Columns, "finish", interrupt), pytest.raises(KeyboardInterrupt):
+        rows.get(b"a")
+    assert [rows.get(b"a"), rows.get(b"b")] == [("d/x", 3, 9), ("d/x", 700, 8)]
 
 
 def test_keys_with_another_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def write(path: Path, values: dict[bytes, bytes]) -> None:
             file.write(node)
             return ByteRange("d/nodes", file.tell() - len(node), len(node))
 
-    (path / "manifest.ocdbt").write_bytes(ocdbt_encode.write_index(rows, append))
+    (path / "manifest.ocdbt").write_bytes(ocdbt_encode.write_index([ocdbt_encode.in_order(rows)], append))
 
 
 def dumped(path: Path) -> Any:
@@ -123,16 +123,37 @@ def test_names_of_very_different_lengths(tmp_path: Path) -> None:
     assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
 
 
-def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [[[b"b/0", b"a/0", b"b/0"]], [[b"a/0", b"b/0"], [b"b/0"]]], ids=["one", "two"])
+@pytest.mark.parametrize("node_bytes", [1, 8 << 20])
+def test_a_key_twice_is_refused(parts: list[list[bytes]], node_bytes: int) -> None:
     """Two processes that wrote one chunk would lose one of them."""
-    keys, numbers = ocdbt_encode.array_of([b"b/0", b"a/0", b"b/0"]), np.full(3, -1)
-    rows = Rows(keys, np.ones(3, np.int64), numbers, np.zeros(3, np.int64), [b"1", b"2", b"3"], [])
-    for node_bytes in (8 << 20, 1):
-        with (
-            mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
-            pytest.raises(ValueError, match="'b/0' would be in the index twice"),
-        ):
-            ocdbt_encode.write_index(rows, lambda node: ByteRange("d/x", 0, len(node)))
+    rows = []
+    for keys in parts:
+        columns = np.ones(len(keys), np.int64), np.full(len(keys), -1), np.zeros(len(keys), np.int64)
+        rows.append(ocdbt_encode.in_order(Rows(ocdbt_encode.array_of(keys), *columns, [b"1"] * len(keys), [])))
+    with (
+        mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
+        pytest.raises(ValueError, match="'b/0' would be in the index twice"),
+    ):
+        ocdbt_encode.write_index(rows, lambda node: ByteRange("d/x", 0, len(node)))
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    names=st.sets(_names, min_size=1, max_size=40),
+    before=st.sampled_from([b"", b"params", b"params.layers_1.attention", b"p" * 700]),
+    many=st.sampled_from([1, 2, 10]),
+    random=st.randoms(use_true_random=False),
+)
+def test_keys_are_sorted_by_their_bytes(names: set[bytes], before: bytes, many: int, random: Any) -> None:
+    """Eight at a time, or all of them."""
+    keys = [before + name for name in names] + [before + name + b"/0" * 7 for name in names]
+    random.shuffle(keys)
+    rows = Rows(np.array(keys), *(np.arange(len(keys)),) * 3, [], ["d/x"])
+    with mock.patch.object(ocdbt_encode, "_MANY_KEYS", many):
+        found = ocdbt_encode.in_order(rows)
+    assert found.keys.tolist() == sorted(keys)
+    assert found.offsets.tolist() == sorted(range(len(keys)), key=keys.__getitem__)
 
 
 @pytest.mark.parametrize("bits", [1, 7, 8, 14, 21, 28, 35, 63, 64])
@@ -164,6 +185,23 @@ def test_what_many_wrote_is_merged(
     with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
         expected = _merged(path, [part for part in parts if part])
     assert by_tensorstore(path) == expected == by_us(path)
+
+
+@pytest.mark.parametrize("name", ["leaf_%03d/%d", "%03d.a_long_name_that_all_have/%d"], ids=["short", "long"])
+def test_the_chunks_of_many_are_merged(name: str, tmp_path: Path) -> None:
+    """Each array has a chunk of each process, so that their keys interleave; nodes are about as large as they may be.
+
+    The first bytes that differ tell short names apart, and not long ones."""
+    keys = [(name % (leaf, chunk)).encode() for leaf in range(60) for chunk in range(24)]
+    parts = [dict.fromkeys(keys[number::8], b"%d" % number) for number in range(8)]
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 4000):
+        expected = _merged(tmp_path / "c", parts)
+    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
+    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
+        entries: Any = ocdbt.read_entries(location_of(tmp_path / "c"))
+    nbytes = [sum(len(key) + len(entries[key]) + 16 for key in leaf) for leaf in entries.leaves]
+    assert max(nbytes) <= 5000 + 100
+    assert len(nbytes) <= 2 * sum(nbytes) / 4000
 
 
 def test_names_that_share_a_zero_are_merged(tmp_path: Path) -> None:
