@@ -65,6 +65,10 @@ class Copies:
         self._pairs[id(target)] = target, source
         return target
 
+    def has_large(self) -> bool:
+        """Return whether there are copies whose address matters to a file."""
+        return any(target.nbytes >= memory.PAGED_FROM for target, _ in self._pairs.values())
+
     def moved(self, target: _Array, place: int) -> _Array:
         """Return another copy in place of one that is not made yet, at an address that is as far into a page.
 

@@ -42,7 +42,8 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
             tree = snapshot.leaf(tree, ())
         depth.check(snapshot.levels, request.path)
         if snapshot.copies is not None:
-            if request.options.past_cache and not request.multiprocess and isinstance(tree, Branch):
+            is_laid_out = request.options.past_cache and not request.multiprocess and snapshot.copies.has_large()
+            if is_laid_out and isinstance(tree, Branch):
                 snapshot.lay_out(tree, backend_for(request.format).places(tree))
             snapshot.copies.make()
         snapshot.transfers.make()
