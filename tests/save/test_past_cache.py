@@ -27,8 +27,10 @@ FLAGS = [False, True]
 pytestmark = pytest.mark.filterwarnings("ignore:.*Sharding info not provided.*")
 
 
-def state(seed: int = 0) -> dict[str, Any]:
-    """Arrays of odd sizes, which begin anywhere in a page of a msgpack file, and small ones between them."""
+def state(seed: int = 0, large: int = 2) -> dict[str, Any]:
+    """Arrays of odd sizes, which begin anywhere in a page of a msgpack file, and small ones between them.
+
+    One has 4 ``large`` MiB; from 64 MiB on, it gets memory of its own."""
     rng = np.random.default_rng(seed)
 
     def array(*shape: int) -> np.ndarray[Any, Any]:
@@ -46,7 +48,7 @@ def state(seed: int = 0) -> dict[str, Any]:
             "empty": array(0, 5),
             "rows": array(3, 70_000),
         },
-        "large": array(17, MIB),
+        "large": array(large, MIB),
         "note": "text",
     }
 
@@ -87,7 +89,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
     """Bit by bit, and so do we, by the checksums that were recorded."""
     with use_flag(flag):
-        tree = state()
+        tree = state(large=17)
         path = save(disk_path, tree)
         assert_equal(checkpoints.restore_checkpoint(disk_path, None), tree)
         if flag:
@@ -217,6 +219,7 @@ def test_saves_that_share_memory_in_turn(disk_path: Path, flag: bool) -> None:
     """The copies of trees whose headers differ begin elsewhere in the same pages."""
     with use_flag(flag):
         for number in range(4):
-            tree = {"x" * (1 + 7 * number): state(number)["large"], "b": state(number)["params"]}
+            one = state(number)
+            tree = {"x" * (1 + 7 * number): one["large"], "b": one["params"]}
             save(disk_path / str(number), tree)
             assert_equal(checkpoints.restore_checkpoint(disk_path / str(number), None), tree)
