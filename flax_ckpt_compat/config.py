@@ -37,7 +37,7 @@ setting                   values (default first)     meaning
                                                      0.3 to 0.5 they hold the tree in a second form, too
 ``reuse_host_memory``     true, false                keep the memory that a background save copies the arrays to for
                                                      the next one, or free it; the kernel takes it when memory is short.
-                                                     From kept memory a disk gets it past the page cache.
+                                                     Files are written from it past the page cache.
                                                      Saves of arrays on GPUs keep page-locked memory, or use none
 ``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
                                                      a progress bar on a terminal, or a function that takes a

@@ -39,7 +39,7 @@ class OrbaxBackend:
         return plan
 
     def places(self, tree: Node) -> dict[int, int]:  # noqa: ARG002  (as in the msgpack format)
-        """Return none: a data file has a value where its memory suggests; see `Backend.places`."""
+        """Return none: zeros before a value bring it to its memory's place in a page; see `Backend.places`."""
         return {}
 
     write = staticmethod(writer.write)

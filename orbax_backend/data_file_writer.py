@@ -39,7 +39,6 @@ FILE_BYTES = 64 << 20
 # Values are handed to a thread in batches of about this size.
 BATCH_BYTES = 16 << 20
 _BUFFERED_BYTES = 4 << 20
-_WRITEBACK_FROM_BYTES = 8 << 20
 _COUNTED_BYTES = 16 << 20
 
 
@@ -250,7 +249,7 @@ class _DataFile:
         return place
 
     def make_room_for(self, data: memoryview) -> None:
-        """Add zeros, less than a page, so that the file can take a large value that is next as it is in memory."""
+        """Add zeros, less than a page, so that a large value that comes next begins as far into a page as in memory."""
         if self._file.is_past_cache and len(data) >= memory.PAGED_FROM:
             self.append([memoryview(bytes((memory.address_of(data) - self.size) % memory.PAGE))])
 

@@ -118,8 +118,10 @@ def _padded(shared: Any, lengths: Any, starts: Any, text: Any, width: int) -> An
 
     ``text``, what names do not share with the one before, has place 0 of each at ``starts``, and ends in a zero."""
     split, stop = _dense_places(shared, lengths, width)
+    heads = (shared < split).nonzero()[0]
+    if 2 * len(heads) > len(lengths):  # of names that the sample is not like: each level has at most half of them
+        split = 0
     if split:  # few names differ in the first places, and their rows are repeated
-        heads = (shared < split).nonzero()[0]
         rows = _padded(shared[heads], lengths[heads], starts[heads], text, width)
         rows = np.repeat(rows, np.append(heads[1:], len(lengths)) - heads, axis=0)
     else:
@@ -179,7 +181,9 @@ class Columns:
     """A sequential reader of columns."""
 
     def __init__(self, data: bytes, budget: MemoryBudget, start: int = 0, stop: int | None = None) -> None:
-        """Begin at ``start``; the columns end at ``stop``, or with the data. Inline values are most of it: no copy."""
+        """Begin at ``start``; the columns end at ``stop``, or with the data.
+
+        Most of a node are inline values, so it is not copied."""
         self._data, self._budget, self._start, self._at = data, budget, start, start
         self._end = len(data) if stop is None else stop
         budget.take(self._end - start)
@@ -216,7 +220,7 @@ class Columns:
             if byte < 0x80 and number < 1 << 64:
                 return number
             if shift == 7 * _VARINT_BYTES:
-                raise ValueError(f"a number of 64 bits was expected before byte {self._at}, found a longer one")
+                raise ValueError(f"a number of 64 bits was expected before byte {self._place}, found a longer one")
 
     def varints(self, count: int) -> list[int]:
         """Return the next column of varints (7 bits a byte, lowest first)."""

@@ -229,7 +229,8 @@ class LeafRows:
                 if outside and int(numbers.max()) >= len(self.files):
                     raise ValueError(f"one of {len(self.files)} files was expected, found number {int(numbers.max())}")
                 columns.finish()
-            self._rest = places = _Places(numbers, offsets, self._lengths[self._is_outside])
+            # An overlong number makes the column one of 64 bits, with which numpy does not count.
+            self._rest = places = _Places(numbers.astype(np.int32), offsets, self._lengths[self._is_outside])
         return places
 
     def find(self, key: bytes) -> bytes | ByteRange | None:

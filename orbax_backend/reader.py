@@ -109,7 +109,8 @@ class OrbaxReader(Reader):
             else:
                 values[number] = leaf
         if self._index is not None and self._arrays is not None:
-            with memory.pause_gc():
+            # In a directory or store without a database, each key is looked up.
+            with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
                 arrays += self._copy_inline(handles, small, self._index.find_all(keys), values)
                 if cut:
                     arrays += self._assemble_inline(handles, cut, iter(self._index.find_all(cut_keys)), values)

@@ -69,6 +69,13 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def empty_pages(nbytes: int) -> np.ndarray[Any, Any]:
+    """Return uninitialised bytes that begin with a page."""
+    raw = empty((nbytes + PAGE,), _BYTE)
+    start = -address_of(raw) % PAGE
+    return raw[start : start + nbytes]
+
+
 def pack(arrays: Sequence[tuple[Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
     """Copy small arrays (shape, dtype and bytes) to new memory; see `pack_alike`."""
     alike: dict[tuple[Shape, np.dtype[Any]], list[int]] = {}

@@ -85,18 +85,18 @@ class _Restore:
         if self.agreement is not None:
             self.agreement.report(location)
         watch = Stopwatch()
+        together, self.together = self.together, False
         with locating.unchanged(location), self._options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
             # All but the result is gone when the pause ends, so that the garbage collector finds few objects.
-            values = self._values(location, pause, watch)
+            values = self._values(location, pause, watch, together=together)
         watch.log("Restored", location.path)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
         return values
 
-    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch) -> Any:
+    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch, *, together: bool) -> Any:
         """Open, plan, read, place and rebuild; end the ``pause`` of the garbage collector before what takes long."""
         values: dict[str, Any] = {}
-        together, self.together = self.together, False
         with ExitStack() as files:
             with self._telling_others(location.path, pause) if together else nullcontext():
                 is_for_checkpointer = self._checkpointer is not None and location.isdir()

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -68,6 +69,39 @@ def test_large_pieces_in_step_with_the_file_are_not_copied(
     first = memory.address_of(random_bytes) + 2 * PAGE
     assert (first, 2 * MIB - PAGE) in given
     assert (disk_path / "file").read_bytes() == bytes(header) + bytes(body)
+
+
+def test_large_pieces_out_of_step_are_not_copied_either(
+    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go through the cache, and what follows them past it again."""
+    given: list[tuple[int, int]] = []
+    real = os.writev
+
+    def noted(descriptor: int, pieces: list[memoryview]) -> int:
+        given.extend((memory.address_of(piece), len(piece)) for piece in pieces)
+        return real(descriptor, pieces)
+
+    monkeypatch.setattr(os, "writev", noted)
+    path, base = disk_path / "file", memory.address_of(random_bytes)
+    pieces = [random_bytes[:10], random_bytes[50 : 2 * MIB], random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB]]
+    file = new_file.create(str(path), past_cache=True)
+    file.write(list(pieces))
+    file.close()
+    cached = disk.cached(str(path))
+    assert cached is None or 2 * MIB - 2 * PAGE <= cached <= 2 * MIB + 2 * PAGE
+    assert path.read_bytes() == b"".join(pieces)
+    assert (base + 50, 2 * MIB - PAGE - 10) in given
+    assert (base + 5 * MIB, 2 * MIB) in given
+
+
+def test_nothing_is_open_where_there_is_no_memory(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the buffer."""
+    monkeypatch.setattr(memory, "empty_pages", mock.Mock(side_effect=MemoryError))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryError):
+        new_file.create(str(disk_path / "file"), past_cache=True)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_was_written_past_the_cache_is_not_in_it(disk_path: Path, random_bytes: memoryview) -> None:

@@ -63,6 +63,16 @@ def test_ends_of_files(rows_from: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert ends_of(ocdbt.read_entries(location_of(path))) == {"d/x": 105}
 
 
+def test_numbers_of_more_bytes_than_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format allows zeros at the end of a number."""
+    places = b"\x80\x80\x80\x80\0\0" + made.column([3, 700])
+    leaf = made.leaf({b"a": b"", b"b": b""}, lengths=made.column([9, 8]), kinds=b"\1\1", places=places)
+    monkeypatch.setattr(ocdbt, "_ROWS_FROM", 1)
+    rows: Any = ocdbt.read_entries(location_of(tall(tmp_path, {b"a": leaf})))
+    assert rows.get(b"b") == ("d/x", 700, 8)
+    assert ends_of(rows) == {"d/x": 708}
+
+
 def test_where_values_lie_is_decoded_anew_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C within the first look-up, or another thread's look-up at the same time, spoils no other."""
     places = made.column([0, 0]) + made.column([3, 700])

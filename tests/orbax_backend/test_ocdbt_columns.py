@@ -96,3 +96,26 @@ def test_names_of_many_chunks(n_leaves: int) -> None:
     keys = sorted(b"params.layer_%d/%s" % (leaf, file) for leaf in range(n_leaves) for file in files)
     data = names(keys, [0, *map(n_common, keys[1:], keys)])
     assert Columns(data, MemoryBudget()).keys(len(keys)).tolist() == keys
+
+
+def test_names_of_which_a_sample_tells_nothing() -> None:
+    """Each second one of a sample shares less with the one before: names are halved at each level, not a few less."""
+    count, width = 9000, 64
+    step = 1 + count // ocdbt_encoding._SAMPLED
+    rng = np.random.default_rng(0)
+    shared = np.zeros(count, np.int32)
+    shared[::step] = np.resize(np.arange(width - 1, 0, -1), len(shared[::step]))
+    shared[0] = 0
+    keys = [rng.bytes(width).replace(b"\0", b"\1")]
+    for one in shared[1:].tolist():
+        keys.append(keys[-1][:one] + rng.bytes(width - one).replace(b"\0", b"\1"))
+    depths, real = list[int](), ocdbt_encoding._padded
+
+    def counted(*arguments: object) -> object:
+        depths.append(depths[-1] + 1 if depths else 1)
+        return real(*arguments)
+
+    with mock.patch.object(ocdbt_encoding, "_padded", counted):
+        found = Columns(names(keys, shared.tolist()), MemoryBudget()).keys(count)
+    assert found.tolist() == keys
+    assert max(depths) <= 1 + np.log2(count)

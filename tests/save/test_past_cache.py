@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flax_ckpt_compat.legacy import encode, format
 
 from flax_ckpt_compat import Progress, checkpoints, config, verify
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.tree import Branch
+from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from flax_ckpt_compat._trees import state_dict
 from tests.benchmarks import disk
 from tests.support.interpreters import devices, run_python
@@ -113,7 +114,7 @@ def test_a_msgpack_file_has_the_bytes_of_any_other_save(disk_path: Path, monkeyp
 def test_little_of_it_is_in_the_page_cache(disk_path: Path, flag: bool) -> None:
     """Of a save in the foreground all is."""
     with use_flag(flag):
-        assert share_in_cache(save(disk_path / "background", state())) < 0.02
+        assert share_in_cache(save(disk_path / "background", state())) < 0.05
         assert share_in_cache(save(disk_path / "foreground", state(), in_background=False)) > 0.98
 
 
@@ -155,6 +156,36 @@ def test_places_are_those_in_the_file(disk_path: Path) -> None:
     assert len(arrays) >= 5
     for array in arrays:
         assert places[id(array)] == written.find(array.tobytes())
+
+
+def test_places_behind_arrays_of_several_chunks_or_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of these is copied, and those of devices have no shards yet."""
+    for module in (format, flax.serialization):
+        monkeypatch.setattr(module, "MAX_CHUNK_SIZE", MIB + 4)
+    values = np.random.default_rng(0).random((7, 123_457), np.float32)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shards = (Shard((slice(0, 3), slice(0, 123_457)), values[:3]), Shard((slice(3, 7), slice(0, 123_457)), values[3:]))
+    monkeypatch.setattr(encode, "pieces", None)
+    for copy in (values, values.T, *(HostCopy(values.shape, values.dtype, some, sharding) for some in (shards, ()))):
+        last = np.random.default_rng(1).integers(0, 9, MIB, np.uint8)
+        places = encode.places_of(Branch({"a": copy, "b": last}))
+        written = flax.serialization.msgpack_serialize({"a": np.zeros(copy.shape, copy.dtype), "b": last})
+        assert places[id(last)] == written.rfind(last.tobytes())
+
+
+def test_what_a_signal_handler_raises_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program bounds the time of a call by it."""
+
+    def expire(*_: Any) -> None:
+        raise TimeoutError("the program's own limit")
+
+    before = signal.signal(signal.SIGUSR1, expire)
+    try:
+        monkeypatch.setattr(encode.format, "array_header", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+        with pytest.raises(TimeoutError, match="own limit"):
+            encode.places_of(Branch({"a": np.zeros(3)}))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_tree_that_is_refused_has_no_places() -> None:

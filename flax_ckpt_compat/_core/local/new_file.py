@@ -2,7 +2,7 @@
 
 Past the cache (O_DIRECT) the disk takes pages from the memory that the bytes are in: nothing is copied, and the cache
 keeps what a program has in it. That needs memory and place in the file to begin at the same byte of a page; what does
-not is copied to a buffer, and leaves it page by page.
+not is copied to a buffer, and leaves it page by page, or, if it is large, goes through the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import mmap
 import os
 import struct
 from typing import Any
@@ -28,7 +27,7 @@ _BUFFER = 1 << 20
 _WRITEBACK_FROM = 8 << 20
 _MAX_PIECES = 512  # for one system call; below every system's limit (IOV_MAX, 1024 on Linux)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-# What a file system says, or the memory of a driver, that cannot do it after all.
+# Errors of a file system, or for the memory of a driver, for which direct writes do not work after all.
 _REFUSALS = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP)
 # Linux, statx(2): flags, mask, bytes of the answer, and where in it the mask and the two alignments are.
 _AT_EMPTY_PATH, _STATX_DIOALIGN, _STATX_BYTES, _MASK_AT, _ALIGNMENTS_AT = 0x1000, 0x2000, 256, 0, 0x98
@@ -37,9 +36,12 @@ _AT_EMPTY_PATH, _STATX_DIOALIGN, _STATX_BYTES, _MASK_AT, _ALIGNMENTS_AT = 0x1000
 def create(path: str, *, past_cache: bool = False) -> NewFile:
     """Create a file that does not exist; it is written ``past_cache`` if its file system can."""
     descriptor = create_file(path)
-    if past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True):
-        return _FileOfPages(path, descriptor)
-    return NewFile(path, descriptor)
+    try:
+        is_direct = past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True)
+        return _FileOfPages(path, descriptor) if is_direct else NewFile(path, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class NewFile:
@@ -95,7 +97,7 @@ class _FileOfPages(NewFile):
     def __init__(self, path: str, descriptor: int) -> None:
         super().__init__(path, descriptor)
         self._is_direct = True
-        self._buffer = np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8)
+        self._buffer = memory.empty_pages(_BUFFER)
         self._filled = 0
         # Whole pages that are next in the file, and where in the buffer those begin that come after them.
         self._ready: list[memoryview] = []
@@ -115,8 +117,11 @@ class _FileOfPages(NewFile):
     def _add(self, piece: memoryview) -> None:
         """Take whole pages of a large piece as they are, if they are pages of the file too; copy the rest."""
         head = -self._filled % memory.PAGE
-        if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
+        if len(piece) < _UNCOPIED_FROM:
             self._copy(piece)
+            return
+        if (memory.address_of(piece) + head) % memory.PAGE:
+            self._write_through_cache(piece)
             return
         end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
         self._copy(piece[:head])
@@ -132,6 +137,17 @@ class _FileOfPages(NewFile):
             piece = piece[len(part) :]
             if self._filled == _BUFFER:
                 self._write_pages()
+
+    def _write_through_cache(self, piece: memoryview) -> None:
+        """Write pages of the file that are none of memory: copied to the buffer, they would be copied as often."""
+        self._write_pages()
+        end = (self._filled + len(piece)) // memory.PAGE * memory.PAGE - self._filled
+        was_direct = self._is_direct
+        self._end_direct()
+        super().write([one for one in (self._buffer[: self._filled].data, piece[:end]) if one])
+        self._is_direct = was_direct and _set_direct(self.descriptor, True)
+        self._filled = 0
+        self._copy(piece[end:])
 
     def _write_pages(self) -> None:
         """Write what is ready, and the whole pages in the buffer; the rest becomes its beginning."""
@@ -175,7 +191,7 @@ def _can_pass_cache(descriptor: int) -> bool:
         return False
     (mask,) = struct.unpack_from("=I", answer, _MASK_AT)
     alignments = struct.unpack_from("=II", answer, _ALIGNMENTS_AT)
-    return bool(mask & _STATX_DIOALIGN) and all(one and memory.PAGE % one == 0 for one in alignments)
+    return bool(mask & _STATX_DIOALIGN) and all(alignment and memory.PAGE % alignment == 0 for alignment in alignments)
 
 
 @functools.cache
