@@ -30,6 +30,20 @@ def random_bytes() -> memoryview:
     return memoryview(pages)
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Addresses and lengths of what the system is given."""
+    found: list[tuple[int, int]] = []
+    real = os.writev
+
+    def noted(descriptor: int, pieces: list[memoryview]) -> int:
+        found.extend((memory.address_of(piece), len(piece)) for piece in pieces)
+        return real(descriptor, pieces)
+
+    monkeypatch.setattr(os, "writev", noted)
+    return found
+
+
 @pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_pieces_come_one_after_the_other(
@@ -51,17 +65,9 @@ def test_pieces_come_one_after_the_other(
 
 
 def test_large_pieces_in_step_with_the_file_are_not_copied(
-    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+    disk_path: Path, random_bytes: memoryview, given: list[tuple[int, int]]
 ) -> None:
     """Memory that begins as far into a page as its place in the file goes to the disk from where it is."""
-    given: list[tuple[int, int]] = []
-    real = os.writev
-
-    def noted(descriptor: int, pieces: list[memoryview]) -> int:
-        given.extend((memory.address_of(piece), len(piece)) for piece in pieces)
-        return real(descriptor, pieces)
-
-    monkeypatch.setattr(os, "writev", noted)
     file = new_file.create(str(disk_path / "file"), past_cache=True)
     header, body = random_bytes[:100], random_bytes[PAGE + 100 : PAGE + 100 + 2 * MIB]
     file.write([header, body])
@@ -72,17 +78,9 @@ def test_large_pieces_in_step_with_the_file_are_not_copied(
 
 
 def test_large_pieces_out_of_step_are_not_copied_either(
-    disk_path: Path, random_bytes: memoryview, monkeypatch: pytest.MonkeyPatch
+    disk_path: Path, random_bytes: memoryview, given: list[tuple[int, int]]
 ) -> None:
     """They go through the cache, and what follows them past it again."""
-    given: list[tuple[int, int]] = []
-    real = os.writev
-
-    def noted(descriptor: int, pieces: list[memoryview]) -> int:
-        given.extend((memory.address_of(piece), len(piece)) for piece in pieces)
-        return real(descriptor, pieces)
-
-    monkeypatch.setattr(os, "writev", noted)
     path, base = disk_path / "file", memory.address_of(random_bytes)
     pieces = [random_bytes[:10], random_bytes[50 : 2 * MIB], random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB]]
     file = new_file.create(str(path), past_cache=True)

@@ -98,24 +98,29 @@ def test_names_of_many_chunks(n_leaves: int) -> None:
     assert Columns(data, MemoryBudget()).keys(len(keys)).tolist() == keys
 
 
-def test_names_of_which_a_sample_tells_nothing() -> None:
-    """Each second one of a sample shares less with the one before: names are halved at each level, not a few less."""
-    count, width = 9000, 64
-    step = 1 + count // ocdbt_encoding._SAMPLED
+def test_names_that_a_sample_is_not_like() -> None:
+    """At each level those that are looked at share much with the one before, and the others nothing."""
+    count, width, sampled = 1000, 64, 64
+    shared, rest = np.zeros(count, np.int32), np.arange(1, count)
+    for value in range(width - 2, width // 2, -1):
+        looked_at = np.append(0, rest)[:: 1 + (1 + len(rest)) // sampled]
+        shared[looked_at[1:]] = value
+        rest = np.setdiff1d(rest, looked_at)
     rng = np.random.default_rng(0)
-    shared = np.zeros(count, np.int32)
-    shared[::step] = np.resize(np.arange(width - 1, 0, -1), len(shared[::step]))
-    shared[0] = 0
-    keys = [rng.bytes(width).replace(b"\0", b"\1")]
-    for one in shared[1:].tolist():
-        keys.append(keys[-1][:one] + rng.bytes(width - one).replace(b"\0", b"\1"))
-    depths, real = list[int](), ocdbt_encoding._padded
+    keys = [b""]
+    for one in shared.tolist():
+        keys.append(keys[-1][:one] + rng.integers(1, 255, width - one, np.uint8).tobytes())
+    depths, real = [0], ocdbt_encoding._padded
 
     def counted(*arguments: object) -> object:
-        depths.append(depths[-1] + 1 if depths else 1)
+        depths.append(depths[-1] + 1)
         return real(*arguments)
 
-    with mock.patch.object(ocdbt_encoding, "_padded", counted):
-        found = Columns(names(keys, shared.tolist()), MemoryBudget()).keys(count)
-    assert found.tolist() == keys
+    with (
+        mock.patch.object(ocdbt_encoding, "_SAMPLED", sampled),
+        mock.patch.object(ocdbt_encoding, "_MANY", 10),
+        mock.patch.object(ocdbt_encoding, "_padded", counted),
+    ):
+        found = Columns(names(keys[1:], shared.tolist()), MemoryBudget()).keys(count)
+    assert found.tolist() == keys[1:]
     assert max(depths) <= 1 + np.log2(count)
