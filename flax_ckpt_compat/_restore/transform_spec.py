@@ -195,6 +195,9 @@ class _Chooser:
         self._leaves = Leaves(
             (path, leaf) for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
         )
+        self._empty = Leaves(
+            (path, leaf) for path, leaf in iter_leaves(tree) if leaf is None or isinstance(leaf, Branch)
+        )
         # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
         self._inputs: dict[str, dict[Path, Derived | FunctionInput]] = {}
 
@@ -217,7 +220,7 @@ class _Chooser:
 
     def _resolve(self, key: str) -> Any:
         try:
-            return self._given.resolve(key, self._leaves.has, self._default_to_original)
+            return self._given.resolve(key, self._leaves.has, self._default_to_original, self._empty.has)
         except AbsentSourceError as error:
             source = joined(error.source) if isinstance(error.source, tuple) else error.source
             raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error

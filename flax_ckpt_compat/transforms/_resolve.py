@@ -132,18 +132,26 @@ class Transforms:
         return None
 
     def resolve(
-        self, key: str, has: Callable[[str | Path], bool], default_to_original: bool = True
+        self,
+        key: str,
+        has: Callable[[str | Path], bool],
+        default_to_original: bool = True,
+        is_empty: Callable[[str | Path], bool] = lambda _: False,
     ) -> Take | Call | Keep:
         """Resolve one target leaf. Matching transforms apply in order; the last one wins.
 
         ``has`` returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names. By
         ``default_to_original``, leaves that no transform matches come from the checkpoint, and fallbacks from the
         target; else the other way round. Raise TransformError if a matching transform asks for a leaf that does not
-        exist, even if a later one replaces it."""
+        exist, even if a later one replaces it, or for an empty container or None (``is_empty``) that none replaces."""
         outcome: Take | Call | Keep | None = None
+        winner: _Entry | None = None
         for entry in self._matching(key):
             # A fallback to the target leaves alone what an earlier transform gave.
-            outcome = _of_one(entry, key, has, default_to_original) or outcome or Keep(known=True)
+            one = _of_one(entry, key, lambda source: has(source) or is_empty(source), default_to_original)
+            outcome, winner = one or outcome or Keep(known=True), entry if one else winner
+        if winner is not None and isinstance(outcome, Take) and not has(outcome.source):
+            raise _absent(winner, key, outcome.source)
         if outcome is not None:
             return outcome
         if not has(key):
@@ -161,14 +169,19 @@ def _of_one(
         return Call(transform, entry.key)
     source = _source(entry, key)
     if not has(source):
-        note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
-        raise AbsentSourceError(
-            f"the transform {entry.key!r} takes {_shown(source)} for {key or show_path(())}, but no such "
-            f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value",
-            leaf=key,
-            source=source,
-        )
+        raise _absent(entry, key, source)
     return Take(source, transform)
+
+
+def _absent(entry: _Entry, key: str, source: str | Path) -> AbsentSourceError:
+    is_fallback = entry.transform.use_fallback
+    note = " (use_fallback with default_to_original=False takes the stored leaf)" if is_fallback else ""
+    return AbsentSourceError(
+        f"the transform {entry.key!r} takes {_shown(source)} for {key or show_path(())}, but no such "
+        f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value",
+        leaf=key,
+        source=source,
+    )
 
 
 def _source(entry: _Entry, key: str) -> str | Path:

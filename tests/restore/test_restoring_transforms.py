@@ -249,6 +249,26 @@ def test_as_real_orbax(data: Any) -> None:
     compare(theirs, mine)
 
 
+@pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("writer", ["orbax", "ours", "msgpack"])
+@pytest.mark.parametrize("empty", [{}, [], (), None])
+@pytest.mark.parametrize("exact", [ocp.Transform(), ocp.Transform(original_key="b"), ocp.Transform(use_fallback=True)])
+def test_sources_that_are_empty(tmp_path: Path, exact: Any, empty: Any, writer: str) -> None:
+    """A transform may ask for one if a later one replaces it; what it gives is refused."""
+    stored, target = {"a": np.float32([5]), "b": empty}, {"a": np.float32([7])}
+    given = {"(.*)": ocp.Transform(original_key="b"), "a": exact}
+    path, args = write(tmp_path / "real", stored, "orbax"), {"a": ocp.RestoreArgs()}
+    theirs = attempt(lambda: real_orbax(path, target, given, False, args))
+    own = attempt(lambda: ours(write(tmp_path / "own", stored, writer), target, given, False))
+    if exact.original_key:
+        assert isinstance(theirs[1], Leaked)
+        assert isinstance(own[1], TransformError)
+    else:
+        assert (theirs[1], own[1]) == (None, None)
+        same(own[0], theirs[0])
+
+
 def wishes(target: Any) -> Any:
     """What real Orbax's callers pass for a target: dtypes and shardings of its arrays."""
     return ocp.checkpoint_utils.construct_restore_args(target, set_global_shape=False)
