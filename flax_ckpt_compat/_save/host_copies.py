@@ -48,6 +48,7 @@ class Copies:
     def __init__(self, *, reuse: bool = True) -> None:
         self._reuse = reuse
         self._pairs: dict[int, tuple[_Array, _Array]] = {}  # id of the target → target and source
+        self._moved: list[tuple[_Array, _Array]] = []  # those that have left the place with room behind it
         self._block = np.empty(0, np.uint8)
         self._offset = 0
         self._next_block = _FIRST_BLOCK
@@ -79,7 +80,7 @@ class Copies:
         assert isinstance(target.base, np.ndarray)
         offset = memory.address_of(target) - memory.address_of(target.base)
         moved = np.ndarray(target.shape, target.dtype, target.base, offset + place % memory.PAGE)
-        self._pairs[id(moved)] = moved, source
+        self._moved.append((moved, source))
         return moved
 
     def _allocate(self, nbytes: int, alignment: int) -> int:
@@ -97,7 +98,7 @@ class Copies:
 
     def make(self) -> None:
         """Make all copies, in pieces of the largest arrays. They are read-only: nobody else changes them any more."""
-        pairs, self._pairs = list(self._pairs.values()), {}
+        pairs, self._pairs, self._moved = [*self._pairs.values(), *self._moved], {}, []
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
         else:

@@ -60,6 +60,18 @@ def test_the_next_save_gets_the_same_memory() -> None:
     assert all(np.all(array == 2) for array in second)
 
 
+def test_a_copy_is_moved_once() -> None:
+    """There is room for less than a page behind it, and then the next copy."""
+    copies, sources = Copies(), [np.full(2 * MIB, value, np.uint8) for value in (1, 2)]
+    first, second = map(copies.add, sources)
+    moved = copies.moved(first, memory.PAGE - 1)
+    assert moved.ctypes.data == first.ctypes.data + memory.PAGE - 1
+    assert copies.moved(moved, memory.PAGE - 1) is moved
+    copies.make()
+    assert np.array_equal(moved, sources[0])
+    assert np.array_equal(second, sources[1])
+
+
 def test_what_something_refers_to_is_never_written_to() -> None:
     """Of each array, any view, also of its bytes, keeps all that is with it in a block."""
     first = copied(1)
