@@ -40,7 +40,7 @@ _COPY_BELOW = 16 * 2**10
 # that the kernel fills whole pages: a third less time than a call per header and array.
 _BATCH = 16 * 2**20
 _SUM_IN_THREAD_FROM = 2**20
-_MAX_PIECES = 512
+_MAX_PIECES = 512  # of a batch
 # Copies of strided and sharded arrays.
 _BLOCK = 8 * 2**20
 # Below this, an array in shards is assembled in memory, to be written with its neighbours.

@@ -192,7 +192,7 @@ class Rows(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where the values of a leaf node are that lie in files."""
+    """Places of those values of a leaf node that lie in files."""
 
     numbers: Any  # of the files
     offsets: Any

@@ -162,12 +162,12 @@ def writing_arrays(
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
     metadata. Without arrays there are no files.
     """
-    sums = None if record is None else record.chunks
+    encoding, sums = encoding_of(options), None if record is None else record.chunks
     database = Database(path, sums, options.meter, past_cache=options.past_cache)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
-            _put(database, arrays, encoding_of(options), is_primary)
+            _put(database, arrays, encoding, is_primary)
         yield database
         with translated(path, "written", TENSORSTORE_ERRORS):
             database.finish()

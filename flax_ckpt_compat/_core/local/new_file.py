@@ -10,15 +10,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import os
 import struct
-from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.local.syncing import start_writeback, sync_descriptor
+from flax_ckpt_compat._core.local.syncing import function_of_libc, start_writeback, sync_descriptor
 from flax_ckpt_compat._core.local.temporaries import create_file
 
 # Of a smaller piece a copy is cheaper than an entry of its own in a system call. In bytes, as all sizes here.
@@ -183,7 +181,7 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 
 def _can_pass_cache(descriptor: int) -> bool:
     """Return whether the kernel says, since Linux 6.1, that pages of memory can be written to a file directly."""
-    function = _statx()
+    function = function_of_libc("statx")
     if function is None or not _DIRECT:
         return False
     answer = ctypes.create_string_buffer(_STATX_BYTES)
@@ -192,11 +190,3 @@ def _can_pass_cache(descriptor: int) -> bool:
     (mask,) = struct.unpack_from("=I", answer, _MASK_AT)
     alignments = struct.unpack_from("=II", answer, _ALIGNMENTS_AT)
     return bool(mask & _STATX_DIOALIGN) and all(alignment and memory.PAGE % alignment == 0 for alignment in alignments)
-
-
-@functools.cache
-def _statx() -> Any:
-    try:
-        return ctypes.CDLL(None).statx
-    except (AttributeError, OSError):
-        return None

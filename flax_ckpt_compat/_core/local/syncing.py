@@ -18,15 +18,16 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Ask the kernel to start writing a range of a file to disk, without waiting; a hint, so ignore errors."""
-    function = _sync_file_range()
+    function = function_of_libc("sync_file_range")
     if function is not None and length:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
 
 
 @functools.cache
-def _sync_file_range() -> Any:
+def function_of_libc(name: str) -> Any:
+    """Return a function of the C library that Python does not call itself, or None if this system has none."""
     try:
-        return ctypes.CDLL(None).sync_file_range
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):
         return None
 
