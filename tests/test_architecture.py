@@ -1,6 +1,7 @@
 """Imports point downwards: each part imports itself and parts below it, and only one module knows the backends."""
 
 import ast
+import collections
 import functools
 import graphlib
 from pathlib import Path
@@ -27,6 +28,13 @@ LAYERS = (
     {"legacy", "orbax_backend"},
     {"_core"},
 )
+# How large each room may be, and how large those are today that are over it. A number may fall in any commit; it rises
+# only in one that says why and takes as much away elsewhere.
+BUDGETS = [
+    row.split("\t")
+    for row in (ROOT / "tests" / "data" / "budgets.tsv").read_text(encoding="utf-8").splitlines()
+    if not row.startswith("#")
+]
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # The _gda folders of msgpack checkpoints hold TensorStore arrays; old Orbax directories hold a msgpack file.
 FORMAT_LIBRARIES = {"msgpack", "tensorstore", "zarr", "orbax"}
@@ -97,3 +105,24 @@ def test_no_cycles() -> None:
 def test_few_modules_directly_in_the_package() -> None:
     """At most ten modules lie directly in the package."""
     assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 10
+
+
+def test_budgets() -> None:
+    """No room has more files or lines than its budget, or, where it is over that still, than were written down last."""
+    row_of = {ROOT / folder: row[0] for row in BUDGETS for folder in row[0].split()}
+    found = collections.defaultdict(lambda: [0, 0])
+    for top in {Path(row[0]).parts[0] for row in BUDGETS}:
+        for file in (ROOT / top).rglob("*.py"):
+            # A folder without a row belongs to the room that it lies in.
+            room = next(row_of[parent] for parent in file.parents if parent in row_of)
+            found[room][0] += 1
+            found[room][1] += len(file.read_text(encoding="utf-8").splitlines())
+    over = []
+    for room, *numbers in BUDGETS:
+        budget, today = [*map(int, numbers[:2])], [*map(int, numbers[2:])]
+        over += [f"{room}: {found[room]} files and lines, at most {today or budget}"] * any(
+            one > limit for one, limit in zip(found[room], today or budget, strict=True)
+        )
+        if today and all(one <= limit for one, limit in zip(found[room], budget, strict=True)):
+            over.append(f"{room} is within its budget: delete its last two numbers")
+    assert not over, "\n".join(over)
