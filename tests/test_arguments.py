@@ -223,7 +223,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "convert progress": (lambda at: convert(at, at.with_name("b"), "orbax", progress=3), STEP, "progress must be"),
     "convert executor": (lambda at: convert(at, at.with_name("b"), "orbax", executor=3), SETTING, "executor takes"),
     "convert flag": (lambda at: convert(at, at.with_name("b"), "orbax", dry_run=TWO), STEP, "dry_run must"),
-    "convert shard": (lambda at: convert(at, at.with_name("b"), "orbax", shard=3), SETTING, "shard is"),
     "convert step": (lambda at: convert(at, at.with_name("b"), "orbax", step=TWO), STEP, "step must be one number"),
     "convert target": (lambda at: convert(at, at.with_name("b"), "orbax", target="n"), SETTING, "names nothing"),
     "list": (lambda at: list(iter_checkpoints(at, prefix=3)), STEP, "a prefix is text"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import os
+import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
@@ -17,7 +17,7 @@ from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN
-from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.location import location_of, of_text
 
 
 def convert(
@@ -33,7 +33,6 @@ def convert(
     dry_run: bool = False,
     resume: bool = False,
     executor: Executor | None = None,
-    shard: tuple[int, int] | None = None,
     progress: Callable[[Conversion], None] | None = None,
 ) -> list[Conversion]:
     """Convert a checkpoint, a directory of steps, or a tree of runs; never touch the source.
@@ -64,7 +63,6 @@ def convert(
         resume: keep results that are there, if they still are equal to their sources.
         executor: runs a job for each checkpoint, in other threads, processes or machines, which must see the same
             paths; None runs them here, one after another.
-        shard: ``(i, n)`` converts every n-th checkpoint, from the i-th (from 0), so that n jobs do all of it.
         progress: called with each result as it completes.
 
     Returns:
@@ -74,7 +72,7 @@ def convert(
     Raises:
         ConversionError: some checkpoints could not be converted; all others were.
         CheckpointNotFoundError: there is none, or not the step.
-        SettingError: no such layout, shard, executor, target, transforms or sharding.
+        SettingError: no such layout, executor, target, transforms or sharding.
         ArgumentError: a result would be in ``src``, or ``progress`` is not a function, or ``item`` no name.
         InvalidCheckpointError: a result would be in another checkpoint, in Orbax's format.
 
@@ -87,9 +85,7 @@ def convert(
     dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
     if executor is not None and not hasattr(executor, "submit"):
         raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
-    jobs = plan(
-        src, dst, to, step=step, target=target, transforms=transforms, item=item, sharding=sharding, shard=shard
-    )
+    jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, item=item, sharding=sharding)
     by_source: dict[str, Conversion] = {}
     with closing(run(jobs, executor, dry_run=dry_run, resume=resume)) as results:
         for result in results:
@@ -116,7 +112,6 @@ def plan(
     transforms: Any = None,
     item: Any = None,
     sharding: Any = "drop",
-    shard: tuple[int, int] | None = None,
 ) -> list[Job]:
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
@@ -130,16 +125,21 @@ def plan(
     if steps == []:
         raise SettingError("step is an empty list, so nothing would be converted; None converts all steps")
     jobs = find.find_jobs(source, destination, to, steps)
-    if shard is not None:
-        try:
-            index, count = map(operator.index, shard)
-        except (TypeError, ValueError):
-            index = count = 0
-        if not 0 <= index < count:
-            raise SettingError(f"shard is (i, n) with 0 <= i < n; found {shard!r:.100}")
-        jobs = jobs[index::count]
     chosen = {"target": target, "transforms": transforms, "items": items, "sharding": sharding}
     return [dataclasses.replace(job, **chosen) for job in jobs]
+
+
+def free_space(destination: str) -> tuple[int, str] | None:
+    """Return the bytes that are free in the nearest folder above a result, and that folder; None if nothing tells."""
+    if of_text(destination).is_remote:
+        return None
+    folder = os.path.abspath(destination)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    try:
+        return shutil.disk_usage(folder).free, folder
+    except OSError:
+        return None
 
 
 def _items(item: Any) -> dict[str, str] | None:

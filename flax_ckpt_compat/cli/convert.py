@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,10 +19,9 @@ from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_report, wrapped
+from ._command_base import Command, echo, is_terminal, json_option, path_argument, print_report, wrapped
 
 if TYPE_CHECKING:
-    from flax_ckpt_compat._convert.estimate import Estimate
     from flax_ckpt_compat._convert.jobs import Conversion, Job
 
 _HEADINGS = ("status", "leaves", "size", "source", "result")
@@ -40,17 +38,7 @@ flax-ckpt convert runs s3://bucket/runs --to manager --target train:make_state
 flax-ckpt convert best_model runs_orbax --to manager --step 5
 flax-ckpt convert runs/5 model --to msgpack --item state
 flax-ckpt convert runs/5 out --to manager --step 5 --item state=default
-flax-ckpt convert runs runs_orbax --to v1 --shard $SLURM_ARRAY_TASK_ID/16
 """
-
-
-def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    first, _slash, last = value.partition("/")
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise click.BadParameter("expected I/N with 0 <= I < N, such as 0/16")
-    return int(first), int(last)
 
 
 @click.command(cls=Command, examples=_EXAMPLES)
@@ -90,15 +78,13 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Show what would be done, and about how long it takes and how much space; write nothing.",
+    help="Show what would be done, how much space it takes and how much is free; write nothing.",
 )
 @click.option("--resume", is_flag=True, help="Keep results that are there and equal to their sources.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Checkpoints at the same time.")
-@click.option("--dask", metavar="ADDRESS", help="Run on the workers of this Dask scheduler, which see the same paths.")
-@click.option("--shard", metavar="I/N", callback=_shard, help="Every N-th checkpoint from the I-th, counted from 0.")
 @json_option(
     "a list with source, destination, status, leaves, bytes, seconds, notes, error and left_out of each; with "
-    "--dry-run also estimated_seconds and free_bytes"
+    "--dry-run also free_bytes"
 )
 def command(
     src: str,
@@ -107,7 +93,6 @@ def command(
     steps: Sequence[str],
     items: Sequence[str],
     workers: int,
-    dask: str | None,
     *,
     every: bool,
     dry_run: bool,
@@ -135,13 +120,13 @@ def command(
     if every and steps:
         raise click.UsageError("--all and --step contradict each other; leave one out")
     chosen_items = _items(items)
-    for name in filter(None, (options["target"], options["transforms"])) if dask is None else ():
+    for name in filter(None, (options["target"], options["transforms"])):
         load_name(name)  # a wrong name is refused once, not for each checkpoint
     from flax_ckpt_compat._convert import convert
 
     jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
     start = time.monotonic()
-    results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, dask=dask, as_json=as_json)
+    results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, as_json=as_json)
     return print_report(_report(results, to, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
 
 
@@ -153,9 +138,7 @@ def _items(words: Sequence[str]) -> dict[str, str] | None:
     return {name: new for name, new, _ in pairs} or None
 
 
-def _converted(
-    jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int, dask: str | None, as_json: bool
-) -> list[Conversion]:
+def _converted(jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int, as_json: bool) -> list[Conversion]:
     """Run jobs, print each result as it is there, and return them in the order of the jobs."""
     from flax_ckpt_compat._convert import convert
 
@@ -164,10 +147,9 @@ def _converted(
         bar = stack.enter_context(
             _progress(jobs) if progress_bar.is_shown() and not (dry_run or as_json) else nullcontext(_Silent())
         )
-        executor = stack.enter_context(_executor(workers, dask))
+        executor = stack.enter_context(_executor(workers))
         stack.callback(bar.stop)  # first, as the executor waits for its threads
-        callback = None if dask else bar.advance
-        for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=callback):
+        for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=bar.advance):
             results.append(result)
             bar.done(result)
             if not as_json and not dry_run:
@@ -184,11 +166,11 @@ def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: 
         more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
         lines.append(Line(f"Note: {printable(mine[0].source)}{more}: {note}", hang=2, is_note=True))
     lines.append(Line(_summary(results, seconds, dry_run=dry_run)))
-    found = _estimate(results) if dry_run else None
-    lines += [Line(printable(line), hang=2) for line in (found.lines() if found is not None else ())]
+    free, space = _space(results) if dry_run else (None, "")
+    lines += [Line(printable(space), hang=2)] if space else []
     errors = [Line(f"Error: {printable(str(one.error))}", hang=2) for one in results if one.error is not None]
     errors += _lacking(results, to)
-    rows = [_as_json(result) | (_estimated(result, found) if dry_run else {}) for result in results]
+    rows = [_as_json(result) | ({"free_bytes": free} if dry_run else {}) for result in results]
     return Report(lines, lambda: rows, errors, found=bool(errors))
 
 
@@ -203,19 +185,20 @@ def _lacking(results: Sequence[Conversion], to: str) -> Iterator[Line]:
         yield Line(f"Error: {printable(text)}", hang=2)
 
 
-def _estimate(results: Sequence[Conversion]) -> Estimate | None:
-    from flax_ckpt_compat._convert import estimate
+def _space(results: Sequence[Conversion]) -> tuple[int | None, str]:
+    """Return the bytes that are free where planned results go, and a line that says so; None if nothing tells."""
+    from flax_ckpt_compat._convert import convert
 
-    return estimate.estimate(results)
-
-
-def _estimated(result: Conversion, found: Estimate | None) -> dict[str, Any]:
-    """Return what a dry run adds to a result: the time it may take, and the bytes that are free for all results."""
-    seconds = found.seconds(result.nbytes) if found is not None and result.status == "planned" else None
-    return {
-        "estimated_seconds": None if seconds is None else round(seconds, 3),
-        "free_bytes": None if found is None else found.free,
-    }
+    planned = [result for result in results if result.status == "planned"]
+    found = convert.free_space(planned[0].destination) if planned else None
+    if found is None:
+        return None, ""
+    (free, folder), nbytes = found, sum(result.nbytes for result in planned)
+    short = "NOT ENOUGH: " if nbytes > free else ""
+    return free, (
+        f"Space: {short}about {format_size(nbytes)}, and {format_size(free)} are free in {folder}; "
+        "nothing of the source is removed."
+    )
 
 
 def _rows(results: Sequence[Conversion]) -> list[Line]:
@@ -266,33 +249,10 @@ def _as_json(result: Conversion) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
-    if dask is not None:
-        try:
-            from distributed import Client
-        except ImportError:
-            raise FailedError("--dask needs the package distributed: pip install distributed") from None
-        try:
-            _reach(dask)
-            client = Client(dask, timeout=30)
-        except (OSError, ValueError) as error:
-            raise FailedError(f"no Dask scheduler answers at {dask}: {error}; check the address") from error
-        with client:
-            yield client.get_executor(pure=False)
-    elif workers > 1:
-        with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert") as executor:
-            yield executor
-    else:
-        yield None
-
-
-def _reach(address: str) -> None:
-    """Raise at once if nothing listens at an address of TCP: dask's client would try it again for its whole timeout."""
-    from distributed.comm import get_address_host_port
-
-    if address.partition("://")[0] in (address, "tcp", "tls"):
-        socket.create_connection(get_address_host_port(address), timeout=10).close()
+def _executor(workers: int) -> AbstractContextManager[Executor | None]:
+    if workers == 1:
+        return nullcontext()
+    return ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert")
 
 
 class _Silent:

@@ -367,20 +367,14 @@ def test_refused_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoint_1", "empty", "link", "src"]
 
 
-def test_steps_and_shards_choose(tmp_path: Path) -> None:
-    """Steps are compared as numbers; the shards of a job array together do everything, each once."""
+def test_steps_choose(tmp_path: Path) -> None:
+    """Steps are compared as numbers."""
     for step in range(5):
         flax_ckpt_compat.save(tmp_path / "src", {"a": step}, step=step, format="msgpack")
     done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=[1.0, "3"])
     assert [Path(result.source).name for result in done] == ["checkpoint_1", "checkpoint_3"]
     with pytest.raises(errors.CheckpointNotFoundError, match=r"no step 9 .*0, 1, 2, 3, 4"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=9)
-    shards = [flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=(n, 2)) for n in range(2)]
-    assert [len(shard) for shard in shards] == [3, 2]
-    assert len(list((tmp_path / "two").iterdir())) == 5
-    for shard in ((2, 2), ("0", 2), 3, (0, 1, 2)):
-        with pytest.raises(errors.SettingError, match="shard is"):
-            flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=shard)  # type: ignore[arg-type]
     with pytest.raises(errors.SettingError, match="empty list"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "three", "orbax", step=[])
 

@@ -1,4 +1,4 @@
-"""Conversions that are killed at any time, and resumed: on this machine, and on a Dask cluster."""
+"""Conversions that are killed at any time, and resumed."""
 
 import json
 import os
@@ -81,36 +81,6 @@ def test_a_gigabyte_killed_ten_times(tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors
     assert len(json.loads(output)) == COUNT
-    check(tmp_path / "src", tmp_path / "dst", complete=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nbytes", [1 << 20])
-def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nbytes: int) -> None:
-    """Three worker processes; clients and workers die, and the conversion is resumed until all is done."""
-    distributed = pytest.importorskip("distributed")
-    save_mixed(tmp_path / "src", nbytes, COUNT)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        distributed.LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
-    ):
-        patch.setenv("PYTHONPATH", str(ROOT))
-        address = cluster.scheduler_address
-        chance = random.Random(1)
-        for kill in range(10):
-            process = command(tmp_path / "src", tmp_path / "dst", "--dask", address)
-            time.sleep(chance.uniform(1.5, 3))
-            if kill % 2:
-                os.kill(chance.choice(list(cluster.workers.values())).pid, signal.SIGKILL)
-            process.kill()
-            process.communicate()
-        for _ in range(5):  # what a dead client had started may still be published at the same time
-            process = command(tmp_path / "src", tmp_path / "dst", "--dask", address)
-            output, errors = process.communicate(timeout=200)
-            if process.returncode == 0:
-                break
-        assert process.returncode == 0, errors
-        assert len(json.loads(output)) == COUNT
     check(tmp_path / "src", tmp_path / "dst", complete=True)
 
 
