@@ -8,7 +8,7 @@ from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
 from .check_tree import check_tree
-from .encode import places_of, write_tree
+from .encode import write_tree
 from .gda_split import SharedTree, split
 from .reader import MsgpackReader
 
@@ -37,7 +37,6 @@ class MsgpackBackend:
         check_tree(prepared.tree)
         return prepared
 
-    places = staticmethod(places_of)
     write = staticmethod(write_tree)
 
     # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.

@@ -15,8 +15,7 @@ from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import file_checksums, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
-from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import (
@@ -68,22 +67,10 @@ def write_tree(path: str, tree: Node, options: WriteOptions) -> None:
         file.close()
 
 
-def places_of(tree: Node) -> dict[int, int]:
-    """Return where the file of a tree will have its arrays; see `Backend.places`."""
-    layout = _Layout()
-    try:
-        layout.write(tree)
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        return {}  # `check_tree`, which comes next, tells what is wrong
-    return layout.places
-
-
 class _Writer:
     """Encode a tree; buffer small pieces and write large batches, large arrays without a copy."""
 
-    def __init__(self, file: NewFile | None, sums: BlockSums | None, meter: Meter):
+    def __init__(self, file: NewFile, sums: BlockSums | None, meter: Meter):
         self._file, self._sums, self._meter = file, sums, meter
         self._at: Path = ()  # key path of the last large leaf
         # Sums a batch while it is written.
@@ -131,7 +118,7 @@ class _Writer:
                 stack.pop()
                 del trail[-1:]
         self._flush()
-        if self._sums is not None and self._file is not None:
+        if self._sums is not None:
             self._file.write_rest()
             file_checksums.record(self._file.descriptor, self._sums.encoded())
 
@@ -171,19 +158,6 @@ class _Writer:
 
     def _write_chunked(self, array: Any, is_own: bool) -> None:
         """Write Flax's map for arrays over its limit: shape and flat chunks, both as maps of '0', '1', …"""
-        step, size = self._begin_chunked(array)
-        at = 0
-        for piece in pieces(array):
-            rest = piece.reshape(-1)
-            while rest.size:
-                if at % step == 0:
-                    self._begin_chunk(at // step, min(step, size - at), array.dtype)
-                part = rest[: step - at % step]
-                self._put_array(part, is_own)
-                at, rest = at + part.size, rest[part.size :]
-
-    def _begin_chunked(self, array: Any) -> tuple[int, int]:
-        """Write what precedes the chunks; return the elements of a chunk, and of all."""
         step, size = max(1, format.MAX_CHUNK_SIZE // array.dtype.itemsize), math.prod(array.shape)
         pack = self._pack
         self._put(self._map_header(3) + pack(format.CHUNK_FLAG) + pack(True))
@@ -191,10 +165,16 @@ class _Writer:
         for axis, length in enumerate(array.shape):
             self._put(pack(str(axis)) + pack(length))
         self._put(pack("chunks") + self._map_header(math.ceil(size / step)))
-        return step, size
-
-    def _begin_chunk(self, number: int, size: int, dtype: np.dtype[Any]) -> None:
-        self._put(self._pack(str(number)) + format.array_header(format.EXT_ARRAY, (size,), dtype))
+        at = 0
+        for piece in pieces(array):
+            rest = piece.reshape(-1)
+            while rest.size:
+                if at % step == 0:
+                    header = format.array_header(format.EXT_ARRAY, (min(step, size - at),), array.dtype)
+                    self._put(pack(str(at // step)) + header)
+                part = rest[: step - at % step]
+                self._put_array(part, is_own)
+                at, rest = at + part.size, rest[part.size :]
 
     def _put(self, data: bytes) -> None:
         self._small += data
@@ -241,8 +221,7 @@ class _Writer:
         pieces = self._pieces
         submit = self._pool.submit if self._buffered >= _SUM_IN_THREAD_FROM else Once
         summed = submit(self._sum, list(pieces))
-        if self._file is not None:
-            self._file.write(pieces)
+        self._file.write(pieces)
         self._written += self._buffered
         self._meter.add(self._buffered, self._at)
         self._buffered = self._copied_bytes = 0
@@ -252,35 +231,6 @@ class _Writer:
         if self._sums is not None:
             for piece in pieces:
                 self._sums.update(piece)
-
-
-class _Layout(_Writer):
-    """Count what would be written; `places` has where arrays begin, by their id."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None, OFF)
-        self.places: dict[int, int] = {}
-
-    def _write_leaf(self, leaf: Any, *, is_own: bool = False) -> None:
-        if isinstance(leaf, HostCopy) and len(leaf.shards) != 1:  # of which only shape and dtype are known yet
-            leaf = np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
-        super()._write_leaf(leaf, is_own=is_own)
-
-    def _write_chunked(self, array: Any, is_own: bool) -> None:  # noqa: ARG002
-        step, size = self._begin_chunked(array)
-        for number, start in enumerate(range(0, size, step)):
-            self._begin_chunk(number, min(step, size - start), array.dtype)
-            self._written += min(step, size - start) * array.dtype.itemsize
-
-    def _put_array(self, array: Any, is_own: bool) -> None:  # noqa: ARG002
-        self.places[id(array)] = self._written
-        self._written += array.nbytes
-
-    def _put(self, data: bytes) -> None:
-        self._written += len(data)
-
-    def _flush(self) -> None:
-        """Do nothing: nothing is kept."""
 
 
 def _on_host(leaf: Any) -> Any:

@@ -38,10 +38,6 @@ class OrbaxBackend:
         use_tensorstore()
         return plan
 
-    def places(self, tree: Node) -> dict[int, int]:  # noqa: ARG002  (as in the msgpack format)
-        """Return none: zeros before a value bring it to its memory's place in a page; see `Backend.places`."""
-        return {}
-
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
     write_process_part = staticmethod(multiprocess.write)

@@ -254,12 +254,6 @@ class Backend(Protocol):
         key path."""
         ...
 
-    def places(self, tree: Node) -> dict[int, int]:
-        """Return where the file will have the values of large arrays: id of the array → its first byte.
-
-        It lacks those whose places are chosen while they are written. The tree is not validated yet."""
-        ...
-
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
         """Write the whole checkpoint to a new local file or directory, whose parent exists, and sync it to disk."""
         ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,36 +24,22 @@ _BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
 # Of arrays that are put into one: numpy 1 has at most 32 axes, of which blocks of arrays and of their chunks take two.
 MAX_PACKED_RANK = 30
-_pauses: list[None] = []  # one for each `pause_gc` of this process
 
 
 @contextmanager
 def pause_gc(*, enabled: bool = True) -> Iterator[None]:
     """Pause Python's cyclic garbage collector while many long-lived objects are created.
 
-    They would trigger full collections, each of which walks everything that jax holds: a third of the time of
-    saving 5,000 leaves. Use only around short computations that read at most metadata from a local disk: with
-    ``enabled`` false, when waiting for a store, nothing is paused."""
-    was_on = enabled and gc.isenabled()
+    They would trigger full collections, each of which walks everything that jax holds. Use only around short
+    computations that read at most metadata from a local disk: with ``enabled`` false, nothing is paused."""
+    is_paused = enabled and gc.isenabled()
     try:
-        if was_on:
-            _pauses.append(None)
+        if is_paused:
             gc.disable()
         yield
     finally:
-        if was_on:
+        if is_paused:
             gc.enable()
-            del _pauses[-1:]
-
-
-def _resume_after_fork() -> None:
-    # The thread that paused it is in the parent only, and would never resume it here.
-    if _pauses:
-        _pauses.clear()
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_resume_after_fork)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -6,8 +6,7 @@ back what was freed, new pages cost far more than the copy: 0.5 GB took 1.5 to 1
 (measured). A block is kept once nothing refers to the arrays in it, so what a save still reads, or one that failed, is
 never written to. Kept pages are marked as free: the kernel takes them when memory is short.
 
-Large arrays begin at a page, or as far into one as their values do in the file, so that the disk can take them from
-here past the page cache (`_core.local.new_file`).
+Large arrays begin at a page, so that the disk can take them from here past the page cache (`_core.local.new_file`).
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Copies:
 
     def __init__(self, *, reuse: bool = True) -> None:
         self._reuse = reuse
-        self._pairs: dict[int, tuple[_Array, _Array]] = {}  # id of the target → target and source
-        self._moved: list[tuple[_Array, _Array]] = []  # those that have left the place with room behind it
+        self._pairs: list[tuple[_Array, _Array]] = []  # target and source
         self._block = np.empty(0, np.uint8)
         self._offset = 0
         self._next_block = _FIRST_BLOCK
@@ -56,32 +54,15 @@ class Copies:
     def add(self, source: _Array) -> _Array:
         """Return the copy of an array, in C order; its values are undefined until `make` has returned."""
         if source.nbytes >= _LARGEST_BLOCK:
-            target = np.ndarray(source.shape, source.dtype, self._memory(source.nbytes + memory.PAGE))
+            target = np.ndarray(source.shape, source.dtype, self._memory(source.nbytes))
         elif source.nbytes >= memory.PAGED_FROM:
-            offset = self._allocate(source.nbytes + memory.PAGE, memory.PAGE)  # may replace the block
+            offset = self._allocate(source.nbytes, memory.PAGE)  # may replace the block
             target = np.ndarray(source.shape, source.dtype, self._block, offset)
         else:
             offset = self._allocate(source.nbytes, memory.ALIGNMENT)
             target = np.ndarray(source.shape, source.dtype, self._block, offset)
-        self._pairs[id(target)] = target, source
+        self._pairs.append((target, source))
         return target
-
-    def has_large(self) -> bool:
-        """Return whether there are copies whose address matters to a file."""
-        return any(target.nbytes >= memory.PAGED_FROM for target, _ in self._pairs.values())
-
-    def moved(self, target: _Array, place: int) -> _Array:
-        """Return another copy in place of one that is not made yet, at an address that is as far into a page.
-
-        A file with its first byte at ``place`` can be written from there past the page cache."""
-        if target.nbytes < memory.PAGED_FROM or id(target) not in self._pairs:
-            return target
-        _, source = self._pairs.pop(id(target))
-        assert isinstance(target.base, np.ndarray)
-        offset = memory.address_of(target) - memory.address_of(target.base)
-        moved = np.ndarray(target.shape, target.dtype, target.base, offset + place % memory.PAGE)
-        self._moved.append((moved, source))
-        return moved
 
     def _allocate(self, nbytes: int, alignment: int) -> int:
         """Return an aligned offset in the current block; start a new block when it is full."""
@@ -98,7 +79,7 @@ class Copies:
 
     def make(self) -> None:
         """Make all copies, in pieces of the largest arrays. They are read-only: nobody else changes them any more."""
-        pairs, self._pairs, self._moved = [*self._pairs.values(), *self._moved], {}, []
+        pairs, self._pairs = self._pairs, []
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
         else:

@@ -42,9 +42,6 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
             tree = snapshot.leaf(tree, ())
         depth.check(snapshot.levels, request.path)
         if snapshot.copies is not None:
-            is_laid_out = request.options.past_cache and not request.multiprocess and snapshot.copies.has_large()
-            if is_laid_out and isinstance(tree, Branch):
-                snapshot.lay_out(tree, backend_for(request.format).places(tree))
             snapshot.copies.make()
         snapshot.transfers.make()
     return tree
@@ -87,18 +84,6 @@ class _Snapshot:
                 self.convert(child, (*path, name))
             else:
                 children[name] = self.leaf(child, (*path, name))
-
-    def lay_out(self, branch: Branch, places: dict[int, int]) -> None:
-        """Give large copies, of arrays that are not split, memory by the places that the file will have them in."""
-        assert self.copies is not None
-        for name, child in branch.children.items():
-            if type(child) is Branch:
-                self.lay_out(child, places)
-            elif type(child) is np.ndarray and id(child) in places:
-                branch.children[name] = self.copies.moved(child, places[id(child)])
-            elif type(child) is HostCopy and len(child.shards) == 1 and id(child.shards[0].data) in places:
-                [shard] = child.shards
-                child.shards = (Shard(shard.index, self.copies.moved(shard.data, places[id(shard.data)])),)
 
     def leaf(self, leaf: Any, path: Path) -> Any:
         """Return a leaf as it is saved."""

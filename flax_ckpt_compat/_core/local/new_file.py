@@ -1,8 +1,8 @@
 """Write a new file, through the page cache or past it.
 
-Past the cache (O_DIRECT) the disk takes pages from the memory that the bytes are in: nothing is copied, and the cache
-keeps what a program has in it. That needs memory and place in the file to begin at the same byte of a page; what does
-not is copied to a buffer, and leaves it page by page, or, if it is large, goes through the cache.
+Past the cache (O_DIRECT) the disk takes pages from the memory that the bytes are in, and the cache keeps what a program
+has in it. Memory and place in the file have to begin at the same byte of a page: large pieces that do are written from
+where they are, all others are copied to a buffer first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.temporaries import create_file
 
 # Of a smaller piece a copy is cheaper than an entry of its own in a system call. In bytes, as all sizes here.
 _UNCOPIED_FROM = 64 << 10
-_BUFFER = 1 << 20
+_BUFFER = 4 << 20
 _WRITEBACK_FROM = 8 << 20
 _MAX_PIECES = 512  # for one system call; below every system's limit (IOV_MAX, 1024 on Linux)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -115,11 +115,8 @@ class _FileOfPages(NewFile):
     def _add(self, piece: memoryview) -> None:
         """Take whole pages of a large piece as they are, if they are pages of the file too; copy the rest."""
         head = -self._filled % memory.PAGE
-        if len(piece) < _UNCOPIED_FROM:
+        if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
             self._copy(piece)
-            return
-        if (memory.address_of(piece) + head) % memory.PAGE:
-            self._write_through_cache(piece)
             return
         end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
         self._copy(piece[:head])
@@ -135,17 +132,6 @@ class _FileOfPages(NewFile):
             piece = piece[len(part) :]
             if self._filled == _BUFFER:
                 self._write_pages()
-
-    def _write_through_cache(self, piece: memoryview) -> None:
-        """Write pages of the file that are none of memory: copied to the buffer, they would be copied as often."""
-        self._write_pages()
-        end = (self._filled + len(piece)) // memory.PAGE * memory.PAGE - self._filled
-        was_direct = self._is_direct
-        self._end_direct()
-        super().write([one for one in (self._buffer[: self._filled].data, piece[:end]) if one])
-        self._is_direct = was_direct and _set_direct(self.descriptor, True)
-        self._filled = 0
-        self._copy(piece[end:])
 
     def _write_pages(self) -> None:
         """Write what is ready, and the whole pages in the buffer; the rest becomes its beginning."""
