@@ -202,16 +202,6 @@ class Location:
         """Open one version of this file, to read parts of it."""
         return self.storage.open_file(self.path)
 
-    @_looks()
-    def is_shared(self) -> bool:
-        """Return whether this folder may show late what other machines change."""
-        return self.storage.is_shared(self.path)
-
-    @_looks()
-    def refresh(self) -> bool:
-        """See what other machines have changed in this folder; False if nothing can be seen anew."""
-        return self.storage.refresh(self.path)
-
     def prefetch_sizes(self, names: Iterable[str]) -> None:
         """Ask for the sizes of many files below this folder at once, where a listing can keep them."""
         if self.listing is not None:

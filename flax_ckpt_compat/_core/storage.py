@@ -238,16 +238,6 @@ class Storage(abc.ABC):
     def join_upload(self, fields: dict[str, str]) -> Upload:
         """Return the save that process 0 began, by its `Upload.fields`."""
 
-    # Other machines.
-
-    @abc.abstractmethod
-    def is_shared(self, directory: str) -> bool:
-        """Return whether a folder may show late what other machines change: one of a network file system."""
-
-    @abc.abstractmethod
-    def refresh(self, directory: str) -> bool:
-        """See what other machines have changed in a folder; False if nothing can be seen anew."""
-
     # TensorStore.
 
     @abc.abstractmethod
@@ -303,9 +293,3 @@ class RemoteStorage(Storage):
     def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:  # noqa: ARG002
         """Return nothing: nothing is set aside."""
         return []
-
-    def is_shared(self, directory: str) -> bool:  # noqa: ARG002
-        """Return False: each look asks the store, so there is nothing to ``refresh`` either."""
-        return False
-
-    refresh = is_shared

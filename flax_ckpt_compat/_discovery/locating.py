@@ -46,10 +46,6 @@ _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
 # takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
 _ROUNDS, _SECONDS = 10, 5.0
-# Waits, the last one first, for a network file system that shows files which another machine has removed or replaced:
-# for longer than the 20 s of sshfs, or only the short ones where its list could be refreshed.
-_WAITS_SECONDS, _SHORT_WAITS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.2, 0.0), 3
-_LONGEST_CHAIN = 8  # of causes, which may form a ring
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (
     ArgumentError,
@@ -60,7 +56,6 @@ _POLICY_ERRORS = (
     TransformError,
     UnusedLeavesError,
 )
-_DAMAGED = CorruptCheckpointError | UnrecognizedFormatError
 _UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
@@ -196,16 +191,12 @@ def read_found(
     `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
     ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
-    rounds, end, waits = 0, time.monotonic() + _SECONDS, list(_WAITS_SECONDS)
-    is_sure = False  # this machine has looked anew, and there is nothing
+    rounds, end = 0, time.monotonic() + _SECONDS
     while rounds < _ROUNDS or time.monotonic() < end:
         rounds += 1
         found = find(checkpoint_dir, step) if removed is None else _find_again(checkpoint_dir, step, *removed)
         if isinstance(found, Absence):
-            if is_sure or otherwise is None or not refresh(checkpoint_dir):
-                return _nothing(checkpoint_dir, found, otherwise, doing)
-            is_sure = True
-            continue
+            return _nothing(checkpoint_dir, found, otherwise, doing)
         log_once(_subject(checkpoint_dir), None)
         before = found.location.identity()
         try:
@@ -214,12 +205,6 @@ def read_found(
         except _POLICY_ERRORS:
             raise
         except Exception as error:
-            if waits and _may_be_old_view(found.location, error):
-                if isinstance(error, _DAMAGED) or found.location.parent.refresh():
-                    waits = waits[-_SHORT_WAITS:]
-                time.sleep(waits.pop())
-                removed = found.location.unlisted(), error
-                continue
             if not _has_changed(found, before, error, lambda: find(checkpoint_dir, step)):
                 if not found.named and isinstance(error, _UNUSABLE):
                     _add_older_step(error, checkpoint_dir, found.location)
@@ -273,30 +258,6 @@ def _only_lost(lost: Contents) -> str:
         f"{lost.path} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is complete. "
         "Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it away."
     )
-
-
-def _may_be_old_view(path: Location, error: BaseException | None) -> bool:
-    """Return whether a read failed because files are missing or look damaged, on a network file system.
-
-    It may show an old view, or parts of two checkpoints while one machine replaces one by the other."""
-    if not path.parent.is_shared():
-        return False
-    for _ in range(_LONGEST_CHAIN):
-        is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError | _DAMAGED)
-        if is_missing or getattr(error, "errno", None) in (errno.ENOENT, errno.ESTALE):
-            return True
-        error = None if error is None else error.__cause__
-    return False
-
-
-def refresh(checkpoint_dir: CheckpointDir) -> bool:
-    """See what other machines have changed in a directory of checkpoints, so that all find the same latest one.
-
-    Return False if nothing can have changed, or this process cannot look anew."""
-    directory = checkpoint_dir.directory
-    if not directory.isdir() or contents.is_certainly_orbax(directory):
-        directory = directory.parent
-    return directory.refresh()
 
 
 def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, steps
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
@@ -27,14 +24,8 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
 _DEFAULT_PREFIXES = ("", "checkpoint_")
-# A listed name vanishes only if another process commits or removes it meanwhile, or if a network file system shows an
-# old list: clients remember one for 20 s (sshfs) or a minute (NFS). After the first rounds, waits grow up to that.
-_ROUNDS, _QUICK_ROUNDS = 20, 4
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 5.0
-# A distributed file system can show a checkpoint that another machine replaces as incomplete, or empty: GlusterFS
-# renames a directory on one server after the other. One that stays so for this long is incomplete.
-_SETTLED_SECONDS, _MAX_KNOWN = 2.0, 1000
-_incomplete_since: OrderedDict[str, float] = OrderedDict()
+# A listed name vanishes if another process commits or removes it meanwhile.
+_ROUNDS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,10 +71,6 @@ class VanishedError(ChangedError):
     """A listed name is not there."""
 
 
-class UnsettledError(ChangedError):
-    """A checkpoint on a network file system looks incomplete: another machine may be replacing it."""
-
-
 def list_again_while_it_changes(directory: Location, look: Callable[[Location, bool], _Result]) -> _Result:
     """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
 
@@ -91,22 +78,10 @@ def list_again_while_it_changes(directory: Location, look: Callable[[Location, b
     for number in range(_ROUNDS):
         try:
             return look((directory.unlisted() if number else directory).listed(), number == _ROUNDS - 1)
-        except (ChangedError, MissingPathError) as error:  # what is missing was removed between two accesses
+        except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
             if number == _ROUNDS - 1:
                 raise
-            if isinstance(error, UnsettledError):
-                _wait_for_other_machines(directory, number)
-                continue
-            if number >= _QUICK_ROUNDS and (isinstance(error, VanishedError) or not isinstance(error, ChangedError)):
-                _wait_for_other_machines(directory, number - _QUICK_ROUNDS)
     raise AssertionError
-
-
-def _wait_for_other_machines(directory: Location, tries: int) -> None:
-    """Wait until this machine sees what others have changed in a directory; not where others cannot."""
-    if directory.is_shared():
-        directory.refresh()
-        time.sleep(min(_FIRST_WAIT_SECONDS * 2**tries, _LONGEST_WAIT_SECONDS))
 
 
 class Directory:
@@ -162,17 +137,10 @@ class Directory:
         yield self.longer
 
     def classify(self, entry: Entry) -> Classified:
-        """Classify an entry; raise `VanishedError` if it has vanished since it was listed.
-
-        Raise `UnsettledError` if it looks incomplete, but another machine may be replacing it."""
+        """Classify an entry; raise `VanishedError` if it has vanished since it was listed."""
         classified = self._state_of(entry)
         if classified.state is State.ABSENT and not self._tolerant:
             raise VanishedError
-        if not _is_settled(classified) and not self._tolerant:
-            for other in (*self.steps, *self.texts):  # so that one wait is enough for all of them
-                with suppress(StorageError):
-                    _is_settled(self._state_of(other))
-            raise UnsettledError
         return classified
 
     def check_unchanged(self) -> None:
@@ -216,22 +184,6 @@ class Directory:
         return Classified(entry, found)
 
 
-def _is_settled(classified: Classified) -> bool:
-    """Return whether a state can be relied on: not if a checkpoint of a network file system just became incomplete."""
-    location = classified.entry.location
-    path = location.path
-    if classified.state is not State.INCOMPLETE:
-        _incomplete_since.pop(path, None)
-        return True
-    if not location.parent.is_shared():
-        return True
-    now = time.monotonic()
-    since = _incomplete_since.setdefault(path, now)
-    if len(_incomplete_since) > _MAX_KNOWN:
-        _incomplete_since.popitem(last=False)
-    return now - since >= _SETTLED_SECONDS
-
-
 def _order(entry: Entry) -> tuple[float, bool, str]:
     assert entry.step is not None
     return entry.step, not entry.managed, entry.name
@@ -248,7 +200,7 @@ def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
 def latest_of(directory: Directory) -> Entry | None:
     """Return the latest checkpoint of one listing; classify entries newest first, as few as possible.
 
-    Raise CheckpointNotFoundError if only newer ones than that are listed by a network file system and not there."""
+    Raise CheckpointNotFoundError if newer ones than that are listed and not there."""
     skipped: list[Classified] = []
     checkpoint_dir = directory.checkpoint_dir
     for tier in directory.tiers():
@@ -289,15 +241,14 @@ def newest_lost(directory: Directory) -> Contents | None:
 
 
 def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
-    """Raise where a name may have vanished because the list is old: what is there is not the latest, or nothing."""
+    """Raise for a name that is listed again and again and not there: an older one is not the latest."""
     folder = checkpoint_dir.directory
-    if folder.is_shared():
-        raise CheckpointNotFoundError(
-            f"{folder} lists {entry.name}, but it is not there: other machines have changed the directory, and its "
-            "network file system still shows an old list. Try again in a minute, or name a step with step=",
-            path=entry.location.path,
-            has_remedy=True,
-        )
+    raise CheckpointNotFoundError(
+        f"{folder} lists {entry.name}, but it is not there: others have changed the directory, or its "
+        "network file system still shows an old list. Try again in a minute, or name a step with step=",
+        path=entry.location.path,
+        has_remedy=True,
+    )
 
 
 def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:

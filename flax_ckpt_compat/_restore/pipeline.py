@@ -31,7 +31,7 @@ from flax_ckpt_compat._restore.items import described, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
-from flax_ckpt_compat._save import async_saves, key_value_store
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 
 
@@ -46,8 +46,6 @@ def restore(
     async_saves.wait_for_pending_saves(checkpoint_dir, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
     one.agreement = process_agreement.begin(checkpoint_dir, step)
-    if key_value_store.is_connected():  # processes on several machines have to find the same latest one
-        locating.refresh(checkpoint_dir)
     with one.meter.reporting(), depth.limited("restored", target):
         otherwise = None if options.settings.must_exist else one.unrestored
         try:

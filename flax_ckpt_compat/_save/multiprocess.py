@@ -207,11 +207,8 @@ class _OwnSave:
             if staged is not None:
                 staged.cleanup(is_primary, late=self.coordinator.is_aborted)
             raise
-        if not is_primary:
-            if staged is not None:
-                staged.remove_local()
-            # This machine has not seen what process 0 did.
-            request.directory.refresh()
+        if not is_primary and staged is not None:
+            staged.remove_local()
 
 
 def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:

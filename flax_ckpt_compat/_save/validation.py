@@ -46,7 +46,6 @@ def check(request: SaveRequest) -> Listing | None:
         log_once((request.directory.path, "home"), message)
     if request.step is not None:
         saved_prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
-    request.directory.refresh()  # a newer step of another machine counts, too
     listed = request.listed()
     _check_directory(listed)
     _check_replaced(listed)

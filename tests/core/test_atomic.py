@@ -6,7 +6,6 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import itertools
 import os
 import platform
 import signal
@@ -19,17 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core import steps, storage_errors
 from flax_ckpt_compat._core.errors import ProcessTimeoutError
 from flax_ckpt_compat._core.local import atomic, directories, removal, temporaries
 from flax_ckpt_compat.errors import StorageError
-from tests.support.saves import dead_pid, names, run_python, use_flag
+from tests.support.saves import dead_pid, names, run_python
 
 DAY = 24 * 3600
 
@@ -469,42 +466,6 @@ def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: in
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
 
-@pytest.fixture
-def merging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renames of directories as on a mount of rclone: what is there stays beside what comes, or goes."""
-    for name in ("rename", "replace"):
-        real = getattr(os, name)
-
-        def rename(source: Any, target: Any, real: Any = real) -> None:
-            if os.path.isdir(source) and os.path.isdir(target):
-                for inner in os.listdir(source):
-                    os.rename(os.path.join(source, inner), os.path.join(target, inner))
-                os.rmdir(source)
-            else:
-                real(source, target)
-
-        monkeypatch.setattr(os, name, rename)
-
-
-def test_a_name_is_taken_also_where_renames_merge(tmp_path: Path, merging: None, kind: str) -> None:
-    """Two writers of one step: the second one is told."""
-    make(tmp_path / "c_1", "old", kind)
-    make(tmp_path / "new", "new", kind)
-    assert not atomic.rename_new(str(tmp_path / "new"), str(tmp_path / "c_1"))
-    assert (read(tmp_path / "c_1"), read(tmp_path / "new")) == ("old", "new")
-
-
-def test_nothing_of_a_replaced_checkpoint_stays_where_renames_merge(tmp_path: Path, merging: None) -> None:
-    """A file that only the old one has, such as its data, must not lie in the new one."""
-    with use_flag(True):
-        checkpoints.save_checkpoint(tmp_path, {"w": np.zeros(5)}, 1, "c_")
-        old = names(tmp_path / "c_1" / "d")
-        checkpoints.save_checkpoint(tmp_path, {"w": np.arange(3)}, 1, "c_", overwrite=True)
-    assert old and not {*old} & {*names(tmp_path / "c_1" / "d")}
-    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, None, prefix="c_")["w"], np.arange(3))
-    assert names(tmp_path) == ["c_1"]
-
-
 def test_a_directory_that_may_not_be_listed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rename needs no permission to list what it replaces."""
     real = os.scandir
@@ -552,74 +513,6 @@ def test_a_leftover_that_cannot_be_removed_stops_nobody(
     assert leftover in caplog.text
 
 
-@pytest.mark.parametrize("rest", [[], ["data"]])
-def test_files_that_are_open_on_nfs_stay(tmp_path: Path, rest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client refuses to delete ``.nfs...`` (EBUSY), so that the directory stays (ENOTEMPTY): no failure.
-
-    Other files that cannot be deleted are one. The next clean-up removes all once they are closed."""
-    final = tmp_path / "c_1"
-    final.mkdir()
-    for name in (".nfs0001", *rest):
-        (final / name).write_text("open")
-    with monkeypatch.context() as patch:
-        unlink = os.unlink
-
-        def busy(path: str, **options: int) -> None:
-            if os.path.basename(path) in (".nfs0001", "data"):
-                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-            unlink(path, **options)
-
-        patch.setattr(os, "unlink", busy)
-        failures = atomic.discard([str(final)])
-    assert [error.errno for error in failures.values()] == [errno.EBUSY] * len(rest)
-    (left,) = names(tmp_path)
-    assert atomic.is_temporary(left)
-    assert atomic.remove_stale(str(tmp_path)) == [left]
-    assert names(tmp_path) == []
-
-
-def test_files_that_are_open_on_fuse_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FUSE renames what is deleted while it is open, each time that it is deleted: no failure (as on sshfs, bindfs)."""
-    final = tmp_path / "c_1"
-    make(final, "open", "directory")
-    with monkeypatch.context() as patch:
-        unlink, numbers = os.unlink, itertools.count()
-
-        def hide(path: str, *, dir_fd: int | None = None) -> None:
-            folder, name = os.path.split(path)
-            if name == "data" or name.startswith(".fuse_hidden"):
-                hidden = os.path.join(folder, f".fuse_hidden{next(numbers):016x}")
-                os.rename(path, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            else:
-                unlink(path, dir_fd=dir_fd)
-
-        patch.setattr(os, "unlink", hide)
-        assert atomic.discard([str(final)]) == {}
-        (left,) = names(tmp_path)
-        assert atomic.remove_stale(str(tmp_path)) == [left]
-    assert atomic.is_temporary(left)
-    assert atomic.remove_stale(str(tmp_path)) == [left]
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("was", ["file", "directory"])
-def test_a_rename_that_says_only_that_it_failed(
-    tmp_path: Path, kind: str, was: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On sshfs every rename that fails is EPERM (measured): what is there is replaced, or stays without overwrite."""
-    final = str(tmp_path / "c_1")
-    make(final, "old", was)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, _rename_of_sftp(getattr(os, name), onto_files=name == "replace" and kind == was))
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
-    temporary = atomic.temporary_path(final)
-    make(temporary, "new", kind)
-    with pytest.raises(StorageError, match="overwrite=True"):
-        atomic.publish(temporary, final, new=True)
-    atomic.publish(temporary, final)
-    assert (read(Path(final)), names(tmp_path)) == ("new", ["c_1"])
-
-
 def _rename_of_sftp(rename: Callable[[str, str], None], *, onto_files: bool) -> Callable[[str, str], None]:
     def renamed(source: str, target: str) -> None:
         if os.path.lexists(target) and not (onto_files and os.path.isfile(target)):
@@ -627,20 +520,6 @@ def _rename_of_sftp(rename: Callable[[str, str], None], *, onto_files: bool) -> 
         rename(source, target)
 
     return renamed
-
-
-def test_long_names_where_few_bytes_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On encrypted file systems, which allow shorter names, a temporary's is shortened as far as it has to be."""
-    name = "checkpoint_of_a_run_with_a_very_long_name_that_tells_all_of_its_parameters_1000"
-    assert name in os.path.basename(atomic.temporary_path(str(tmp_path / name)))
-    monkeypatch.setattr(os, "pathconf", lambda *_: 143)  # eCryptfs
-    shown = os.path.basename(atomic.temporary_path(str(tmp_path / name)))
-    assert len(shown + "_gda") <= 143 - 14
-    assert atomic.is_temporary(shown)
-    assert temporaries.destination(str(tmp_path / shown)) is None
-    assert temporaries.destination(atomic.temporary_path(str(tmp_path / "c_1"))) == str(tmp_path / "c_1")
-    with pytest.raises(StorageError, match="too long to be set aside"):
-        atomic.temporary_path(str(tmp_path / name), "old")
 
 
 def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
@@ -744,22 +623,3 @@ def test_no_room_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="checkpoint_1: No space left on device; free space, or") as told:
         atomic.publish(str(temporary), str(tmp_path / "checkpoint_1"), new=True)
     assert told.value.errno == errno.ENOSPC
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSYS])
-@pytest.mark.parametrize("new", [False, True])
-def test_directories_that_cannot_be_renamed(
-    number: int, new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As gcsfuse answers unless it is told otherwise (googlecloudplatform/gcsfuse#644): no remedy about open files."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(os, "rename", refuse)
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(StorageError, match=r"does not rename directories.*pass the bucket's own URL") as told:
-        atomic.publish(str(temporary), str(tmp_path / "checkpoint_1"), new=new)
-    assert "ulimit" not in str(told.value)

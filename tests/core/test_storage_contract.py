@@ -472,11 +472,10 @@ class TestCommits:
             after.run_beside(fail)
             raise RuntimeError
 
-    def test_other_machines(self, place: Place) -> None:
-        """Neither this disk nor a store shows late what others change."""
+    def test_nothing_is_set_aside(self, place: Place) -> None:
+        """What was not set aside is not put back."""
         root = location_of(place.root)
         root.prepare_directory()
-        assert not root.is_shared() and not root.refresh()
         assert root.storage.restore_set_aside(root.path, ["c_1"]) == []
 
 

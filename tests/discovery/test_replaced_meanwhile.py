@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,13 +104,4 @@ def test_the_name_is_missing_in_a_listing_between_two_renames(flag, look, tmp_pa
         _save(tmp_path, 1, 1.0)
         _save(tmp_path, 2, 2.0)
         monkeypatch.setattr(os, "listdir", _once(tmp_path, listed))
-        assert float(look(tmp_path)) == 2
-
-
-def test_the_name_is_missing_while_a_client_of_nfs_replaces_what_is_open(look, tmp_path, monkeypatch):
-    """Its client first renames the open file to ``.nfs...``."""
-    with use_flag(False):
-        _save(tmp_path, 1, 1.0)
-        _save(tmp_path, 2, 2.0)
-        monkeypatch.setattr(os, "listdir", _once(tmp_path, lambda _: ["checkpoint_1", f".nfs{uuid.uuid4().hex}"]))
         assert float(look(tmp_path)) == 2

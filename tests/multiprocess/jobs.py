@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.local.storage import LocalStorage
 
 
 def count(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -339,22 +338,3 @@ def barrier(name: str) -> None:
 def both(*steps: int) -> list[str]:
     """The names of msgpack checkpoints and of their folders of arrays."""
     return sorted(f"checkpoint_{step}{end}" for step in steps for end in ("", "_gda"))
-
-
-def refreshes(folder: str, orbax: bool) -> list[str]:
-    """When this process lists the directory anew: during a save by all, and during a restore."""
-    found, during = [], "save"
-
-    def refresh(directory: str) -> bool:
-        assert directory == folder
-        found.append(during)
-        return False
-
-    was, LocalStorage.refresh = LocalStorage.refresh, staticmethod(refresh)
-    try:
-        save_small(folder, orbax, 1)
-        during = "restore"
-        assert checkpoints.restore_checkpoint(folder, None) is not None
-    finally:
-        LocalStorage.refresh = was
-    return found

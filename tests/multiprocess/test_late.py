@@ -108,8 +108,3 @@ def test_sub_meshes_with_real_flax(tmp_path: Path, writer: str) -> None:
 def test_any_leaf_is_restored_onto_a_sub_mesh(tmp_path: Path) -> None:
     """Typed keys, what a transform computed, and plain arrays; what does not fit is the same error in all processes."""
     team_of(3).call(late_jobs.restore_other_kinds, str(tmp_path))
-
-
-def test_processes_on_other_machines_see_what_they_saved(orbax: bool, tmp_path: Path) -> None:
-    """Process 0 lists the directory anew before a save, the others after it, and all before a restore."""
-    assert team_of(2).call(jobs.refreshes, str(tmp_path / "run"), orbax) == [["save", "restore"]] * 2

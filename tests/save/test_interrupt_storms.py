@@ -20,7 +20,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import location
-from flax_ckpt_compat._core.local import atomic, removal, tree_removal
+from flax_ckpt_compat._core.local import atomic, removal
 from tests.save.interrupt_storm import FORMATS, KINDS, Run
 from tests.support import interrupting
 from tests.support.interpreters import ROOT
@@ -109,11 +109,10 @@ def test_ctrl_c_locks_nobody_out(file: str, tmp_path: Path) -> None:
     "place",
     [
         removal,
-        tree_removal,
         pytest.param(atomic, marks=pytest.mark.slow),
         pytest.param(location, marks=pytest.mark.slow),
     ],
-    ids=["removal", "tree removal", "publishing", "location"],
+    ids=["removal", "publishing", "location"],
 )
 @pytest.mark.parametrize("fails", [False, True], ids=["evicts", "fails"])
 def test_what_an_interrupt_leaves_goes_with_the_next_save(
@@ -141,4 +140,4 @@ def test_what_an_interrupt_leaves_goes_with_the_next_save(
         monkeypatch.setattr(os, "fsync", real)
         checkpoints.save_checkpoint(tmp_path, tree(), 2 * at + 1, keep=1, overwrite=True)
         assert os.listdir(tmp_path) == [f"checkpoint_{2 * at + 1}"], at
-    assert (at > 5) == (flag or place is not tree_removal)  # a file is no tree
+    assert at > 5

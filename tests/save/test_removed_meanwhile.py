@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from flax_ckpt_compat.orbax_backend import writer
 
 from flax_ckpt_compat import checkpoints, errors, restore
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import pipeline, retention
 from tests.support.saves import names, tree, use_flag
@@ -24,48 +22,6 @@ REMOVED = "another program removes what is in this directory. Stop that, and sav
 def save(folder: Path, step: int, **options: Any) -> None:
     """Saves a step as a program does."""
     checkpoints.save_checkpoint(folder, tree(step), step, **options)
-
-
-def files_below(folder: str) -> list[str]:
-    """All files and empty directories below a directory, relative to it."""
-    return sorted(
-        os.path.relpath(os.path.join(where, name), folder)
-        for where, folders, files in os.walk(folder)
-        for name in (*files, *folders)
-        if name in files or not os.listdir(os.path.join(where, name))
-    )
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_each_part_that_is_removed_before_the_rename(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of Orbax's format: the save fails whichever part is lost, and what it would have replaced or evicted is there."""
-    left = 1
-    number = 0
-    while number < left:
-        run = tmp_path / str(number)
-        real = atomic._put_in_place
-
-        def put(
-            temporary: str, final: str, new: bool, real: Callable[..., Any] = real, number: int = number
-        ) -> str | None:
-            nonlocal left
-            parts = files_below(temporary)
-            left = len(parts)
-            lost = os.path.join(temporary, parts[number])
-            os.unlink(lost) if not os.path.isdir(lost) else os.rmdir(lost)
-            return real(temporary, final, new)
-
-        with use_flag(True), monkeypatch.context() as patch:
-            save(run, 1)
-            patch.setattr(atomic, "_put_in_place", put)
-            with pytest.raises(errors.StorageError, match=REMOVED):
-                save(run, 1 if overwrite else 2, overwrite=overwrite, keep=1)
-        if not overwrite:
-            assert restore(run / "checkpoint_1")["n"] == 1.0
-        number += 1
-    assert left > 5
 
 
 @pytest.mark.parametrize("lost", ["manifest.ocdbt", "d", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"])

@@ -12,8 +12,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError, storage_error_of
 from flax_ckpt_compat._core.local import gda_folder, presence
@@ -38,14 +38,11 @@ from flax_ckpt_compat._core.local.temporaries import (
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
-from flax_ckpt_compat._core.local.tree_removal import STILL_OPEN
 from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
 _SWAP_SECONDS, _SWAP_POLL_SECONDS = 10.0, 0.005
-_REPLACED_SECONDS = 0.02
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EIO)  # EIO: mounts of rclone (measured)
-_NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -130,10 +127,6 @@ def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
                 what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
                 raise storage_error_of(message, path=original, errno=error.errno) from error
-    if any(name.startswith(STILL_OPEN) for name in hidden):
-        # The client of a network file system takes two renames to replace what is open.
-        time.sleep(_REPLACED_SECONDS)
-        restored += os.listdir(directory)
     return list(set(restored).difference(names))
 
 
@@ -148,14 +141,12 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
     """Rename a finished temporary to its final path, atomically replacing what is there, and sync the names to disk.
 
     Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
-    directory is replaced. Before anything that is replaced is deleted, what has the name now is what was written."""
+    directory is replaced."""
     with translated(final):
         unlock_directory(temporary)
-        written = _sizes_in(temporary)
         move = gda_folder.place_arrays(temporary, final)
         try:
             replaced = _put_in_place(temporary, final, new)
-            _check_whole(written, final)
         except BaseException:
             gda_folder.undo(move)
             raise
@@ -169,38 +160,6 @@ def unlock_directory(temporary: str) -> None:
     """Remove what only temporaries have from a directory that was written: it is published, or compared, next."""
     if remove_lock_file(temporary):
         sync_directory(temporary)
-
-
-def _sizes_in(path: str) -> dict[str, tuple[int, int]]:
-    """Return the inode and bytes of a file, by the name "", or of a directory and all in it, by their paths in it."""
-    status = os.lstat(path)
-    found = {"": (status.st_ino, status.st_size)}
-    for folder, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            inside, status = os.path.join(folder, name), os.lstat(os.path.join(folder, name))
-            found[os.path.relpath(inside, path)] = status.st_ino, 0 if name in folders else status.st_size
-    return found
-
-
-def _check_whole(written: dict[str, tuple[int, int]], final: str) -> None:
-    """Raise StorageError if parts of what was just published are not there: somebody removes the temporary.
-
-    Return if another writer has replaced or evicted all of it meanwhile."""
-    try:
-        found = _sizes_in(final)
-        inodes = {found[""][0], os.lstat(final).st_ino}  # another writer may replace it while it is walked
-    except GONE:
-        return
-    if inodes != {written[""][0]}:
-        return
-    lost = sorted(name for name, one in written.items() if name and found.get(name) != one)
-    if lost:
-        raise StorageError(
-            f"{final}: {lost[0]} was removed while the checkpoint was saved, so it is not whole: another program "
-            "removes what is in this directory. Stop that, and save again",
-            path=final,
-            errno=errno.ENOENT,
-        )
 
 
 def _remove_replaced(replaced: str, final: str) -> None:
@@ -248,12 +207,10 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
         return None
     replaced = None
     try:
-        with _renaming(temporary, final):
-            _refuse_contents(temporary, final)
-            os.replace(temporary, final)
+        os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
-        if not is_taken(error, final):
+        if not is_taken(error):
             raise
         replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
     try:
@@ -286,59 +243,22 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
     linked = not presence.isdir(path) and not presence.islink(path)
-    with _renaming(path, final):
-        try:
-            if linked:
-                os.link(path, final)
-            else:
-                _refuse_contents(path, final)
-                os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
-        except OSError as error:
-            if is_taken(error, final):
-                return False
-            if error.errno not in _NO_LINKS:
-                raise
-            if presence.lexists(final):
-                return False
-            os.rename(path, final)  # a file system without hard links
-            linked = False
+    try:
+        # A rename fails if a checkpoint, which is never empty, has the name.
+        (os.link if linked else os.rename)(path, final)
+    except OSError as error:
+        if is_taken(error):
+            return False
+        if error.errno not in _NO_LINKS:
+            raise
+        if presence.lexists(final):
+            return False
+        os.rename(path, final)  # a file system without hard links
+        linked = False
     sync_directory(os.path.dirname(final))
     if linked:  # only now: a power loss must not take both names
         os.unlink(path)
     return True
-
-
-def _refuse_contents(path: str, final: str) -> None:
-    """Raise ENOTEMPTY for a rename onto a directory that is not empty, as POSIX demands.
-
-    Mounts of rclone merge the two, and those of WebDAV replace one by the other (both measured)."""
-    if presence.isdir(path) and _has_contents(final):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), final)
-
-
-def _has_contents(path: str) -> bool:
-    """Return whether a path is a directory that is not empty; False if it cannot be listed: the rename then raises."""
-    try:
-        with os.scandir(path) as contents:
-            return any(True for _ in contents)
-    except OSError:
-        return False
-
-
-@contextmanager
-def _renaming(path: str, final: str) -> Iterator[None]:
-    """Translate the error of a mounted bucket that cannot rename directories; its message has the remedy."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_RENAMES or not presence.isdir(path):
-            raise
-        message = (
-            f"{final} could not get its name: {error.strerror}, as the file system does not rename directories. If it "
-            "is a mounted bucket, pass the bucket's own URL (gs://…, s3://…), or mount it so that it does (gcsfuse "
-            "--rename-dir-limit=100000); or save as msgpack, with the flag off"
-        )
-        raise StorageError(message, path=final, errno=error.errno) from error
 
 
 def publish_new(temporary: str, final: str) -> None:

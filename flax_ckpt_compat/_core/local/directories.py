@@ -1,6 +1,4 @@
-"""Create directories of checkpoints durably, list what is below them, and refresh what network file systems cache.
-
-Clients of network file systems show others' changes up to a minute late."""
+"""Create directories of checkpoints durably, and list what is below them."""
 
 from __future__ import annotations
 
@@ -9,9 +7,8 @@ import os
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import presence, writer_locks
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.syncing import sync_directory
-from flax_ckpt_compat._core.local.temporaries import storage_time
 from flax_ckpt_compat._core.storage_errors import translated
 
 
@@ -50,21 +47,3 @@ def files_below(directory: str) -> list[str]:
         for folder, _, files in os.walk(directory)
         for name in files
     ]
-
-
-def is_shared(directory: str) -> bool:
-    """Return whether other machines may change a directory; also if the type of its file system is unknown."""
-    try:
-        return not writer_locks.is_of_this_machine(directory)
-    except OSError:
-        return True
-
-
-def refresh(directory: str) -> bool:
-    """Refresh the listing of a shared directory; return False if it is not shared or not writable.
-
-    Clients of NFS and SFTP drop their cache of a directory when they change it themselves (sshfs: measured)."""
-    if not is_shared(directory) or not os.access(directory, os.W_OK):
-        return False
-    storage_time(directory)
-    return True

@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
-from flax_ckpt_compat._core.local.syncing import sync_directory
-from flax_ckpt_compat._core.local.tree_removal import delete_tree
+from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -79,7 +78,7 @@ def _rename_folder(own: str, folder: str) -> None:
     try:
         os.rename(own, folder)
     except OSError as error:
-        if not temporaries.is_taken(error, folder):
+        if not temporaries.is_taken(error):
             raise
         message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
         raise StorageError(message, path=folder, errno=error.errno) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.local import memory_map
-from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
+from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -48,14 +48,13 @@ class LocalFile(Source):
         return b"" if stop <= start else os.pread(self._fd, stop - start, start)
 
     def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
-        """Fill memory, see `Source`; raise StorageError if no more is read, though the file still has its size."""
+        """Fill memory, see `Source`."""
         rest, at = [piece for piece in pieces if piece], offset
         with translated(self.path, "read"):
             while rest:
                 count = os.preadv(self._fd, rest, at)
                 at += count
                 if not count:
-                    check_end(self._fd, at)
                     break
                 memory.drop_first(rest, count)
         return at - offset

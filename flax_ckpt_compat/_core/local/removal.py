@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
-from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
+from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import GONE, Use, abandon, claimed_path, release
-from flax_ckpt_compat._core.local.tree_removal import delete_tree
 from flax_ckpt_compat._core.local.writer_locks import lock_in_time
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated

@@ -30,15 +30,6 @@ def open_regular(path: str) -> int:
     raise StorageError(f"{path}: expected a regular file, found {_kind(mode)}", path=path, errno=errno.EINVAL)
 
 
-def check_end(descriptor: int, found: int) -> None:
-    """Raise OSError if a file is larger than the ``found`` bytes after which nothing could be read.
-
-    Mounts of object stores (rclone) are so while they upload a file that was renamed."""
-    size = os.fstat(descriptor).st_size
-    if found < size:
-        raise OSError(errno.EIO, f"its file system returned {found} of {size} bytes")
-
-
 def stays_inside(relative: str) -> bool:
     """Return whether a relative path stays below its directory, as far as names tell."""
     return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))

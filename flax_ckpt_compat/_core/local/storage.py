@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import AfterCommit, Listing
 from flax_ckpt_compat._core.local import atomic, directories, presence
-from flax_ckpt_compat._core.local.safe_open import check_end, open_regular
+from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Source, Storage
@@ -20,8 +19,6 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.upload import Upload
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
-_BEING_RENAMED = getattr(errno, "EBADFD", None)  # of GlusterFS
-_WAITS_SECONDS = (0.01, 0.05, 0.1, 0.3)
 _SMALL_READ = 64 * 2**10  # bytes
 _HEAD_BYTES = 32
 
@@ -53,12 +50,6 @@ class LocalStorage(Storage):
     def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
         return atomic.restore_set_aside(directory, names)
 
-    def is_shared(self, directory: str) -> bool:
-        return directories.is_shared(directory)
-
-    def refresh(self, directory: str) -> bool:
-        return directories.refresh(directory)
-
     def can_hold(self, path: str) -> bool:  # noqa: ARG002
         return True
 
@@ -67,7 +58,7 @@ class LocalStorage(Storage):
 
     def listdir(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
         try:
-            return _listdir(path)
+            return os.listdir(path)
         except ValueError as error:
             raise FileNotFoundError(errno.ENOENT, f"no directory can have this name ({error})", path) from error
         except (FileNotFoundError, NotADirectoryError):
@@ -102,10 +93,7 @@ class LocalStorage(Storage):
     def head(self, path: str, listing: Listing | None = None) -> bytes:  # noqa: ARG002
         descriptor = open_regular(path)
         try:
-            data = os.read(descriptor, _HEAD_BYTES)
-            if len(data) < _HEAD_BYTES:
-                check_end(descriptor, len(data))
-            return data
+            return os.read(descriptor, _HEAD_BYTES)
         finally:
             os.close(descriptor)
 
@@ -146,10 +134,7 @@ class LocalStorage(Storage):
             size = os.fstat(file.fileno()).st_size
             if stop is not None:  # Python allocates all bytes that are asked for
                 stop = min(stop, max(size, start + _SMALL_READ))
-            data = file.read(-1 if stop is None else stop - start)
-            if start + len(data) < (size if stop is None else min(size, stop)):
-                check_end(file.fileno(), start + len(data))
-            return data
+            return file.read(-1 if stop is None else stop - start)
 
     def total_size(self, path: str, listing: Listing | None = None) -> int:  # noqa: ARG002
         files = [path] if not presence.isdir(path) else []
@@ -239,18 +224,6 @@ def _raise_failure(error: OSError) -> None:
     """Raise the error of a listing, unless the directory was removed meanwhile, or may not be listed."""
     if error.errno not in ABSENT and not isinstance(error, PermissionError):
         raise error
-
-
-def _listdir(path: str) -> list[str]:
-    """List a directory; again if the file system is renaming it, or another machine has replaced it meanwhile."""
-    for seconds in _WAITS_SECONDS:
-        try:
-            return os.listdir(path)
-        except OSError as error:
-            if error.errno not in (_BEING_RENAMED, errno.ESTALE):
-                raise
-        time.sleep(seconds)
-    return os.listdir(path)
 
 
 def _why_tensorstore_refuses(path: str) -> str | None:

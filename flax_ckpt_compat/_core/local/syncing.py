@@ -1,4 +1,4 @@
-"""Make written bytes and names durable."""
+"""Make written bytes and names durable, and delete trees."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 from typing import Any
 
 # Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
@@ -97,3 +98,13 @@ def sync_tree(path: str) -> None:
         for name in names:
             sync_file(os.path.join(folder, name))
         sync_directory(folder)
+
+
+def delete_tree(path: str) -> None:
+    """Delete a directory and all in it; what another process deletes meanwhile is no error."""
+    while True:
+        try:
+            return shutil.rmtree(path)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return None

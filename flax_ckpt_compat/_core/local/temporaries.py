@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Literal
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import presence, writer_locks
+from flax_ckpt_compat._core.local import writer_locks
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -46,8 +46,7 @@ _LONG = 24 * 3600.0
 _STALE_AFTER = {"new": _LONG, "put": _LONG, "old": 3600.0}
 # The server of a network file system gives up the locks of a client that it does not hear of for a while.
 _LOCK_LOST_SECONDS = 600.0
-# Bytes of a file's name. Encrypted file systems allow fewer, and EncFS 14 fewer than it tells (measured).
-_MAX_NAME, _LEAST_NAME, _ENCFS_ERROR = 255, 128, 14
+_MAX_NAME = 255  # bytes of a file's name; encrypted file systems allow fewer
 _counter = itertools.count()
 _log = logging.getLogger("flax_ckpt_compat")
 # Tags of failed saves of this process. The next save removes what is left of them, because it could not be removed
@@ -86,15 +85,14 @@ def temporary_path(path: str, role: str = "new", *, locked: bool = False) -> str
 def _longest_name(directory: str) -> int:
     """Return how many bytes a name in a directory may have."""
     try:
-        told = os.pathconf(directory or os.curdir, "PC_NAME_MAX")
+        return min(_MAX_NAME, os.pathconf(directory or os.curdir, "PC_NAME_MAX"))
     except (OSError, ValueError):  # ValueError: the system has no such limit
         return _MAX_NAME
-    return _MAX_NAME if told >= _MAX_NAME else max(_LEAST_NAME, told - _ENCFS_ERROR)
 
 
-def is_taken(error: OSError, path: str) -> bool:
-    """Return whether a rename to a path failed because of what is there. SFTP, and so sshfs, tells that as EPERM."""
-    return error.errno in _TAKEN or (error.errno == errno.EPERM and presence.lexists(path))
+def is_taken(error: OSError) -> bool:
+    """Return whether a rename to a path failed because of what is there."""
+    return error.errno in _TAKEN
 
 
 def staging_path(path: str) -> str:
