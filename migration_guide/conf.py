@@ -53,7 +53,6 @@ PARTS = {
         "recipes",
         "many_hosts",
         "moving",
-        "walk",
         "convert",
         "leaving",
         "*",

@@ -1,382 +1,254 @@
-"""Find the code that expects a checkpoint to be one file."""
+"""List the calls of a module that treat a path as one file."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 
-from .evaluation import Evaluation
-from .guards import guards
-from .library import ARCHIVE, FILE_SYSTEMS
-from .listings import ALL, DIRECTORIES, FILES, Listing
-from .modules import Module
-from .names import last_name, written
-from .values import CHECKPOINT, ENTRY, LIBRARY, MENTION, Value, texts
+from .findings import CHECK, KINDS
+from .module import Module, is_function, last_name
 
-# Calls that expect a file, by the last names of the function, and methods of paths that do.
-CALLS = {
-    "remove": {"os.remove", "os.unlink", "gfile.remove", "gfile.Remove", "io.remove"},
-    "copy": {"shutil.copy", "shutil.copy2", "shutil.copyfile", "gfile.copy", "gfile.Copy", "io.copy", "os.link"},
-    "open": {"open", "io.open", "gfile.GFile", "gfile.Open", "io.GFile", "epath.open", "fsspec.open", "gzip.open"}
-    | {
-        "aiofiles.open",
-        "bz2.open",
-        "codecs.open",
-        "filecmp.cmp",
-        "fileinput.input",
-        "io.read_file",
-        "linecache.getlines",
-        "lzma.open",
-    }
-    | {"np.fromfile", "np.load", "np.memmap", "numpy.fromfile", "numpy.load", "numpy.memmap", "os.truncate"},
-    "is-file": {"path.isfile"},
-    "size": {"path.getsize", "os.stat", "gfile.stat"},
-    "upload": {"huggingface_hub.upload_file"},
-    "glob": {"glob.glob", "glob.iglob", "gfile.glob", "gfile.Glob", "io.glob"},
+# Functions by their last two names, and methods by their last, with the kind of finding.
+_FUNCTIONS = {
+    "remove": "os.remove os.unlink gfile.remove gfile.Remove io.remove",
+    "copy": "shutil.copy shutil.copy2 shutil.copyfile gfile.copy gfile.Copy io.copy os.link",
+    "open": """open io.open gfile.GFile gfile.Open io.GFile fsspec.open gzip.open bz2.open lzma.open codecs.open
+        aiofiles.open filecmp.cmp fileinput.input np.fromfile np.load np.memmap numpy.fromfile numpy.load numpy.memmap
+        os.truncate""",
+    "is-file": "path.isfile",
+    "size": "path.getsize os.stat gfile.stat",
+    "upload": "huggingface_hub.upload_file",
 }
-METHODS = {
-    "remove": {"unlink"},
-    "copy": {"hardlink_to", "copy_file"},
-    "open": {"open", "read_bytes"},
-    "is-file": {"is_file"},
-    "size": {"stat"},
-    "upload": {"add_file", "upload_file", "upload_from_filename", "fput_object"},
-    "glob": {"glob", "rglob", "iglob"},
+_METHODS = {
+    "remove": "unlink rm rm_file",
+    "copy": "hardlink_to copy_file cp_file get_file put_file",
+    "open": "open read_bytes cat_file",
+    "is-file": "is_file isfile",
+    "size": "stat",
+    "upload": "add_file upload_file upload_from_filename fput_object",
+    "wrapped": "copy delete download get move put send upload",
 }
-# Methods of fsspec's file systems that take a file, unless they are told to be recursive.
-_OF_FILE_SYSTEMS = {"rm": "remove", "rm_file": "remove", "cp_file": "copy", "get_file": "copy", "put_file": "copy"}
-_OF_FILE_SYSTEMS |= {"copy": "copy", "cp": "copy", "get": "copy", "put": "copy", "download": "copy", "upload": "copy"}
-_OF_FILE_SYSTEMS |= {"isfile": "is-file", "size": "size", "open": "open", "cat": "open", "cat_file": "open"}
-_MOST_PATHS = 2
-_OF_FILES_AND_FOLDERS = [
-    ({"remove", "unlink", "Remove"}, {"rmtree", "DeleteRecursively"}),
-    ({"copy", "copy2", "copyfile", "Copy"}, {"copytree"}),
-]
-_TAKE_FOLDERS = {"shutil.copytree", "shutil.move", "shutil.rmtree"}
-_OF_ARGUMENT = {"upload", "glob"}  # methods whose argument is the checkpoint
-_OF_ENTRIES = {"remove", "copy", "is-file", "upload"}  # what fails on any entry of a run directory
-_SIZES = {"st_size", "length", "size"}
-_RE_FUNCTIONS = {"findall", "finditer", "fullmatch", "match", "search"}
-_NUMBER_TESTS = {"isdecimal", "isdigit", "isnumeric"}
-_RE_TESTS = {"match", "search", "fullmatch"}  # say only yes or no where their pattern has no group
-_GROUP = re.compile(r"(?<!\\)\((?!\?[:=!<](?!=|!))|\(\?P<")
-_SHELL = {
-    "os.system",
-    "os.popen",
-    *(f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen")),
-}
-_SHELL |= {"subprocess.getoutput", "sh.cp", "get_ipython.system"}
-# Commands that expect files, unless an option says that they go down into directories.
-_COMMANDS = {
-    "shell-copy": re.compile(r"\b(cp|scp|gsutil|rsync|azcopy)\b|(?<![.\w-])zip\b"),
-    "shell-remove": re.compile(r"(?<!gsutil )(?<!s3 )\b(rm|unlink)\b"),
-    "open": re.compile(
-        r"(?=.*\bcurl\b).*(^|\s)(-T|-F|--upload-file|--data-binary)(\s|$)|"
-        r"\b(cat|bzip2|gzip|pigz|lz4|xz|zstd|b2sum|md5sum|sha1sum|sha224sum|sha256sum|sha384sum|sha512sum)\b"
-    ),
-}
-_RECURSIVE = re.compile(r"(^|\s)(-\w*[raR]\w*|--recursive|--archive|mv)\b")
-_FILE_FIRST = {"isdir", "is_dir", "IsDirectory"}
-
-Found = Iterator[tuple[str, ast.AST]]
+_FUNCTION_KINDS = {name: kind for kind, names in _FUNCTIONS.items() for name in names.split()}
+_METHOD_KINDS = {name: kind for kind, names in _METHODS.items() for name in names.split()}
+_LISTINGS = {"listdir", "scandir", "iterdir", "walk", "ListDirectory"}
+_GLOBS = {"glob", "iglob", "rglob", "Glob"}
+_TESTS = {"startswith", "endswith", "match", "fullmatch", "search", "fnmatch", "fnmatchcase", "filter", "findall"}
+_IS_FOLDER = {"isdir", "is_dir", "IsDirectory"}
+_IS_FILE = {"isfile", "is_file"}
+_FOR_FOLDERS = {"rmtree", "copytree", "DeleteRecursively"}
+_OF_CHECKPOINTS = {"save_checkpoint", "save_checkpoint_multiprocess", "latest_checkpoint"}
+_PATH_NAME = re.compile(r"(^|_)(ckpt|checkpoint)(_?(path|file|filename|filepath|fname|name))?$", re.IGNORECASE)
+_EXTENSION = re.compile(r"\.(?!bak$|old$|orig$|tmp$)[A-Za-z][\w-]*$")
+_MODE_TO_WRITE = re.compile(r"[wax][bt+]*")
+_SHELLS = re.compile(r"os\.(system|popen)|subprocess\.\w+|get_ipython\(\)\.system")
+_COMMANDS = re.compile(r"cp|scp|gsutil|rsync|azcopy|aws|zip|rm|unlink|cat|curl|gzip|pigz|bzip2|xz|zstd|lz4|\w+sum")
+_TAKES_FOLDERS = re.compile(r"(-\w*[raR]\w*|--recursive|--archive|mv)$")
+_DEEPEST = 4  # names of names that are followed
+_SHORTEST = 3  # letters that say what a name is
 
 
 class FileUses:
-    """The uses of checkpoints as files in one module."""
+    """The calls of one module that treat a path as one file; ``prefixes`` begin the names of checkpoints."""
 
-    def __init__(self, evaluation: Evaluation, module: Module) -> None:
-        self._evaluation, self._module, self._names = evaluation, module, module.names
-        imported = (name for one in evaluation.project.modules for name in one.names.all())
-        self._has_epath = any(name.partition(".")[0] == "etils" for name in imported)  # whose `copy` takes files only
+    def __init__(self, module: Module, prefixes: Collection[str]) -> None:
+        self._module, self._index, self._prefixes = module, module.index, prefixes
+        self._calls = [node for node in module.nodes if isinstance(node, ast.Call)]
+        self._listings = {id(node) for node in self._calls if self._lists_checkpoints(node)}
 
-    def found(self) -> Found:
-        """Give each use, as the kind of finding and the node."""
-        for node in self._module.nodes:
-            if isinstance(node, ast.Call | ast.Compare) and self._selects(node):
-                self._looks_for_checkpoints(node)
-            if isinstance(node, ast.Call):
-                yield from ((kind, node) for kind in self._of_call(node))
-            elif isinstance(node, ast.While) and self._polls(node):
-                yield "poll", node
-        for listing in self._evaluation.listings.by_id.values():
-            if listing.module is self._module and listing.has_checkpoints and listing.gives in (ALL, FILES):
-                yield ("glob" if listing.gives == ALL else "file-names"), listing.call
-
-    def _of_call(self, node: ast.Call) -> Iterator[str]:
-        """Give the kinds of file operation that a call performs on a checkpoint."""
-        for kind, values in self._operations(node):
-            if self._is_used(kind, values, node) and not self._is_spared(kind, node):
-                yields_to_restore = id(node) in self._evaluation.file_tests
-                is_of_any = kind == "is-file" and not yields_to_restore and not self._holds_any(values)
-                yield "only-files" if is_of_any else kind
-        yield from self._of_shell(node)
-        if self._parses(node):
-            yield "parse-name"
-        if self._removes_directories(node):
-            yield "remove-folders"
+    def found(self) -> Iterator[tuple[str, str, ast.AST]]:
+        """Yield each call, as the kind of finding, what it asks for and the node."""
+        for node in self._calls:
+            for kind, paths in self._operations(node):
+                if action := self._action(kind, paths, node):
+                    yield kind, action, node
+            if id(node) in self._listings:
+                kind = "file-names" if last_name(node.func) == "walk" else "glob"
+                yield kind, KINDS[kind].action, node
+            elif self._parses(node):
+                yield "parse-name", CHECK, node
+            elif last_name(node.func) == "rmtree" and self._is_of_listing(node):
+                yield "remove-folders", CHECK, node
+        for loop in self._module.nodes:
+            if isinstance(loop, ast.While) and "sleep" in (names := _called(loop)) and names & {"exists", *_IS_FILE}:
+                yield "poll", CHECK, loop
 
     def _operations(self, node: ast.Call) -> Iterator[tuple[str, list[ast.expr]]]:
-        """Give the file operations of a call, and of functions that are passed to it, with what they are done to."""
+        """Yield the file operations of a call, and of functions passed to it, with the paths that they may take."""
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        kind = self.kind_of(node.func)
-        if kind == "copy":
-            values = values[:1]  # it may overwrite the other one
-        if kind:
-            yield kind, values
-        elif of_system := self._of_file_system(node):
-            yield of_system, values[:1]
-        elif isinstance(node.func, ast.Attribute) and not self._is_of_project(node.func):
-            method = next((kind for kind, methods in METHODS.items() if node.func.attr in methods), None)
+        written = self._module.dotted(node.func) or ast.unparse(node.func)
+        if kind := self._kind(node.func):
+            yield kind, values[: 2 if written == "filecmp.cmp" else 1]
+        elif _SHELLS.fullmatch(written) and node.args and (words := self._words_for_files(node.args[0])):
+            parts = [part for part in ast.walk(node.args[0]) if isinstance(part, ast.Name | ast.Attribute | ast.Call)]
+            yield "shell", [*map(ast.Constant, words), *parts]
+        elif isinstance(node.func, ast.Attribute) and not self._module.dotted(node.func):
+            method = _METHOD_KINDS.get(node.func.attr)
             if method:
-                yield method, values if method in _OF_ARGUMENT else [node.func.value]
-            if node.func.attr == "copy" and node.args and self._has_epath:
-                yield "copy", [node.func.value]
-            if node.func.attr == "write" and self._is_archive(node.func.value):
-                yield "upload", values[:1]
-        passed = [
-            (one, kind) for one in values if isinstance(one, ast.Name | ast.Attribute) and (kind := self.kind_of(one))
-        ]
-        for function, of_it in passed:
-            others = [one for one in values if one is not function]
-            inner = [part for one in others for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
-            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            yield of_it, inner or receiver
+                yield (
+                    method,
+                    [node.func.value, *values] if method in {"remove", "wrapped"} else values or [node.func.value],
+                )
+        for one in values:
+            if isinstance(one, ast.Name | ast.Attribute) and (passed := self._kind(one)):
+                yield passed, [other for other in values if other is not one]
 
-    def _is_of_project(self, function: ast.expr) -> bool:
-        return any(True for _ in self._evaluation.functions(self._module, function))
+    def _kind(self, function: ast.expr) -> str | None:
+        written = isinstance(function, ast.Name | ast.Attribute) and ast.unparse(function)
+        name = self._module.dotted(function) or written or ""
+        return _FUNCTION_KINDS.get(".".join(name.split(".")[-2:]))
 
-    def kind_of(self, function: ast.expr) -> str | None:
-        """Return the kind of file operation that a function of a library performs, or None."""
-        dotted = self._names.of(function) or (
-            written(function) if isinstance(function, ast.Name | ast.Attribute) else ""
-        )
-        passed_on = self._evaluation.value(self._module, function) if self._names.of(function) is None else ()
-        names = [dotted, *(str(tag.of) for tag in passed_on if tag.kind == LIBRARY and not tag.place)]
-        if _TAKE_FOLDERS.intersection(names):  # `copytree` or `copy`, whichever fits
+    def _action(self, kind: str, paths: list[ast.expr], node: ast.Call) -> str | None:
+        """Return whether a call has to change, or asks for a look; None if it is about another file."""
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        modes = [one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        if self._is_spared(node) or (kind == "size" and not self._asks_size(node)):
             return None
-        tails = {".".join(name.split(".")[-2:]) for name in names}
-        return next((kind for kind, calls in CALLS.items() if tails & calls), None)
-
-    def _of_file_system(self, node: ast.Call) -> str | None:
-        """Return the kind of file operation that a method of fsspec's file systems performs, or None."""
-        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _OF_FILE_SYSTEMS:
+        if kind == "open" and any(map(_MODE_TO_WRITE.fullmatch, modes)):
             return None
-        holder = self._evaluation.value(self._module, node.func.value)
-        is_one = any(tag.kind == LIBRARY and str(tag.of).startswith(FILE_SYSTEMS) for tag in holder)
-        is_recursive = any(keyword.arg == "recursive" for keyword in node.keywords) or len(node.args) > _MOST_PATHS
-        return _OF_FILE_SYSTEMS[node.func.attr] if is_one and not is_recursive else None
+        said = [self._is_checkpoint(path) for path in paths]
+        if True in said:
+            return KINDS[kind].action
+        is_likely = kind != "wrapped" and (kind != "open" or "rb" in modes)
+        return CHECK if None in said and is_likely else None
 
-    def _is_used(self, kind: str, nodes: list[ast.expr], node: ast.Call) -> bool:
-        values = [self._evaluation.value(self._module, one) for one in nodes]
-        if id(node) in self._evaluation.file_tests:
+    def _is_checkpoint(self, node: ast.AST, depth: int = 0) -> bool | None:
+        """Return whether an expression is the path of a checkpoint; None if nothing says so."""
+        name = self._module.text(node).rpartition("/")[2]
+        if _EXTENSION.search(name):
+            return False
+        if name.startswith(tuple(self._prefixes)):
             return True
-        if kind == "glob":
-            return any(map(self._evaluation.is_checkpoint, values))
-        if kind == "open" and any(
-            map(_is_mode_to_write, [*nodes, *node.args, *(keyword.value for keyword in node.keywords)])
-        ):
-            return False
-        if kind == "size" and last_name(node.func) == "stat" and not self._asks_size(node):
-            return False
-        if kind == "size" and self._asks_whether_empty(node):
-            return False
-        if any(map(self._evaluation.is_checkpoint, values)):
-            return True
-        if any(map(self._evaluation.is_link, values)):
-            return kind not in {"remove"}
-        return kind in _OF_ENTRIES and any(map(self.is_entry_of_run, values))
-
-    def _holds_any(self, nodes: list[ast.expr]) -> bool:
-        values = [self._evaluation.value(self._module, one) for one in nodes]
-        return any(self._evaluation.is_checkpoint(value) or self._evaluation.is_link(value) for value in values)
-
-    def is_entry_of_run(self, value: Value) -> bool:
-        """Return whether a value is any entry of a directory that checkpoints are saved to."""
-        listings = self._evaluation.listings.by_id
-        listed = [listings[int(tag.of)] for tag in value if tag.kind == ENTRY and not tag.place and not tag.piece]
-        return any(one.of_run and one.gives == ALL for one in listed)
-
-    def _is_spared(self, kind: str, node: ast.Call) -> bool:
-        """Return whether a call is made only where a path is no directory, as in fixed code, or its error is caught."""
-        if self._has_branch_for_folders(node) or self._catches_folders(node):
-            return True
-        if kind == "is-file":
-            return False
-        for test, is_true in guards(self._module, node):
-            first = test.values[0] if isinstance(test, ast.BoolOp) else test
-            if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.Not):
-                first, is_true = first.operand, not is_true
-            if not is_true and isinstance(first, ast.Call) and last_name(first.func) in _FILE_FIRST:
-                return True
-        return False
-
-    def _has_branch_for_folders(self, node: ast.Call) -> bool:
-        """Return whether ``os.path.isfile`` chooses between this call, or is it, and the like of it for directories."""
-        for child, parent in self._module.above(node):
-            if not isinstance(parent, ast.If | ast.IfExp):
-                continue
-            is_negated = isinstance(parent.test, ast.UnaryOp) and isinstance(parent.test.op, ast.Not)
-            asked = {last_name(part.func) for part in ast.walk(parent.test) if isinstance(part, ast.Call)}
-            branches = [one if isinstance(one, list) else [one] for one in (parent.body, parent.orelse)]
-            of_files, of_folders = reversed(branches) if is_negated else branches
-            if asked & {"isfile", "is_file"} and child not in of_folders and _does_the_same(of_files, of_folders):
-                return True
-        return False
-
-    def _catches_folders(self, node: ast.Call) -> bool:
-        """Return whether what a directory raises here is caught, and the like is done for directories then."""
-        tries = [(child, parent) for child, parent in self._module.above(node) if isinstance(parent, ast.Try)]
-        handlers = [one for child, parent in tries if child in parent.body for one in parent.handlers]
-        return any(
-            last_name(part) in {"IsADirectoryError", "OSError", "PermissionError"} and _does_the_same([node], one.body)
-            for one in handlers
-            if one.type is not None
-            for part in (one.type.elts if isinstance(one.type, ast.Tuple) else [one.type])
+        if (_letters(name) >= _SHORTEST and " " not in name) or depth > _DEEPEST:
+            return None
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute | ast.Call)]
+        is_one = any(
+            id(part) in self._listings
+            or (isinstance(part, ast.Call) and self._name(part.func) in _OF_CHECKPOINTS)
+            or _PATH_NAME.search(last_name(part))
+            or any(self._is_checkpoint(value, depth + 1) for value in self._index.values(part))
+            for part in parts
         )
+        return True if is_one else None
+
+    def _name(self, function: ast.expr) -> str:
+        return (self._module.dotted(function) or last_name(function)).rpartition(".")[2]
+
+    def _is_of_listing(self, node: ast.AST, depth: int = 0) -> bool:
+        """Return whether a call is about all that a listing gives."""
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.Call | ast.Name | ast.Attribute)]
+        values = [value for part in parts for value in self._index.values(part)] if depth < _DEEPEST else []
+        return bool(_called(node) & _LISTINGS) or any(self._is_of_listing(value, depth + 1) for value in values)
+
+    def _may_be(self, pattern: str) -> bool:
+        """Return whether a pattern, part or regular expression fits names such as ``checkpoint_1``."""
+        if _letters(pattern) < _SHORTEST:
+            return False
+        names = [f"{prefix}1" for prefix in self._prefixes]
+        if any(fnmatchcase(name, pattern) or pattern in name or pattern.startswith(name[:-1]) for name in names):
+            return True
+        try:
+            return any(re.search(pattern, name) for name in names)
+        except (re.error, OverflowError):
+            return False
+
+    def _lists_checkpoints(self, node: ast.Call) -> bool:
+        """Return whether a call lists names by a pattern of checkpoints, or code around it tests names for them."""
+        name = last_name(node.func)
+        pattern = self._module.text(node.args[-1]).rpartition("/")[2] if name in _GLOBS and node.args else "*"
+        if self._may_be(pattern):
+            return True
+        if name not in _LISTINGS | _GLOBS or pattern.strip("*"):
+            return False
+        around = list(self._index.above(node))
+        scope = next((one for one in around if is_function(one)), None)
+        scope = scope or next(one for one in around if isinstance(one, ast.stmt))
+        return any(self._may_be(text) for part in ast.walk(scope) for text in self._texts_of_test(part))
+
+    def _texts_of_test(self, node: ast.AST) -> list[str]:
+        """Return the texts that names are compared with, if a node does so."""
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Call) and last_name(node.func) in _TESTS:
+            values = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+        elif isinstance(node, ast.Compare) and last_name(node.left) != "__name__":
+            is_test = isinstance(node.ops[0], ast.Eq | ast.In | ast.NotEq | ast.NotIn)
+            values = [node.left, *node.comparators] if is_test else []
+        parts = [part for one in values for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+        parts += [value for part in parts for value in self._index.values(part)]
+        parts += [part.args[0] for part in parts if isinstance(part, ast.Call) and part.args]  # of re.compile
+        return [text for one in parts if (text := self._module.text(one)).strip("*")]
+
+    def _is_spared(self, node: ast.AST) -> bool:
+        """Return whether tests around a call exclude directories or checkpoints, or directories have their own call."""
+        for test, is_true in self._guards(node):
+            if isinstance(test, ast.UnaryOp):
+                test, is_true = test.operand, not is_true
+            for one in test.values if isinstance(test, ast.BoolOp) else [test]:
+                asked, texts = _called(one), self._texts_of_test(one)
+                if asked & _IS_FOLDER and not is_true:
+                    return True
+                is_asked = is_true is not (
+                    isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.NotEq | ast.NotIn)
+                )
+                is_of_one = isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.Eq | ast.NotEq)
+                if texts and any(map(self._may_be, texts)) is not is_asked and (is_asked or not is_of_one):
+                    return True
+        around = [one for one in self._index.above(node) if isinstance(one, ast.If | ast.IfExp | ast.Try)]
+        by_kind = (one for one in around if isinstance(one, ast.Try) or _called(one.test) & (_IS_FOLDER | _IS_FILE))
+        return any(_FOR_FOLDERS & {last_name(part) for part in ast.walk(one)} for one in by_kind)
+
+    def _guards(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+        """Yield the tests whose result is known at a node: those around it, and those before that would have left."""
+        child = node
+        for parent in self._index.above(node):
+            if isinstance(parent, ast.If | ast.While | ast.IfExp) and child is not parent.test:
+                yield (
+                    parent.test,
+                    child is parent.body or child in (parent.body if isinstance(parent.body, list) else ()),
+                )
+            elif isinstance(parent, ast.ListComp | ast.SetComp | ast.GeneratorExp) and child is parent.elt:
+                yield from ((test, True) for one in parent.generators for test in one.ifs)
+            block = getattr(parent, "body", None)
+            for before in block[: block.index(child)] if isinstance(block, list) and child in block else []:
+                if isinstance(before, ast.If) and isinstance(before.body[-1], ast.Continue | ast.Return | ast.Raise):
+                    yield before.test, False
+            child = parent
 
     def _asks_size(self, node: ast.Call) -> bool:
-        """Return whether the size is used of what ``stat`` returns."""
-        parent = self._module.parents.get(id(node))
-        if isinstance(parent, ast.Attribute):
-            return parent.attr in _SIZES
-        names = {target.id for target in getattr(parent, "targets", ()) if isinstance(target, ast.Name)}
-        attributes = [one for one in self._module.nodes if isinstance(one, ast.Attribute) and one.attr in _SIZES]
-        return any(isinstance(one.value, ast.Name) and one.value.id in names for one in attributes)
-
-    def _asks_whether_empty(self, node: ast.Call) -> bool:
-        """Return whether a size is compared with 0, which that of a directory's entry is not, either."""
-        for _, parent in self._module.above(node):
-            if isinstance(parent, ast.Compare):
-                return any(
-                    isinstance(one, ast.Constant) and one.value == 0 for one in [parent.left, *parent.comparators]
-                )
-            if not isinstance(parent, ast.Attribute):
-                break
-        return False
-
-    def _is_archive(self, node: ast.expr) -> bool:
-        return any(tag == (LIBRARY, ARCHIVE, (), False) for tag in self._evaluation.value(self._module, node))
-
-    def _of_shell(self, node: ast.Call) -> Iterator[str]:
-        dotted = self._names.of(node.func) or written(node.func).replace("()", "")
-        if dotted not in _SHELL or not node.args:
-            return
-        parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
-        values = [self._evaluation.value(self._module, part) for part in parts]
-        mentioned = any(tag.kind in (CHECKPOINT, MENTION) for value in values for tag in value)
-        if not mentioned and not any(map(self._evaluation.is_checkpoint, values)):
-            return
-        words = " ".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
-        words = " ".join([words, *(one for value in values for one in texts(value))])
-        for kind, commands in _COMMANDS.items():
-            if commands.search(words) and not _RECURSIVE.search(words):
-                yield kind
+        """Return whether the size is used, and not only compared with 0."""
+        around = [one for one in self._index.above(node) if not isinstance(one, ast.Attribute)]
+        numbers = around[0].comparators if isinstance(around[0], ast.Compare) else []
+        attributes = {one.attr for one in self._module.nodes if isinstance(one, ast.Attribute)}
+        is_size = last_name(node.func) != "stat" or attributes & {"st_size", "length"}
+        return bool(is_size) and not any(isinstance(one, ast.Constant) and one.value == 0 for one in numbers)
 
     def _parses(self, node: ast.Call) -> bool:
-        """Return whether a call makes a number of a checkpoint's name, or takes it apart by a regular expression."""
-        dotted = self._names.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
-        values = [self._evaluation.value(self._module, arg) for arg in node.args]
-        if dotted in {"int", "float"}:
-            held = any(tag.kind == CHECKPOINT and not tag.place for value in values for tag in value)
-            return (held or any(map(self._evaluation.is_checkpoint, values))) and not self._is_number(node)
-        name = last_name(node.func)
-        if name not in _RE_FUNCTIONS or not isinstance(node.func, ast.Attribute):
+        """Return whether a call makes a number of a part of a name, or takes a name apart by a regular expression."""
+        if last_name(node.func) in _TESTS:
+            return any("(" in text and self._may_be(text) for text in self._texts_of_test(node))
+        if last_name(node.func) not in {"int", "float"} or not node.args:
             return False
-        of_module = dotted.startswith("re.")
-        if not values:
-            return False
-        subjects = values[1:] if of_module else values[:1]
-        pattern = values[0] if of_module else self._evaluation.value(self._module, node.func.value)
-        is_asked = any(map(self._evaluation.is_checkpoint, subjects)) or self._looks_for_checkpoints(node)
-        only_asks = name in _RE_TESTS and bool(texts(pattern)) and not any(map(_GROUP.search, texts(pattern)))
-        return is_asked and not only_asks
+        parts = list(ast.walk(node.args[0]))
+        texts = {part.value for part in parts if isinstance(part, ast.Constant)}
+        return bool(texts & {"_", *self._prefixes}) and any(map(self._is_checkpoint, parts))
 
-    def _is_number(self, node: ast.Call) -> bool:
-        """Return whether a test has found that a text is a number: then no name makes it fail."""
-        asked = [part for test, is_true in guards(self._module, node) if is_true for part in ast.walk(test)]
-        return any(isinstance(part, ast.Call) and last_name(part.func) in _NUMBER_TESTS for part in asked)
-
-    def _selects(self, node: ast.expr) -> bool:
-        """Return whether a test asks for names, and is no test that passes over them; nothing may be done to them."""
-        is_asked = True
-        for child, parent in self._module.above(node):
-            if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
-                is_asked = not is_asked
-            elif isinstance(parent, ast.If | ast.IfExp | ast.While) and child is parent.test:
-                passes_over = isinstance(parent, ast.If) and isinstance(parent.body[0], ast.Continue)
-                return is_asked is not passes_over
-            elif not isinstance(parent, ast.BoolOp):
-                is_filter = isinstance(parent, ast.comprehension | ast.GeneratorExp | ast.ListComp | ast.Return)
-                return is_asked and (is_filter or isinstance(parent, ast.Assert))
-        return False
-
-    def _looks_for_checkpoints(self, node: ast.Call | ast.Compare) -> bool:
-        """Return whether a test tells the checkpoints among the entries of a listing."""
-        asked = node.args if isinstance(node, ast.Call) else [node.left, *node.comparators]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            asked = [node.func.value, *asked]
-        before = [self._evaluation.before_tests(self._module, arg) for arg in asked]
-        numbers = {int(tag.of) for value in before for tag in value if tag.kind == ENTRY}
-        listings = self._evaluation.listings
-        told = [number for number in numbers if listings.says(self._module, node, True, number) == "checkpoint"]
-        for number in told:
-            listings.by_id[number].has_checkpoints = True
-        return bool(told)
-
-    def _removes_directories(self, node: ast.Call) -> bool:
-        """Return whether a call removes the directories in a run directory: checkpoints are among them."""
-        if last_name(node.func) not in {"rmtree", "rmdir", "DeleteRecursively"}:
-            return False
-        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        values = [self._evaluation.value(self._module, one) for one in [*receiver, *node.args]]
-        listings = self._evaluation.listings.by_id
-        listed = [listings[int(tag.of)] for value in values for tag in value if tag.kind == ENTRY and not tag.place]
-        of_run = [one for one in listed if one.of_run and one.gives in (ALL, DIRECTORIES)]
-        if last_name(node.func) == "rmdir":  # of what is empty, as all are from the bottom up once all files are gone
-            of_run = [one for one in of_run if not self._removes_all_files(one)]
-        if not of_run:
-            return False
-        asked = [
-            last_name(part.func)
-            for test, _ in guards(self._module, node)
-            for part in ast.walk(test)
-            if isinstance(part, ast.Call)
-        ]
-        tolerant = any(keyword.arg == "ignore_errors" for keyword in node.keywords)
-        return tolerant or bool(_FILE_FIRST & set(asked)) or any(one.gives == DIRECTORIES for one in of_run)
-
-    def _removes_all_files(self, listing: Listing) -> bool:
-        """Return whether a program removes each file that a walk from the bottom up gives."""
-        is_upwards = any(one.arg == "topdown" and written(one.value) == "False" for one in listing.call.keywords)
-        listings = self._evaluation.listings.by_id
-        numbers = {number for number, one in listings.items() if one.call is listing.call and one.gives == FILES}
-        calls = (node for node in self._module.nodes if isinstance(node, ast.Call) and node.args)
-        removing = (node for node in calls if self.kind_of(node.func) == "remove")
-        return is_upwards and any(
-            tag.kind == ENTRY and int(tag.of) in numbers
-            for node in removing
-            for tag in self._evaluation.before_tests(self._module, node.args[0])
-        )
-
-    def _polls(self, node: ast.While) -> bool:
-        calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-        asked = [call for call in calls if last_name(call.func) in {"exists", "Exists", "isfile", "is_file"}]
-        values = [value for call in asked for value in (*call.args, getattr(call.func, "value", None))]
-        held = any(self._evaluation.holds(self._module, value) for value in values)
-        return held and any(last_name(call.func) == "sleep" for call in calls)
+    def _words_for_files(self, command: ast.expr) -> list[str]:
+        """Return the words of a shell command, if it is one that passes over directories."""
+        parts = command.elts if isinstance(command, ast.List | ast.Tuple) else [command]
+        text = " ".join(map(self._module.text, parts))
+        try:
+            words = shlex.split(re.sub(r"(;|&&|\||>)", r" \1 ", text))
+        except ValueError:
+            words = text.split()
+        is_one = any(map(_COMMANDS.fullmatch, words)) and not any(map(_TAKES_FOLDERS.match, words))
+        return words if is_one else []
 
 
-def _does_the_same(of_files: Sequence[ast.AST], of_folders: Sequence[ast.AST]) -> bool:
-    """Return whether code does to directories what other code does to files."""
-    files, folders = (
-        {last_name(part) for one in nodes for part in ast.walk(one) if isinstance(part, ast.Name | ast.Attribute)}
-        for nodes in (of_files, of_folders)
-    )
-    return any(files & one and folders & other for one, other in _OF_FILES_AND_FOLDERS)
+def _letters(text: str) -> int:
+    return sum(map(str.isalpha, text))
 
 
-def _is_mode_to_write(node: ast.expr) -> bool:
-    """Return whether an argument opens a file to write it: then it is not a checkpoint of the legacy API."""
-    mode = node.value if isinstance(node, ast.Constant) else None
-    return isinstance(mode, str) and bool(re.fullmatch(r"[wax][bt+]*", mode))
+def _called(node: ast.AST) -> set[str]:
+    return {last_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}

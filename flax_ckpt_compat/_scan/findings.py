@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # What a finding asks for: a change of the code, a look at it, or nothing.
@@ -18,10 +19,73 @@ class Kind(NamedTuple):
     action: str = NOTHING  # `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat
 
 
+def _breaks(title: str, happens: str, remedy: str, action: str = CHANGE) -> Kind:
+    """Return a kind of code that expects one file: the same happens with Flax alone and with flax_ckpt_compat."""
+    return Kind(title, happens, happens, remedy, action)
+
+
 _SAME = "works as before"
 
+# In the order in which a person should look.
 KINDS = {
-    # Uses of the API.
+    # Code that treats a checkpoint as one file.
+    "remove": _breaks(
+        "deletes a file", "IsADirectoryError, or PermissionError",
+        "let overwrite=True or keep= remove it, or use shutil.rmtree for directories",
+    ),
+    "remove-folders": _breaks(
+        "deletes directories of a listing", "the checkpoints are among them",
+        "name the directories to delete, or pass over available_steps", CHECK,
+    ),
+    "copy": _breaks(
+        "copies a file", "IsADirectoryError", "shutil.copytree for directories; copy to a temporary name, then rename",
+    ),
+    "upload": _breaks(
+        "uploads or packs a file", "fails, or packs an empty directory",
+        "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly",
+    ),
+    "shell": _breaks(
+        "runs a shell command on a file", "fails, or skips directories",
+        "add -r (cp, rm, scp, gsutil, rsync, zip) or --recursive (aws s3, azcopy); pack with tar",
+    ),
+    "open": _breaks("opens a file", "IsADirectoryError", "restore_checkpoint(path, None) reads both formats"),
+    "is-file": _breaks("asks whether a path is a file", "False: it is a directory", "os.path.exists"),
+    "size": _breaks(
+        "takes the size of a file", "the size of a directory's entry, about 4096",
+        "iter_checkpoints gives sizes of both formats",
+    ),
+    "file-names": _breaks(
+        "looks among the names of files", "checkpoints are among the names of directories",
+        "available_steps, or iter_checkpoints",
+    ),
+    "glob": Kind(
+        "lists checkpoints", "also gives temporaries of Orbax, which are not checkpoints",
+        "also gives _gda folders; temporaries have other names",
+        "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
+    ),
+    "parse-name": Kind(
+        "reads the step from a name", "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
+        "works for names that latest_checkpoint returns", "available_steps gives the steps", CHECK,
+    ),
+    "poll": Kind(
+        "waits until a name appears", "on object stores, the name is there before the arrays",
+        "the name appears when all is written; on object stores, its marker does",
+        "latest_checkpoint passes over what is incomplete", CHECK,
+    ),
+    "wrapped": _breaks(
+        "passes a checkpoint to another library", "depends on that library", "see whether it takes directories", CHECK
+    ),
+    # Uses of the API that need a look.
+    "flag": Kind(
+        "sets or reads the flag", "decides the format", "decides the format, at each call",
+        "leave one place that sets it, and flip it there", CHECK,
+    ),
+    "relative-path": Kind(
+        "saves to or restores from a relative path", "ValueError: Checkpoint path should be absolute",
+        "works, but to go back to Flax alone fails: it restores directories by absolute paths only",
+        "os.path.abspath keeps the way back open", CHECK,
+    ),
+    # Uses of the API that need nothing.
     "import": Kind(
         "imports the legacy API", "the module is deprecated", _SAME,
         "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()",
@@ -40,10 +104,6 @@ KINDS = {
     "lookup": Kind("looks up checkpoints or steps", "also counts temporaries of Orbax", _SAME),
     "async-manager": Kind("saves in the background", "uses Orbax's own checkpointer instead", _SAME),
     "other-api": Kind("uses another name of the legacy API", "the module is deprecated", _SAME),
-    "flag": Kind(
-        "sets or reads the flag", "decides the format", "decides the format, at each call",
-        "leave one place that sets it, and flip it there", CHECK,
-    ),
     "orbax-utils": Kind("uses flax.training.orbax_utils", "needs Orbax", "needs Flax's module and Orbax"),
     "transforms": Kind(
         "restores by Orbax's transformations", "deprecated in Orbax", "works for both formats",
@@ -51,11 +111,6 @@ KINDS = {
     ),
     "untyped-restore": Kind(
         "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before",
-    ),
-    "relative-path": Kind(
-        "saves to or restores from a relative path", "ValueError: Checkpoint path should be absolute",
-        "works, but to go back to Flax alone fails: it restores directories by absolute paths only",
-        "os.path.abspath keeps the way back open", CHECK,
     ),
     "process-guard": Kind(
         "saves in one process only", "waits for the other processes for ever",
@@ -65,76 +120,21 @@ KINDS = {
         "catches errors of a restore", "a mismatch no longer raises: initial values are kept",
         "raises the same classes for both formats",
     ),
-    # Code around it that expects one file.
-    "remove": Kind(
-        "deletes a checkpoint as a file", "IsADirectoryError, or PermissionError",
-        "IsADirectoryError, or PermissionError",
-        "let overwrite=True or keep= remove it, or use shutil.rmtree for directories", CHANGE,
-    ),
-    "copy": Kind(
-        "copies a checkpoint as a file", "IsADirectoryError", "IsADirectoryError",
-        "shutil.copytree for directories; copy to a temporary name, then rename", CHANGE,
-    ),
-    "shell-copy": Kind(
-        "copies a checkpoint by a shell command", "directories are skipped without -r",
-        "directories are skipped without -r",
-        "add -r (cp, scp, gsutil, rsync, zip) or --recursive (aws s3, azcopy)", CHANGE,
-    ),
-    "shell-remove": Kind(
-        "deletes a checkpoint by a shell command", "rm: Is a directory", "rm: Is a directory",
-        "let overwrite=True or keep= remove it, or add -r", CHANGE,
-    ),
-    "remove-folders": Kind(
-        "deletes the directories in a checkpoint directory", "deletes the checkpoints, too",
-        "deletes the checkpoints, too", "name the directories to delete, or pass over available_steps", CHANGE,
-    ),
-    "file-names": Kind(
-        "looks for checkpoints among the names of files", "finds none: they are among the names of directories",
-        "finds none: they are among the names of directories", "available_steps, or iter_checkpoints", CHANGE,
-    ),
-    "upload": Kind(
-        "uploads or packs a checkpoint as a file", "fails, or packs an empty directory",
-        "fails, or packs an empty directory",
-        "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly", CHANGE,
-    ),
-    "open": Kind(
-        "opens a checkpoint as a file", "IsADirectoryError", "IsADirectoryError",
-        "restore_checkpoint(path, None) reads both formats", CHANGE,
-    ),
-    "is-file": Kind(
-        "asks whether a checkpoint is a file", "False: it is a directory", "False: it is a directory",
-        "os.path.exists, or latest_checkpoint", CHANGE,
-    ),
-    "only-files": Kind(
-        "takes only the files of a checkpoint directory", "passes over the checkpoints",
-        "passes over the checkpoints", "add those of available_steps, or iter_checkpoints", CHANGE,
-    ),
-    "size": Kind(
-        "takes the size of a checkpoint file", "the size of a directory's entry, about 4096",
-        "the size of a directory's entry, about 4096", "iter_checkpoints gives sizes of both formats", CHANGE,
-    ),
-    "glob": Kind(
-        "lists checkpoints by a pattern", "also gives temporaries of Orbax, which are not checkpoints",
-        "also gives _gda folders; temporaries have other names",
-        "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
-    ),
-    "parse-name": Kind(
-        "reads the step from a checkpoint's name", "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
-        "works for names that latest_checkpoint returns", "available_steps gives the steps", CHECK,
-    ),
-    "wrapped": Kind(
-        "passes a checkpoint to a function that was not scanned", "depends on that function",
-        "depends on that function", "scan its code, too, or look whether it takes directories", CHECK,
-    ),
-    "poll": Kind(
-        "waits until a checkpoint's name appears", "on object stores, the name is there before the arrays",
-        "the name appears when all is written; on object stores, its marker does",
-        "latest_checkpoint passes over what is incomplete", CHECK,
-    ),
 }  # fmt: skip
 
-# Where a scan loses sight, so that "0 to change" does not hold for what comes after.
-NOT_FOLLOWED = {
-    "call": "passes a checkpoint to code that was not scanned",
-    "path": "handles a file of which nothing is known",
-}
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of code that saves, restores or handles checkpoints."""
+
+    path: str  # File, as it was named or found
+    cell: int | None  # Number of the notebook's code cell from 1; None in Python files
+    line: int  # Line in the file or cell, from 1
+    kind: str  # Key of `KINDS`
+    action: str  # `CHANGE`, `CHECK` or `NOTHING`; `CHECK` where nothing says that the path is a checkpoint
+    code: str  # The line, without its indentation
+
+    @property
+    def about(self) -> Kind:
+        """Return the description of the kind of finding."""
+        return KINDS[self.kind]

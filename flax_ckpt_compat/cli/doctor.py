@@ -21,7 +21,7 @@ from flax_ckpt_compat._view.report import Line, Report
 from ._command_base import Command, json_option, path_argument, print_report
 
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
-_OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors", "libcst")
+_OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors")
 _FLAG = "FLAX_USE_ORBAX_CHECKPOINTING"
 _LEGACY = "flax.training.checkpoints"
 

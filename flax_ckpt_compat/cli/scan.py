@@ -1,4 +1,4 @@
-"""Define ``flax-ckpt scan``, and show what was found: as a table for people, as data, and as SARIF for code review."""
+"""Define ``flax-ckpt scan``, and show the places that it lists."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.text import Text
 
-from flax_ckpt_compat import __version__
 from flax_ckpt_compat._core.text_formatting import counted
-from flax_ckpt_compat._scan.findings import CHANGE, CHECK, KINDS, NOT_FOLLOWED, NOTHING
-from flax_ckpt_compat._scan.project import Finding, ScanReport, scan
+from flax_ckpt_compat._scan import ScanReport, scan
+from flax_ckpt_compat._scan.findings import CHANGE, CHECK, KINDS, NOTHING, Finding
+from flax_ckpt_compat._scan.fix import fix
 from flax_ckpt_compat._view.report import Line, Report
 
 from ._command_base import Command, FailedError, echo, print_report
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
-_MOST_PLACES = 5  # that were not followed, where not all are asked for
-_HANG = 4  # spaces before what continues a line, besides its own
-_SARIF_LEVEL = {CHANGE: "error", CHECK: "warning", NOTHING: "note"}
 _HEADINGS = {
     CHANGE: ("Change these: they expect a checkpoint to be one file", "red"),
-    CHECK: ("Look at these", "yellow"),
+    CHECK: ("Look at these: some may handle checkpoints", "yellow"),
     NOTHING: ("Nothing to do: these work on both formats with flax_ckpt_compat", "green"),
 }
 
@@ -42,64 +37,45 @@ _HEADINGS = {
     examples="""
 flax-ckpt scan .
 flax-ckpt scan train.py eval.ipynb --verbose
-flax-ckpt scan src --sarif > scan.sarif
 flax-ckpt scan src --fix
 """,
 )
 @click.argument("code", nargs=-1, required=True, metavar="CODE...", type=click.Path(exists=True))
 @click.option("--json", "as_json", is_flag=True, help="JSON: one object a finding, with what each means.")
-@click.option("--sarif", "as_sarif", is_flag=True, help="SARIF 2.1.0, for code review tools.")
-@click.option(
-    "--fix", "do_fix", is_flag=True, help="Show changes of imports and safe file operations as a diff, then ask."
-)
+@click.option("--fix", "do_fix", is_flag=True, help="Show changes of imports as a diff, then ask.")
 @click.option("--yes", is_flag=True, help="With --fix: do not ask.")
 @click.option("-v", "--verbose", is_flag=True, help="List also the places that need nothing.")
-def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> bool:
-    """Find the uses of flax.training.checkpoints in CODE, and what breaks when checkpoints become directories.
+def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, verbose: bool) -> bool:
+    """List the uses of flax.training.checkpoints in CODE, and what breaks when checkpoints become directories.
 
-    CODE is Python files, notebooks, and folders of them. It is parsed, never run. Found are calls, imports,
-    aliases and settings of the flag, and the code around them that expects a checkpoint to be one file:
-    os.remove, shutil.copy, open, globs, uploads.
-
-    Paths are followed from file to file: pass a whole project at once.
+    CODE is Python files, notebooks, and folders of them. It is parsed, never run. Listed are calls, imports,
+    aliases and settings of the flag; and, in files that use the API or are one import away, the calls that treat a
+    path as one file: os.remove, shutil.copy, open, globs, uploads, shell commands.
 
     Exit code 0 if nothing has to change, 1 if something has, 2 if a file of CODE cannot be read.
     """
     report = scan(code)
-    is_data = as_json or as_sarif
-    if do_fix and not is_data:
+    if do_fix and not as_json:
         is_fixed = _fix(report, yes=yes)
         report = scan(code)
         if is_fixed:
             _tell_of_flax(report)
-    to_value = functools.partial(_to_sarif if as_sarif else _to_json, report)
-    print_report(Report(lines_of(report, verbose=verbose), to_value), as_json=is_data)
+    print_report(Report(lines_of(report, verbose=verbose), functools.partial(_to_json, report)), as_json=as_json)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
-    has_changes = any(found.about.action == CHANGE for found in report.findings)
+    has_changes = any(found.action == CHANGE for found in report.findings)
     if report.unreadable and not has_changes:  # nobody knows what they do
         sys.exit(FailedError.exit_code)
-    if has_changes and not (is_data or do_fix):
-        echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
     return has_changes
 
 
 def _fix(report: ScanReport, *, yes: bool) -> bool:
     """Show the changes as a diff and write them, each file at once; return whether none is left to write."""
-    try:
-        from flax_ckpt_compat._scan.fix import UnchangedError, fix
-    except ImportError as error:
-        raise FailedError("--fix needs libcst: pip install libcst") from error
     changed: dict[Path, str] = {}
     for path in dict.fromkeys(found.path for found in report.findings if found.cell is None):
         with tokenize.open(path) as file:
             before = file.read()
-        try:
-            after = fix(before, [found for found in report.findings if found.path == path])
-        except UnchangedError as error:
-            echo(f"Not changed: {path}: {error}. Change its imports by hand.")
-            continue
-        if after != before:
+        if (after := fix(before)) != before:
             changed[Path(path)] = after
             for line in difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm=""):
                 click.secho(line, fg=_COLORS.get(line[0]), bold=line.startswith(("---", "+++")))
@@ -135,77 +111,41 @@ def _replace(path: Path, text: str) -> None:
 
 def lines_of(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
     """Yield the findings by what they ask for, then by kind; if ``verbose``, also each place that needs nothing."""
+    kinds = list(KINDS)
     for action, (heading, style) in _HEADINGS.items():
-        found = [finding for finding in report.findings if finding.about.action == action]
+        found = sorted((one for one in report.findings if one.action == action), key=lambda one: kinds.index(one.kind))
         if found:
             yield _line(f"[bold {style}]{heading}[/]")
-        for kind, places in itertools.groupby(
-            sorted(found, key=lambda one: list(KINDS).index(one.kind)), lambda one: one.kind
-        ):
+        for kind, places in itertools.groupby(found, key=lambda one: one.kind):
             yield from _of_kind(kind, list(places), list_all=verbose or action != NOTHING)
-    yield from _not_followed(report, list_all=verbose)
     for path, reason in report.unreadable:
         yield _line(f"[yellow]Not read:[/] {escape(path)}: {escape(reason)}")
-    changes = sum(finding.about.action == CHANGE for finding in report.findings)
-    files = len({finding.path for finding in report.findings})
-    uses = f"{len(report.findings)} uses in {files}; {changes} to change, {len(report.actions) - changes} to look at"
-    if report.not_followed:
-        uses += f", {len(report.not_followed)} not followed"
-    if report.unreadable:
-        uses += f", {len(report.unreadable)} not read"
-    yield Line(f"{counted(report.files, 'file')}; {uses if files else 'no use of flax.training.checkpoints'}.")
-
-
-def _not_followed(report: ScanReport, *, list_all: bool) -> Iterator[Line]:
-    """Yield the places where the scan lost sight of checkpoints; of many only the first."""
-    lost = report.not_followed
-    if lost:
-        yield _line("[bold yellow]Not followed: look yourself whether these handle checkpoints[/]")
-    for kind, title in NOT_FOLLOWED.items():
-        places = [place for place in lost if place.kind == kind]
-        if places:
-            yield _line(f"[bold]{title}[/] [dim]({len(places)})[/]", 2)
-            yield from map(_place_line, places if list_all else places[:_MOST_PLACES])
-            if len(places) > _MOST_PLACES and not list_all:
-                yield _line(f"[dim]and {len(places) - _MOST_PLACES} more: --verbose lists them[/]", 6)
+    numbers = {action: sum(one.action == action for one in report.findings) for action in _HEADINGS}
+    uses = (
+        f"{counted(len(report.findings), 'use')} in {len({one.path for one in report.findings})}; "
+        f"{numbers[CHANGE]} to change, {numbers[CHECK]} to look at"
+    )
+    unread = f", {len(report.unreadable)} not read" if report.unreadable else ""
+    uses = uses if report.findings else "no use of flax.training.checkpoints"
+    yield Line(f"{counted(report.files, 'file')}; {uses}{unread}.")
 
 
 def _of_kind(kind: str, places: list[Finding], *, list_all: bool) -> Iterator[Line]:
     about = KINDS[kind]
-    yield _line(f"[bold]{about.title}[/] [dim]({kind}, {len(places)})[/]", 2)
+    yield _line(f"  [bold]{about.title}[/] [dim]({kind}, {len(places)})[/]")
     if about.flax != about.shim:
-        yield _line(f"[dim]flag on, Flax alone:[/] {escape(about.flax)}", 4)
-        yield _line(f"[dim]with flax_ckpt_compat:[/] {escape(about.shim)}", 4)
+        yield _line(f"    [dim]flag on, Flax alone:[/] {escape(about.flax)}")
+        yield _line(f"    [dim]with flax_ckpt_compat:[/] {escape(about.shim)}")
     else:
-        yield _line(f"[dim]flag on:[/] {escape(about.flax)}", 4)
+        yield _line(f"    [dim]flag on:[/] {escape(about.flax)}")
     if about.remedy:
-        yield _line(f"[dim]instead:[/] {escape(about.remedy)}", 4)
-    yield from map(_place_line, places if list_all else [])
+        yield _line(f"    [dim]instead:[/] {escape(about.remedy)}")
+    yield from (Line(f"      {_where(place)}  {place.code}") for place in (places if list_all else []))
 
 
-def _place_line(place: Finding) -> Line:
-    text = f"      {_where(place)}  {place.code}"
-    return Line(text, rich=functools.partial(_cut, text))
-
-
-def _cut(text: str, width: int) -> Iterator[Text]:
-    line = Text(text)
-    line.truncate(width, overflow="ellipsis")
-    yield line
-
-
-def _line(markup: str, indent: int = 0) -> Line:
-    """Return a line; on a terminal in the colours of the markup, and what continues it further to the right."""
+def _line(markup: str) -> Line:
     text = Text.from_markup(markup)
-    return Line(" " * indent + text.plain, rich=functools.partial(_wrapped, text, indent))
-
-
-def _wrapped(text: Text, indent: int, width: int) -> Iterator[Padding]:
-    console = Console(width=width)
-    first, *more = text.wrap(console, max(1, width - indent))
-    rest = Text(" ").join(more).wrap(console, max(1, width - indent - _HANG))
-    for line, left in [(first, indent), *((line, indent + _HANG) for line in rest if line)]:
-        yield Padding(line, (0, 0, 0, left), expand=False)
+    return Line(text.plain, rich=lambda _: iter([text]))
 
 
 def _where(finding: Finding) -> str:
@@ -219,54 +159,5 @@ def _to_json(report: ScanReport) -> dict[str, Any]:
     return {
         "files": report.files,
         "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
-        "findings": [{**dataclasses.asdict(found), **found.about._asdict()} for found in report.findings],
-        "not_followed": [
-            {**dataclasses.asdict(lost), "title": NOT_FOLLOWED[lost.kind]} for lost in report.not_followed
-        ],
-    }
-
-
-def _to_sarif(report: ScanReport) -> dict[str, Any]:
-    """Return the report in SARIF 2.1.0, which GitHub and editors read; columns count from 1 there.
-
-    A finding in a notebook has the line of its cell, and the cell's number in the message.
-    """
-    rules = [
-        {"id": kind, "shortDescription": {"text": about.title}, "help": {"text": about.remedy or about.shim}}
-        for kind, about in KINDS.items()
-    ]
-    rules += [
-        {"id": f"not-followed-{kind}", "shortDescription": {"text": title}, "help": {"text": "look yourself"}}
-        for kind, title in NOT_FOLLOWED.items()
-    ]
-    results = [_result(found) for found in report.findings]
-    results += [
-        _place(lost, f"not-followed-{lost.kind}", "note", NOT_FOLLOWED[lost.kind]) for lost in report.not_followed
-    ]
-    driver = {"name": "flax-ckpt scan", "version": __version__, "rules": rules}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
-    }
-
-
-def _result(found: Finding) -> dict[str, Any]:
-    about = found.about
-    remedy = f" Instead: {about.remedy}." if about.remedy else ""
-    text = f"{about.title}. With the flag on: {about.shim}.{remedy}"
-    return _place(found, found.kind, _SARIF_LEVEL[about.action], text)
-
-
-def _place(found: Finding, rule: str, level: str, text: str) -> dict[str, Any]:
-    cell = f"Cell {found.cell}: " if found.cell else ""
-    location = {
-        "artifactLocation": {"uri": found.path.replace("\\", "/")},
-        "region": {"startLine": found.line, "startColumn": found.column + 1},
-    }
-    return {
-        "ruleId": rule,
-        "level": level,
-        "message": {"text": f"{cell}{text}"},
-        "locations": [{"physicalLocation": location}],
+        "findings": [{**found.about._asdict(), **dataclasses.asdict(found)} for found in report.findings],
     }

@@ -1,7 +1,0 @@
-class Paths:
-    ROOT = None
-    NAME = "policy_"
-
-    @classmethod
-    def of(cls, step):
-        return f"{cls.ROOT}/{cls.NAME}{step}"

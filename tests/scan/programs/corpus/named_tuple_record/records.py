@@ -1,7 +1,0 @@
-from typing import NamedTuple
-
-
-class Saved(NamedTuple):
-    step: int
-    path: str
-    loss: float
