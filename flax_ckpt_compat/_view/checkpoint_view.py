@@ -23,6 +23,7 @@ from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
+from flax_ckpt_compat._view.report import Report, _Shown
 
 # ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
 LeafPath = str | tuple[str | int, ...]
@@ -71,8 +72,8 @@ def open_checkpoint(
     return locating.read_found(checkpoint_dir, step, open_one, doing="open")
 
 
-class Checkpoint:
-    """An open checkpoint: the structure is loaded, values are read on demand; in notebooks, a tree to search.
+class Checkpoint(_Shown):
+    """An open checkpoint: the structure is loaded, values are read on demand; notebooks show its tree.
 
     Attributes:
         path: absolute path of the file or directory.
@@ -103,10 +104,12 @@ class Checkpoint:
         leaves = sum(1 for _ in self._handles())
         return f"<Checkpoint {printable(self.path, one_line=True)} ({self.format}), step {self.step}, {leaves} leaves>"
 
-    def _repr_html_(self) -> str:
-        from flax_ckpt_compat._view import show, show_html  # not for programs that only read
+    __str__ = __repr__
 
-        return show_html.fragment(show.contents_of(self._opened))
+    def _report(self) -> Report:
+        from flax_ckpt_compat._view import show  # not for programs that only read
+
+        return show.short_report(show.contents_of(self._opened))
 
     def close(self) -> None:
         """Close the files; values already read stay valid."""

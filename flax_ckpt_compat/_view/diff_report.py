@@ -12,7 +12,7 @@ from typing import Any, Literal
 from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 from flax_ckpt_compat._view.array_values import Values
-from flax_ckpt_compat._view.report import Line, Report
+from flax_ckpt_compat._view.report import Line, Report, _Shown
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _MARKS = {"only in a": "-", "only in b": "+"}
@@ -40,7 +40,7 @@ class LeafDifference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(_Shown):
     """Result of `diff`; prints as text.
 
     Attributes:
@@ -63,8 +63,8 @@ class Diff:
         """Return whether nothing differs."""
         return not self.differences
 
-    def __str__(self) -> str:
-        return str(report(self))
+    def _report(self) -> Report:
+        return report(self)
 
 
 def report(found: Diff) -> Report:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.fold_names import Row, fold, one_line
-from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._restore.plan import TreePlan
 from flax_ckpt_compat._restore.policies import refused_by_flax_name
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._view.plan_rows import MAX_ROWS, PlannedLeaf, cells_of, rows_of, topmost_subtrees
-from flax_ckpt_compat._view.report import Line, Report
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+from flax_ckpt_compat._view.report import Line, Report, Table, _Shown
 
 # What restore_checkpoint does instead of an error of restore.
 _MILD = {
@@ -31,7 +27,6 @@ _MILD = {
 }
 _MAX_STEPS = 12  # of a proposal that is printed with the plan; longer ones are printed by themselves
 _MAX_WIDTH = 80
-_FRAME = 10  # characters of a table of three columns
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
 
 
@@ -43,8 +38,8 @@ class _Travelled(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
-    """Preview of a restore; prints as a table, and in notebooks as a tree that can be searched.
+class Plan(_Shown):
+    """Preview of a restore; prints as a table, and in notebooks, too.
 
     Attributes:
         path: absolute path of the checkpoint.
@@ -97,16 +92,8 @@ class Plan:
         title = " ".join(_title(self).replace("\n", ";", 1).split())
         return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
 
-    def _repr_html_(self) -> str:
-        from flax_ckpt_compat._view import plan_html  # for notebooks alone
-
-        return plan_html.render("\n".join([_title(self), *_verdict(self)]), self.leaves, self.unused)
-
-    def __str__(self) -> str:
-        return _text(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from _rich(self, options.max_width)
+    def _report(self) -> Report:
+        return report(self)
 
     def __reduce__(self) -> Any:
         # The report only, without the trees and the target's arrays.
@@ -120,80 +107,17 @@ def report(plan: Plan) -> Report:
     return Report(_lines(plan), functools.partial(_to_json, plan), found=plan.raises is not None)
 
 
-def _lines(plan: Plan) -> Iterator[Line]:
-    yield Line(_text(plan), rich=functools.partial(_rich, plan))
-
-
-def _text(plan: Plan) -> str:
-    """Render the plan as text, without colours: what a restore does, proposed rules, and a table of the leaves."""
+def _lines(plan: Plan) -> Iterator[Line | Table]:
+    """Yield what a restore does, proposed rules, a table of the leaves, and what is not used."""
     rows, more = rows_of(plan.leaves)
-    cells = [_HEADINGS, *map(cells_of, rows)]
-    lines = [f"  {line}" for line in aligned(cells, right=())]
-    if any(row.names[0].endswith("/…") for row in rows) and max(map(len, lines)) > _MAX_WIDTH:
-        width = max(len(path) for path, _, _ in cells)
-        lines = [line for row in cells for line in _on_two_lines(row, width)]
-    return "\n".join([_title(plan), *map(printable, _verdict(plan)), *lines, *map(printable, _rest(plan, more))])
-
-
-def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
-    """Return a row as a line, or with its source below if that is too long."""
-    path, source, what = cells
-    start, column = f"  {path:<{width}}", len(_HEADINGS[1])
-    line = f"{start}  {source:<{column}}  {what}".rstrip()
-    return [line] if len(line) <= _MAX_WIDTH else [f"{start}  {'':<{column}}  {what}".rstrip(), f"    ← {source}"]
-
-
-def _rich(plan: Plan, width: int) -> Iterator[Any]:
-    """Render the plan with rich, for a console of ``width`` characters."""
-    from rich.table import Table
-    from rich.text import Text
-
-    def text(note: str) -> Any:
-        lines = (_narrow(line, width) for line in printable(note).splitlines())
-        return Text("\n".join(" ".join(_at_slashes(word, width) for word in line.split(" ")) for line in lines))
-
-    rows, more = rows_of(plan.leaves)
-    table = Table()
-    for heading in _HEADINGS:
-        table.add_column(heading, overflow="fold")
-    all_cells = [cells_of(row) for row in rows]
-    widths = _column_widths([_HEADINGS, *all_cells], width)
-    for row, cells in zip(rows, all_cells, strict=True):
-        names = [_at_slashes(cell, widths[column]) for column, cell in enumerate(cells[:2])]
-        table.add_row(*map(Text, (*names, cells[2])), style=row.detail[0])
-    # On a terminal, what stands last is seen first.
-    yield Text(_title(plan))
-    yield table
-    yield from map(text, _rest(plan, more))
-    yield from map(text, _verdict(plan))
-
-
-def _column_widths(cells: Sequence[Sequence[str]], width: int) -> tuple[int, int]:
-    """Return the widths of the two columns of names that fill a table of three."""
-    leaf, source, what = (max(len(row[column]) for row in cells) for column in range(3))
-    room = max(2, width - what - _FRAME)
-    return (min(leaf, max(room - source, room // 2)), min(source, max(room - leaf, room // 2)))
-
-
-def _at_slashes(name: str, width: int) -> str:
-    """Break a key path that is longer than a line after its slashes, as far as that is possible."""
-    lines = [""]
-    for part in re.findall("[^/]*/|[^/]+", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
-
-
-def _narrow(line: str, width: int) -> str:
-    """Put the comment of a long line of Python above it: wrapped code cannot be pasted."""
-    code, sign, comment = line.partition("  # ")
-    if not sign or len(line) <= width:
-        return line
-    indent = " " * (len(code) - len(code.lstrip()))
-    return "\n".join(
-        [*textwrap.wrap(comment, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "), code]
-    )
+    yield Line(_title(plan))
+    for text in map(printable, _verdict(plan)):
+        prose, _, code = text.partition("\n")
+        yield Line(prose)
+        if code:
+            yield Line(code, hang=None)
+    yield Table(_HEADINGS, list(map(cells_of, rows)), styles=[row.detail[0] for row in rows], indent=2)
+    yield from (Line(printable(line), hang=2) for line in _rest(plan, more))
 
 
 def _title(plan: Plan) -> str:

@@ -1,28 +1,45 @@
-"""Show what is in one checkpoint: its leaves with types, sizes and shardings, and statistics of their values."""
+"""Show what is in one checkpoint: leaves with types, sizes, shardings and statistics, as a tree or a treemap."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
+import html
+import itertools
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import MissingLeavesError
+from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
+from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location, as_text
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Path, from_leaves
+from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
+from flax_ckpt_compat._view.report import Line, Report, Table
 from flax_ckpt_compat._view.stored_leaves import Begin, StoredLeaves, describe, uncounted, wait_for_pending_saves
 
 _AT_ONCE = 2
+_HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
+_LEFT = ("leaf", "type", "sharding")
+_MAX_NAME = 100
+_MAX_ROWS = 200  # of a notebook
+_MAX_BOXES, _MAX_DEPTH = 500, 6  # of more leaves, equal numbered subtrees are one box; levels that are drawn at once
+# Black text is legible on all of them; the last is that of all further dtypes.
+_FILLS, _GREY = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4"), "#eeeeee"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,3 +172,263 @@ def _values(batch: Sequence[LeafHandle]) -> Any:
     else:
         for part in bounded_reads.pieces(batch[0]):
             yield batch[0], reader.read([part])[0]
+
+
+@dataclasses.dataclass(slots=True)
+class _Subtree:
+    """A subtree, or a leaf."""
+
+    name: str  # the last name of its key path, as messages show it: a slash within it is ``\\/``
+    children: dict[str, _Subtree] = dataclasses.field(default_factory=dict)
+    leaf: ShownLeaf | None = None
+    count: int = 0  # number of leaves
+    nbytes: int = 0  # their size in memory, in bytes
+    form: str = ""  # equal for subtrees of equal names, types and shardings
+    stats: Stats | None = None  # of a leaf
+
+
+def _tree_of(contents: Contents) -> _Subtree:
+    """Return the leaves as a tree, with the totals of its subtrees."""
+    root = _Subtree(show_path(()))
+    for leaf in (*contents.leaves, *contents.empty):
+        node = root
+        for name in leaf.path:
+            shown, parent = show_path((name,)), node
+            child = parent.children.get(shown)
+            node = parent.children.setdefault(shown, _Subtree(shown)) if child is None else child
+        node.leaf, node.stats = leaf, leaf.stats
+    _add_up(root, {})
+    return root
+
+
+def _add_up(node: _Subtree, forms: dict[Any, str]) -> None:
+    if all(name.isascii() and name.isdecimal() for name in node.children):
+        # Items of lists and tuples: empty ones came last.
+        node.children = dict(sorted(node.children.items(), key=lambda one: (len(one[0]), one[0])))
+    if node.leaf is not None:
+        node.count, node.nbytes = int(bool(node.leaf.kind)), node.leaf.nbytes
+    for child in node.children.values():
+        _add_up(child, forms)
+        node.count += child.count
+        node.nbytes += child.nbytes
+    own = (node.leaf.type, _sharding(node.leaf.sharding)) if node.leaf is not None else ()
+    key = own, tuple((name, child.form) for name, child in node.children.items())
+    node.form = forms.setdefault(key, str(len(forms)))
+
+
+def _folded(members: Sequence[_Subtree], name: str) -> _Subtree:
+    """Return subtrees of one form as one, with the sums of their leaves and sizes; those below are folded likewise."""
+    first = members[0]
+    count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)
+    result = _Subtree(name, {}, first.leaf, count, nbytes, stats=_merged([one.stats for one in members]))
+    for row, alike in fold_with_members([Row((key,), (one.form,)) for key, one in first.children.items()]):
+        below = [member.children[one.names[0]] for member in members for one in alike]
+        result.children[row.names[0]] = _folded(below, row.names[0])
+    return result
+
+
+def _merged(all_stats: Sequence[Stats | None]) -> Stats | None:
+    """Return the statistics of all elements of some leaves of one type."""
+    merged = None
+    for stats in filter(None, all_stats):
+        merged = merged or Stats()
+        merged.merge(stats)
+    return merged
+
+
+def title(contents: Contents) -> str:
+    """Return the first line: path, format, leaves and size."""
+    count = count_of_leaves(contents.stored)
+    count = count if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of {count}"
+    path = printable(contents.path, one_line=True)
+    return f"{path} ({contents.format}): {count}, {format_size(contents.nbytes)}"
+
+
+def report(contents: Contents, levels: int | None = None) -> Report:
+    """Return what is shown of a checkpoint; ``levels`` is the number of levels of the tree, None for all."""
+    return Report(_lines(contents, levels), functools.partial(_to_json, contents, levels))
+
+
+def short_report(contents: Contents) -> Report:
+    """Return the report with as many levels of the tree as a notebook has room for."""
+    counts = Counter(above for _, above in _nodes(_folded_tree(contents), None))
+    rows = list(itertools.accumulate(counts[level] for level in sorted(counts)))
+    return report(contents, max(1, bisect.bisect_right(rows, _MAX_ROWS)))
+
+
+@depth.limited("shown")
+def _folded_tree(contents: Contents) -> _Subtree:
+    root = _tree_of(contents)
+    return _folded([root], root.name)
+
+
+def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
+    """Yield a row for each subtree and leaf, those of numbered layers folded, red ones for NaN and infinity."""
+    yield Line(title(contents), hang=2)
+    root = _folded_tree(contents)
+    with depth.limited("shown"):
+        nodes = [(root, 0)] if root.leaf else list(_nodes(root, levels))
+    rows = [_cells(node, above) for node, above in nodes]
+    shown = [n for n, heading in enumerate(_HEADINGS) if heading in _LEFT[:2] or any(cells[n] for cells in rows)]
+    yield Table(
+        [_HEADINGS[n] for n in shown],
+        [[printable(cells[n], one_line=True) for n in shown] for cells in rows],
+        {at for at, n in enumerate(shown) if _HEADINGS[n] not in _LEFT},
+        ["red" if node.stats and (node.stats.nan or node.stats.inf) else None for node, _ in nodes],
+    )
+    yield Line("")
+    totals = by_dtype(contents).items()
+    sizes = [(name, str(one["leaves"]), format_size(one["nbytes"]) if one["nbytes"] else "") for name, one in totals]
+    yield Table(("dtype", "leaves", "size"), sizes, {1, 2})
+
+
+def _nodes(node: _Subtree, levels: int | None, above: int = 0) -> Iterator[tuple[_Subtree, int]]:
+    """Yield what is below a node, with the number of levels above it."""
+    for child in node.children.values():
+        yield child, above
+        if levels != above + 1:
+            yield from _nodes(child, levels, above + 1)
+
+
+def _cells(node: _Subtree, above: int) -> tuple[str, ...]:
+    what = ("", "") if node.leaf is None else (node.leaf.type, _sharding(node.leaf.sharding))
+    size = format_size(node.nbytes) if node.nbytes else ""
+    return f"{'  ' * above}{_short(node.name)}", what[0], str(node.count), size, *_numbers(node.stats), what[1]
+
+
+def _short(text: str) -> str:
+    """Cut off names that no line has room for: the column is as wide as the longest."""
+    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 1]}…"
+
+
+def _numbers(stats: Stats | None) -> tuple[str, ...]:
+    """Return min, max, mean, NaN and inf as text."""
+    if stats is None:
+        return ("",) * 5
+    three = ["-" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in _three(stats)]
+    return (*three, str(stats.nan), str(stats.inf))
+
+
+def _three(stats: Stats) -> tuple[Any, ...]:
+    return stats.min, stats.max, stats.mean
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharding(text: str | None) -> str:
+    """Return a saved sharding in jax's words: partition spec, and shape of the mesh; nothing for a single device."""
+    try:
+        found = json.loads(text or "{}")
+        kind = found.get("sharding_type", "")
+        if kind != "NamedSharding":
+            return "" if kind == "SingleDeviceSharding" else _short(str(kind))
+        spec = ", ".join(map(_axis, found["partition_spec"]))
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(found["axis_names"], found["shape"], strict=True))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return "?"
+    return _short(f"P({spec}) of {mesh}")
+
+
+def _axis(name: Any) -> str:
+    return f"({', '.join(map(_axis, name))})" if isinstance(name, list) else repr(name)
+
+
+def by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
+    """Return numbers and sizes of leaves by dtype, the largest first."""
+    found: dict[str, dict[str, int]] = {}
+    for leaf in contents.leaves:
+        one = found.setdefault(leaf.dtype_or_kind, {"leaves": 0, "nbytes": 0})
+        one["leaves"] += 1
+        one["nbytes"] += leaf.nbytes
+    return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
+
+
+@depth.limited("shown")
+def _to_json(contents: Contents, levels: int | None) -> dict[str, Any]:
+    """Return all as what JSON holds: every leaf, and totals by dtype, and by subtree down to a level."""
+    return {
+        "path": contents.path,
+        "format": contents.format,
+        "stored": contents.stored,
+        "nbytes": contents.nbytes,
+        "leaves": [_leaf_to_json(leaf, has_stats=contents.has_stats) for leaf in contents.leaves],
+        "empty": {show_path(node.path): node.type for node in contents.empty},
+        "dtypes": by_dtype(contents),
+        "subtrees": dict(_subtrees(_tree_of(contents), levels)),
+    }
+
+
+def _leaf_to_json(leaf: ShownLeaf, *, has_stats: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {"path": show_path(leaf.path), "kind": leaf.kind, "shape": leaf.shape, "dtype": leaf.dtype}
+    shown |= {"nbytes": leaf.nbytes, "sharding": leaf.sharding}
+    if has_stats:
+        shown["stats"] = None if leaf.stats is None else _stats_to_json(leaf.stats)
+    return shown
+
+
+def _stats_to_json(stats: Stats) -> dict[str, Any]:
+    three = [str(one) if isinstance(one, float) and not math.isfinite(one) else one for one in _three(stats)]
+    return dict(zip(("min", "max", "mean", "nan", "inf"), (*three, stats.nan, stats.inf), strict=True))
+
+
+def _subtrees(node: _Subtree, levels: int | None, path: str = "") -> Iterator[tuple[str, dict[str, int]]]:
+    for name, child in node.children.items() if levels != 0 else ():
+        if child.children:
+            here = f"{path}{name}"
+            yield here, {"leaves": child.count, "nbytes": child.nbytes}
+            yield from _subtrees(child, levels and levels - 1, f"{here}/")
+
+
+@depth.limited("shown")
+def treemap(contents: Contents) -> str:
+    """Return a treemap of sizes as HTML: a click zooms, and each box says its path, type and size."""
+    try:
+        from plotly import graph_objects
+    except ImportError:
+        message = "the treemap needs plotly: python -m pip install 'flax-ckpt-compat[plots]'"
+        raise SettingError(message) from None
+    whole = _tree_of(contents)
+    boxes = list(_boxes(_folded_tree(contents) if whole.count > _MAX_BOXES else whole))
+    kinds = [*by_dtype(contents), ""]
+    fills = dict(zip(kinds, [*_FILLS, *_FILLS[-1:] * len(kinds)], strict=False)) | {"": _GREY}
+    drawn = graph_objects.Treemap(
+        ids=[box.path for box in boxes],
+        parents=[box.parent for box in boxes],
+        labels=[box.name for box in boxes],
+        values=[box.nbytes for box in boxes],
+        text=[box.text for box in boxes],
+        marker_colors=[fills[box.kind] for box in boxes],
+        branchvalues="total",
+        hovertemplate="%{text}<extra></extra>",
+        texttemplate="%{label} %{value:.3s}B",
+        maxdepth=_MAX_DEPTH,
+    )
+    figure = graph_objects.Figure(drawn, layout={"margin": {"t": 30, "l": 0, "r": 0, "b": 0}})
+    page: str = figure.to_html(full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
+    return page
+
+
+class _Box(NamedTuple):
+    """A box of the treemap."""
+
+    path: str
+    parent: str  # path of the box around it, or ''
+    name: str
+    kind: str  # dtype of a leaf, or kind of a Python value; of a subtree ''
+    nbytes: int
+    text: str  # what it says under the mouse
+
+
+def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[_Box]:
+    path = path or node.name
+    kind, what = (node.leaf.dtype_or_kind, node.leaf.type) if node.leaf else ("", "")
+    what = f"{node.count} of {what}" if what and node.count > 1 else what or count_of_leaves(node.count)
+    text = "<br>".join((_escaped(path), _escaped(what), format_size(node.nbytes)))
+    yield _Box(path, parent, _escaped(node.name), kind, node.nbytes, text)
+    for name, child in node.children.items():
+        if child.nbytes:
+            yield from _boxes(child, f"{path}/{name}" if parent else name, path)
+
+
+def _escaped(text: str) -> str:
+    """Return text without tags: plotly's labels have some."""
+    return html.escape(printable(text, one_line=True), quote=False)

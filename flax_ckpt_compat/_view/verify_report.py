@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from flax_ckpt_compat._core.fold_names import Row, one_line, shown
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, counted, format_size, printable
-from flax_ckpt_compat._view.report import Line, Report
+from flax_ckpt_compat._view.report import Line, Report, _Shown
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
 _WORDS = {"ok": "ok", "unverified": "unverified", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
@@ -73,7 +74,7 @@ class VerifiedCheckpoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(_Shown):
     """Result of `verify`; prints as text.
 
     Attributes:
@@ -104,9 +105,9 @@ class Verification:
         """Return whether it is `ok`, and nothing unexpected is there."""
         return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
 
-    def __str__(self) -> str:
-        lines = [line.text for checkpoint in self.checkpoints for line in lines_of(checkpoint)]
-        return "\n".join([*lines, str(report([self]))])
+    def _report(self) -> Report:
+        found = report([self])
+        return dataclasses.replace(found, lines=[*itertools.chain(*map(lines_of, self.checkpoints)), *found.lines])
 
 
 def report(found: Sequence[Verification], *, strict: bool = False) -> Report:

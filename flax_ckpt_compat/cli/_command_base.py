@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flax_ckpt_compat._core.location import Location
-    from flax_ckpt_compat._view.report import Line, Report
+    from flax_ckpt_compat._view.report import Line, Report, Table
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 _MAX_FOLDERS = 200  # that are searched for hints: a tree of runs may be large, and its disk slow
@@ -103,15 +103,14 @@ def print_report(report: Report, *, as_json: bool) -> bool:
     return report.found
 
 
-def print_lines(lines: Iterable[Line], *, err: bool = False) -> None:
-    """Print lines of a report."""
+def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
+    """Print lines and tables of a report."""
     for line in lines:
-        if line.rich is not None and is_terminal(sys.stdout):
-            console = make_console()
-            for part in line.rich(console.width):
-                console.print(part)
+        is_error = err or getattr(line, "is_note", False)
+        if is_terminal(sys.stderr if is_error else sys.stdout):
+            make_console(stderr=is_error).print(line, crop=False)
         else:
-            echo(line.text, " " * line.hang, style=line.style, err=err or line.is_note)
+            click.echo(str(line), err=is_error)
 
 
 def echo(
@@ -126,12 +125,12 @@ def echo(
     click.echo(shown, file=stream, color=color)
 
 
-def make_console(*, soft_wrap: bool = False) -> Console:
-    """Return a console for standard output; with NO_COLOR, bold and dim text are plain, too."""
+def make_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
+    """Return a console for a standard stream; with NO_COLOR, bold and dim text are plain, too."""
     from rich.console import Console
 
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors)
+    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors, stderr=stderr)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
@@ -141,17 +140,9 @@ def is_terminal(stream: IO[Any] | None) -> bool:
 
 def wrapped(text: str, indent: str = "") -> str:
     """Return lines no longer than the terminal's, unless a word is; ``indent`` is before what continues a line."""
-    import textwrap
+    from flax_ckpt_compat._view import report
 
-    wrapper = textwrap.TextWrapper(
-        shutil.get_terminal_size().columns,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    # The wrapper takes the blanks before a long word away, such as those before a path.
-    return "\n".join("\n".join(wrapper.wrap(line)) if " " in line.strip() else line for line in text.splitlines())
+    return report.wrapped(text, shutil.get_terminal_size().columns, indent)
 
 
 def _paragraph(error: Exception) -> str:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.location import Location, of_text
-from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps, walk
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
-from flax_ckpt_compat._view.report import Line, Report
+from flax_ckpt_compat._view.report import Line, Report, Table
 
 from ._command_base import Command, FailedError, json_option, next_step, path_argument, prefix_option, print_report
 
@@ -28,7 +27,6 @@ from ._command_base import Command, FailedError, json_option, next_step, path_ar
 _NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
 _RIGHT = {"step", "leaves", "size", "age"}
 _NO_VALUE = "-"
-_WIDTH_WITH_TIME = 76  # of a terminal for the table with the time of each checkpoint, in characters
 _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
 
 
@@ -204,7 +202,9 @@ def _as_json(folder: Folder) -> list[dict[str, Any]]:
     return [*found, *left]
 
 
-def _lines(folders: Sequence[Folder], empty_reason: str | None, *, recursive: bool, leaves: bool) -> Iterator[Line]:
+def _lines(
+    folders: Sequence[Folder], empty_reason: str | None, *, recursive: bool, leaves: bool
+) -> Iterator[Line | Table]:
     if empty_reason is not None:
         yield Line(printable(empty_reason))
     for number, folder in enumerate(folders):
@@ -230,12 +230,12 @@ def _apart(heading: str, found: Sequence[tuple[str, int, str]]) -> Iterator[Line
         yield Line(printable(f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}", one_line=True), hang=4)
 
 
-def _table(rows: Sequence[Row], *, leaves: bool) -> Line:
+def _table(rows: Sequence[Row], *, leaves: bool) -> Table:
     headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
     cells = [[cells[heading] for heading in headings] for cells in map(_cells, rows)]
     right = {number for number, heading in enumerate(headings) if heading in _RIGHT}
-    good = [row.record.complete and row.problem is None for row in rows]
-    return Line("\n".join(aligned([headings, *cells], right)), rich=functools.partial(_rich, headings, cells, good))
+    styles = [None if row.record.complete and row.problem is None else "yellow" for row in rows]
+    return Table(headings, cells, right, styles, spare={headings.index("saved")})
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -259,24 +259,3 @@ def _age(saved: datetime.datetime) -> str:
     seconds = max(0.0, (datetime.datetime.now(datetime.UTC) - saved).total_seconds())
     unit, length = next((one for one in _UNITS if seconds >= 2 * one[1]), _UNITS[-1])
     return f"{seconds // length:.0f} {unit}"
-
-
-def _rich(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence[bool], width: int) -> Iterator[Any]:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    # Between narrow columns there is no room for two forms of the time, nor for the longer one between narrower ones.
-    is_narrow = "leaves" in headings or width < _WIDTH_WITH_TIME
-    dropped = None if width >= 100 else "saved" if is_narrow else "age"
-    shown = [n for n, heading in enumerate(headings) if heading != dropped]
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in (headings[n] for n in shown):
-        long = heading in ("state", "name")
-        justify: Literal["left", "right"] = "right" if heading in _RIGHT else "left"
-        # Lines of a state are broken, rather than those of a name.
-        least = min(width // 3, max(len(row[-1]) for row in rows)) if heading == "name" else None
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not long, min_width=least)
-    for row, is_good in zip(rows, good, strict=True):
-        table.add_row(*(Text(row[n]) for n in shown), style=None if is_good else "yellow")
-    yield table

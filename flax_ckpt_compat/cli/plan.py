@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report
+from ._command_base import Command, checkpoint_options, complete_files, json_option, path_argument, print_report
 
 
 @click.command(
@@ -27,12 +27,14 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
     is_flag=True,
     help="Preview restore_checkpoint, which warns of other shapes and kinds, instead of restore.",
 )
+@click.option("--html", metavar="FILE", shell_complete=complete_files, help="Write the plan as a page of HTML instead.")
 @checkpoint_options
 @json_option("a JSON object with a row for each leaf")
 def command(
     path: str,
     target: str | None,
     transforms: str | None,
+    html: str | None,
     step: str | None,
     prefix: str,
     item: str | None,
@@ -50,7 +52,7 @@ def command(
     raise, 2 if there is no plan.
     """
     from flax_ckpt_compat._core.import_by_name import load_name, load_value
-    from flax_ckpt_compat._view import plan_report
+    from flax_ckpt_compat._view import plan_report, report
     from flax_ckpt_compat._view.plan import plan_restore
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
@@ -58,6 +60,10 @@ def command(
     found = plan_restore(path, state, step=step, prefix=prefix, item=item, transforms=rules, **policies)
     if as_flax:
         found = dataclasses.replace(found, function="restore_checkpoint")
+    if html is not None:
+        report.write_page(html, found.path, [report.html(plan_report.report(found))])
+        click.echo(f"Wrote {html}.", err=True)
+        return found.raises is not None
     return print_report(plan_report.report(found), as_json=as_json)
 
 

@@ -145,7 +145,7 @@ def _of_kind(kind: str, places: list[Finding], *, list_all: bool) -> Iterator[Li
 
 def _line(markup: str) -> Line:
     text = Text.from_markup(markup)
-    return Line(text.plain, rich=lambda _: iter([text]))
+    return Line(text.plain)
 
 
 def _where(finding: Finding) -> str:

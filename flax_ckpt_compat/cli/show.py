@@ -8,7 +8,6 @@ import click
 
 from ._command_base import (
     Command,
-    FailedError,
     checkpoint_options,
     complete_files,
     json_option,
@@ -42,7 +41,7 @@ flax-ckpt show gs://bucket/runs/a --json
     "--html",
     metavar="FILE",
     shell_complete=complete_files,
-    help="Write a page instead: a treemap of sizes, and a searchable tree.",
+    help="Write a page instead: a treemap of sizes above the tree. Needs plotly.",
 )
 @json_option("a JSON object with all leaves")
 def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_json: bool, **options: Any) -> None:
@@ -53,30 +52,14 @@ def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_j
 
     Exit code 2 if the checkpoint cannot be read, or no leaf matches.
     """
-    from flax_ckpt_compat._view import show, show_report
+    from flax_ckpt_compat._view import report, show
 
     from ._progress_bar import progress_shown
 
     with progress_shown(as_json=as_json or not stats) as begin:
         found = show.contents(path, stats=stats, begin=begin, **options)
     if html is None or as_json:
-        print_report(show_report.report(found, depth), as_json=as_json)
+        print_report(show.report(found, depth), as_json=as_json)
     if html is not None:
-        _write_page(html, found)
-
-
-def _write_page(file: str, found: Any) -> None:
-    """Write the page to a local file; replace no file that is not such a page."""
-    from flax_ckpt_compat._view import show_html
-
-    page = show_html.render(found)
-    try:
-        with open(file, "a+", encoding="utf-8") as stream:
-            stream.seek(0)
-            if stream.read(len(show_html.DOCTYPE)) not in ("", show_html.DOCTYPE):
-                raise FailedError(f"{file} exists, and is not an HTML page: choose another FILE")
-            stream.truncate(0)
-            stream.write(page)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FailedError(f"cannot write the page to {file}: {error}; choose another FILE") from None
-    click.echo(f"Wrote {file}.", err=True)
+        report.write_page(html, show.title(found), [show.treemap(found), report.html(show.report(found, depth))])
+        click.echo(f"Wrote {html}.", err=True)

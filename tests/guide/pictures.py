@@ -89,7 +89,14 @@ def photograph(chromium: str) -> None:
         main(["show", path, "--html", str(page)], standalone_mode=False)
         text = page.read_text(encoding="utf-8").replace(folder, "/home/me")
         page.write_text(text, encoding="utf-8")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1040,820"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--virtual-time-budget=5000",
+            "--window-size=1040,820",
+        ]
         subprocess.run([chromium, *options, f"--screenshot={picture}", page.as_uri()], check=True, timeout=60)
 
 

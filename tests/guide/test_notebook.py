@@ -33,8 +33,8 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     stored, before, after = (output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))
-    assert "14 leaves, 57.7 kB</pre>" in stored and 'data-path="params/dense_0/kernel"' in stored
+    assert "14 leaves, 57.7 kB" in stored and "kernel" in stored
     assert "12 missing" in before
     assert "14 from the checkpoint" in after
-    assert "missing" not in after.partition("</pre>")[0].partition("<pre>")[2]
+    assert "missing" not in after
     assert any("Dense_0" in output.text for output in outputs if output.output_type == "stream")

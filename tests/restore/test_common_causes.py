@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def test_a_plan_says_what_each_function_does(tmp_path: Path) -> None:
         else:
             succeeds = True
         text = f"restore raises {verdict}" if verdict else "restore succeeds."
-        assert text in str(plan) and text in html.unescape(plan._repr_html_())
+        assert text in str(plan)
         found = plan_report.report(plan).value()
         assert (found["function"], found["flax_succeeds"]) == ("restore", succeeds and bool(verdict))
         assert plan.flax_succeeds == (succeeds and plan.raises is not None)
