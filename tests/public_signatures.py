@@ -95,7 +95,7 @@ def _of_commands() -> Iterator[str]:
 def unannounced(old: list[str], new: list[str], changelog: str) -> list[str]:
     """Return the names that differ between two lists, and of which Unreleased has neither them nor a new parameter."""
     section = changelog.partition("## [Unreleased]")[2].partition("\n## [")[0]
-    announced = set(re.findall(r"\w+", section))
+    announced = {*re.findall(r"\w+", section), *re.findall(r"\w[\w-]+", section)}
     before, after = ({_name(line): set(re.findall(r"(\w+): ", line)) for line in lines} for lines in (old, new))
     changed = {_name(line) for line in {*old} ^ {*new}}
     return sorted(

@@ -49,7 +49,6 @@ def module_of(file: Path) -> str:
 
 
 FILES = {module_of(file): file for folder in (PACKAGE, *ALLOWED) for file in sorted((ROOT / folder).rglob("*.py"))}
-del FILES[f"{PACKAGE}.cli.demo_train"]  # a training script as users write them, run by the demo
 
 
 @functools.cache
@@ -86,12 +85,12 @@ def test_imports_point_downwards() -> None:
 
 
 def test_format_libraries() -> None:
-    """Each format library is used by its backends alone, TensorStore also by the object stores, orbax by the demo."""
+    """Each format library is used by its backends alone, TensorStore also by the object stores, orbax by none."""
     for module in FILES:
         tops = {imported.split(".")[0] for imported in imports_of(module)}
         assert not tops & ALLOWED.keys(), f"{module} imports a backend by its folder, which makes a second copy of it"
-        is_store, is_demo = module.startswith(f"{PACKAGE}._core.object_store"), module == f"{PACKAGE}.cli._demo_checks"
-        allowed = ALLOWED.get(part_of(module), {"tensorstore"} if is_store else {"orbax"} if is_demo else set())
+        is_store = module.startswith(f"{PACKAGE}._core.object_store")
+        allowed = ALLOWED.get(part_of(module), {"tensorstore"} if is_store else set())
         forbidden = FORMAT_LIBRARIES | ({"jax", "flax"} if part_of(module) == "_core" else set())
         assert not tops & forbidden - allowed, f"{module} imports {tops & forbidden - allowed}"
 

@@ -202,7 +202,6 @@ def test_commands(run: Run, tmp_path: Path) -> None:
         "diff saved/checkpoint_0 saved/checkpoint_1": (1, "max abs 1"),
         "plan saved --target goal:target": (1, "renamed"),
         "clean saved": (0, "0 to remove"),
-        "demo": (2, "needs orbax-checkpoint"),
         "scan old.py": (0, "imports the legacy API"),
         "doctor": (0, "install() puts ours in its place"),
     }

@@ -16,14 +16,12 @@ from ._command_base import reporting_closed_pipe
 _COMMANDS = {  # with what the help of all commands says of each, for which none is loaded
     "clean": "Remove what interrupted saves left.",
     "convert": "Convert checkpoints to another layout.",
-    "demo": "Kill and resume a training; check every bit.",
     "diff": "Compare two checkpoints, leaf by leaf.",
     "doctor": "Print what a bug report needs.",
     "ls": "List the checkpoints in a directory.",
     "plan": "Preview a restore into your state.",
     "run": "Run a program unchanged, with the shim installed.",
     "scan": "Find what breaks in a program.",
-    "shadow-report": "Show what shadow mode found.",
     "show": "Show the tree of a checkpoint.",
     "verify": "Find damaged checkpoints.",
 }

@@ -20,7 +20,7 @@ from tests.guide import terminal
 
 ROOT = Path(__file__).parents[2]
 NAMES = cli.main.list_commands(click.Context(cli.main))
-READING = ("clean", "diff", "ls", "plan", "scan", "shadow-report", "show", "verify")
+READING = ("clean", "diff", "ls", "plan", "scan", "show", "verify")
 
 
 def test_imports(tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "hint"),
     [
-        *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
-        *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
-        *(((name, "runz"), 2, "id you mean ") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
+        *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan")),
+        *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan")),
+        *(((name, "runz"), 2, "id you mean ") for name in ("ls", "show", "verify", "clean", "plan")),
         (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs/a?"),
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
@@ -222,8 +222,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
         *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
-        *(((name, "notes.txt"), 2, "is a file: pass the directory") for name in ("clean", "shadow-report")),
-        (("shadow-report", "runs/a"), 2, "FLAX_CKPT_COMPAT_SHADOW=true"),
+        (("clean", "notes.txt"), 2, "is a file: pass the directory"),
         (("diff", "runs/a", "runs/b"), 2, "/runs has a"),
         (("convert", "empty", "out", "--to", "orbax"), 2, "Pass a checkpoint, or a directory"),
         (("convert", "runs", "out", "--to", "orbax", "--target", "math:sine"), 2, "math has no sine; did you mean"),
@@ -241,7 +240,7 @@ def test_what_to_do_next(arguments: tuple[str, ...], code: int, hint: str, tree_
 @pytest.mark.parametrize(
     "arguments",
     [
-        *((name, "") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report", "doctor")),
+        *((name, "") for name in ("ls", "show", "verify", "clean", "plan", "doctor")),
         ("clean", "--yes", ""),
         ("verify", "runs", ""),
         ("diff", "runs/a", ""),

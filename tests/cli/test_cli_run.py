@@ -312,9 +312,9 @@ def test_a_program_works_although_orbax_does_not_import(tmp_path: Path) -> None:
 
 def test_typos_get_suggestions(tmp_path: Path) -> None:
     """A misspelt command or an option in the wrong place is answered with what was probably meant."""
-    stdout, stderr, code = outcome([sys.executable, "-m", "flax_ckpt_compat", "dmeo"], tmp_path)
+    stdout, stderr, code = outcome([sys.executable, "-m", "flax_ckpt_compat", "dotcor"], tmp_path)
     assert (stdout, code) == ("", 2)
-    assert "Did you mean 'demo'?" in stderr
+    assert "Did you mean 'doctor'?" in stderr
     assert "after its name" in outcome([*RUN, "--steps", "x.py"], tmp_path)[1]
 
 

@@ -89,13 +89,6 @@ def scan() -> None:
     )
 
 
-def shadow_report() -> None:
-    """A run whose saves wrote both formats."""
-    with config.override(shadow=True):
-        for step in (1, 2):
-            save("runs/a", state(), step=step, format="msgpack")
-
-
 SCENES = {
     "show": show,
     "verify": verify,
@@ -103,7 +96,6 @@ SCENES = {
     "plan": plan,
     "convert": convert,
     "scan": scan,
-    "shadow-report": shadow_report,
 }
 
 

@@ -30,7 +30,7 @@ def fences(page: Path, language: str) -> list[str]:
 def test_ci_runs_the_test_command() -> None:
     """The README's first command is the demo's, its last the tests', and CI runs the latter word for word."""
     first, *_, last = (block.strip() for block in fences(ROOT / "README.md", "sh"))
-    assert first == "python -m pip install '.[demo]' && flax-ckpt demo"
+    assert first == "python -m pip install '.[demo]' && python migration_guide/demo.py"
     assert last == "python -m pip install '.[test]' && python -m pytest"
     assert last in [line.strip() for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()]
 
