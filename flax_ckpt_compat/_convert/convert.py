@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._convert import find, output_writers
+from flax_ckpt_compat._convert import find, output_writers, safetensors
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._core import arguments
@@ -116,6 +116,8 @@ def plan(
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
+    if to == "safetensors":
+        safetensors.require_library()
     if sharding not in ("drop", "keep"):
         raise SettingError(f"sharding takes 'drop' or 'keep'; {arguments.found(sharding)}")
     items = _items(item)

@@ -1,6 +1,6 @@
-"""Write the safetensors format: the length of a JSON header, the header, the bytes of the tensors.
+"""Write safetensors files, by the library of that name.
 
-Numbers, text, None and empty containers, which it does not know, are kept as JSON in the header's free text
+Numbers, text, None and empty containers, which the format does not know, are kept as JSON in the header's free text
 (``__metadata__``), which other readers pass over.
 """
 
@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._convert.stored_trees import in_memory
-from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.layouts.safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
-
-_ALIGNMENT = 8
 
 
 def prepared(tree: Node) -> Node:
@@ -68,37 +64,33 @@ def check(tree: Node) -> None:
         )
 
 
+def require_library() -> None:
+    """Raise SettingError unless the library that writes the format is there."""
+    try:
+        import safetensors.numpy  # noqa: F401
+    except ImportError:
+        raise SettingError(
+            "safetensors files are written by safetensors: python -m pip install 'flax-ckpt-compat[safetensors]'"
+        ) from None
+
+
 def write(path: str, tree: Node) -> None:
     """Write and sync a file of a tree that `check` accepts; names are key paths joined with dots."""
-    arrays = [(leaf_name(path), leaf) for path, leaf in iter_leaves(tree) if isinstance(leaf, StoredArray)]
-    arrays.sort(key=lambda pair: -pair[1].dtype.itemsize)  # so that all are aligned
-    header: dict[str, Any] = {}
-    names = {path: leaf_name(path) for path, leaf in iter_leaves(tree) if isinstance(leaf, StoredArray)}
-    others = [[list(path), _value(leaf)] for path, leaf in iter_leaves(tree) if not isinstance(leaf, StoredArray)]
-    # Always, as it tells that the names are key paths.
-    header[METADATA] = {OURS: json.dumps(others)}
-    if paths := {name: path for path, name in names.items() if tuple(name.split(".")) != path}:
-        header[METADATA][PATHS] = json.dumps(paths)
-    end = 0
-    for name, array in arrays:
-        start, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    from safetensors.numpy import save
+
+    arrays, others = dict[str, Any](), list[Any]()
+    paths: dict[str, list[str]] = {}
+    for keys, leaf in iter_leaves(tree):
+        if not isinstance(leaf, StoredArray):
+            others.append([list(keys), {"empty": leaf.container.value} if isinstance(leaf, Branch) else leaf])
+            continue
+        name = leaf_name(keys)
+        arrays[name] = np.asarray(leaf, order="C")
+        if tuple(name.split(".")) != keys:
+            paths[name] = list(keys)
+    # The first one is always there, as it tells that the names are key paths.
+    kept = {OURS: json.dumps(others)} | ({PATHS: json.dumps(paths)} if paths else {})
     with translated(path, "written"), open(create_file(path), "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        at = file.tell()
-        for _, array in arrays:
-            file.write(memory.as_bytes(np.asarray(array, order="C")))
-            file.flush()
-            atomic.start_writeback(file.fileno(), at, array.nbytes)
-            at += array.nbytes
+        file.write(save(arrays, kept))
+        file.flush()
         os.fsync(file.fileno())
-
-
-def _value(leaf: Any) -> Any:
-    return {"empty": leaf.container.value} if isinstance(leaf, Branch) else leaf

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import io
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +50,9 @@ class _LazyGroup(click.Group):
         return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets an escape
+                stream.reconfigure(errors="backslashreplace")
         with reporting_closed_pipe():  # of the help
             return super().make_context(*args, **kwargs)
 

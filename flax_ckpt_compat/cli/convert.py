@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ import click
 from flax_ckpt_compat._core import progress_bar
 from flax_ckpt_compat._core.import_by_name import load_name
 from flax_ckpt_compat._core.location import of_text
-from flax_ckpt_compat._core.text_formatting import aligned, format_size, printable
+from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
 from ._command_base import Command, echo, is_terminal, json_option, path_argument, print_report, wrapped
@@ -24,7 +23,6 @@ from ._command_base import Command, echo, is_terminal, json_option, path_argumen
 if TYPE_CHECKING:
     from flax_ckpt_compat._convert.jobs import Conversion, Job
 
-_HEADINGS = ("status", "leaves", "size", "source", "result")
 _INDENT = "  "  # before what continues a line
 _REMEDIES = dict.fromkeys(
     ("msgpack", "safetensors"),
@@ -149,18 +147,24 @@ def _converted(jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int
         )
         executor = stack.enter_context(_executor(workers))
         stack.callback(bar.stop)  # first, as the executor waits for its threads
-        for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=bar.advance):
-            results.append(result)
-            bar.done(result)
-            if not as_json and not dry_run:
-                bar.print(_line(result))
+        try:
+            for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=bar.advance):
+                results.append(result)
+                bar.done(result)
+                if not as_json and not dry_run:
+                    bar.print(_line(result))
+        except KeyboardInterrupt:
+            bar.stop()
+            done = sum(result.error is None for result in results)
+            echo(f"{done} of {len(jobs)} converted; go on with --resume", err=True)
+            raise
     order = {job.source: number for number, job in enumerate(jobs)}
     return sorted(results, key=lambda result: order[result.source])
 
 
 def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: bool) -> Report:
     """Return what is shown of the results, each of which is printed already unless nothing was written."""
-    lines = _rows(results) if dry_run else []
+    lines = [Line(_line(result), hang=2) for result in results] if dry_run else []
     for note in dict.fromkeys(note for result in results for note in result.notes):
         mine = [result for result in results if note in result.notes]
         more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
@@ -201,14 +205,6 @@ def _space(results: Sequence[Conversion]) -> tuple[int | None, str]:
     )
 
 
-def _rows(results: Sequence[Conversion]) -> list[Line]:
-    """Return a table, or lines where a terminal is narrower."""
-    table = aligned([_HEADINGS, *map(_cells, results)], right=(1, 2))
-    if is_terminal(sys.stdout) and max(map(len, table)) > shutil.get_terminal_size().columns:
-        return [Line(_line(result), hang=2) for result in results]
-    return list(map(Line, table))
-
-
 def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
     counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
     shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
@@ -227,12 +223,6 @@ _STATUSES = ("converted", "kept", "planned", "failed")
 def _line(result: Conversion) -> str:
     size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
     return printable(f"{result.status} {result.source} → {result.destination}{size}")
-
-
-def _cells(result: Conversion) -> tuple[str, ...]:
-    known = result.status != "failed"
-    size, leaves = (format_size(result.nbytes), str(result.leaves)) if known else ("-", "-")
-    return result.status, leaves, size, *(printable(one, one_line=True) for one in (result.source, result.destination))
 
 
 def _as_json(result: Conversion) -> dict[str, Any]:

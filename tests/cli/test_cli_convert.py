@@ -37,16 +37,12 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_dry_run_is_a_table(runs: Path, tmp_path: Path) -> None:
-    """Status, leaves, size, source and result of each; nothing is written."""
+def test_a_dry_run_lists_what_would_be_done(runs: Path, tmp_path: Path) -> None:
+    """Source, result and size of each; nothing is written."""
     result = convert(runs, tmp_path / "out", "--to", "orbax", "--dry-run")
     assert result.exit_code == 0
-    heading, *rows, summary, space = result.stdout.splitlines()
-    assert heading.split() == ["status", "leaves", "size", "source", "result"]
-    assert [row.split() for row in rows] == [
-        ["planned", "2", "4.00", "kB", f"{runs}/checkpoint_{step}", f"{tmp_path}/out/checkpoint_{step}"]
-        for step in (1, 2)
-    ]
+    *rows, summary, space = result.stdout.splitlines()
+    assert rows == [f"planned {runs}/checkpoint_{step} → {tmp_path}/out/checkpoint_{step} (4.00 kB)" for step in (1, 2)]
     assert summary == "2 planned: 8.00 kB. Nothing was written."
     assert re.fullmatch(
         rf"Space: about 8.00 kB, and \d.* are free in {tmp_path}; nothing of the source is removed.", space
@@ -68,7 +64,7 @@ def test_a_dry_run_says_that_space_is_short(runs: Path, tmp_path: Path, monkeypa
 
 
 def test_a_narrow_terminal_gets_lines_that_keep_their_indent(runs: Path, tmp_path: Path) -> None:
-    """At 80 columns a table does not fit; paths, which are not cut, stand in lines of their own."""
+    """At 80 columns paths, which are not cut, stand in lines of their own."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     arguments = ["convert", runs, tmp_path / "out", "--to", "orbax", "--dry-run"]
@@ -162,6 +158,24 @@ def test_refusals_say_what_to_do(
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.output
     assert [path.name for path in tmp_path.iterdir()] == [runs.name]
+
+
+def test_safetensors_need_their_library(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nothing is begun, and the message names the extra."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    result = convert(runs, tmp_path / "out", "--to", "safetensors")
+    assert result.exit_code == 2 and "pip install 'flax-ckpt-compat[safetensors]'" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_a_pipe_of_another_encoding_gets_escapes(runs: Path, tmp_path: Path, encoding: str) -> None:
+    """All is converted: what the encoding lacks is no reason to stop after the first one."""
+    command = [sys.executable, "-m", "flax_ckpt_compat", "convert", runs, tmp_path / "out", "--to", "orbax"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT, capture_output=True, check=True
+    )
+    assert rb"checkpoint_2 \u2192 " in done.stdout and (tmp_path / "out" / "checkpoint_2").is_dir()
 
 
 MEMORY = """

@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_WRITTEN_HERE = b'{"__metadata__": {"flax_ckpt_compat'  # 8 bytes into the file
+_WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')  # now; before
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
 _DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
@@ -134,7 +134,7 @@ def _is_readable(path: Location, look: str) -> bool:
         return path.head()[:1] == b"{"
     if look != foreign.SAFETENSORS:
         return False
-    return path.name.endswith(SUFFIX) or _WRITTEN_HERE in path.read(0, foreign.FIRST_BYTES)
+    return path.name.endswith(SUFFIX) or path.read(_LENGTH, foreign.FIRST_BYTES).startswith(_WRITTEN_HERE)
 
 
 LAYOUT = ReadOnlyLayout("safetensors", SafetensorsReader, _is_readable)
