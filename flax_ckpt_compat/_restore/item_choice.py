@@ -97,7 +97,7 @@ def _renaming(opened: opening.Opened, fits: list[Fit], target: Node) -> str:
     """Return rules that give the items the target's names, if that is certain; or empty."""
     readable = [fit.name for fit in fits if fit.name != ALL and not fit.error]
     found = suggested(Branch({name: opened.reader(name).tree for name in readable}), target, opened.path)
-    return f" These rules would map them to the target:\n{found}" if found is not None and found.confident else ""
+    return f" These rules would map them to the target:\n{found}" if found is not None and not found.doubts else ""
 
 
 def only_tree(opened: opening.Opened) -> str | None:

@@ -110,7 +110,7 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     assert plan.target is not None
     message = messages.missing_leaves(plan)
     likely = (
-        _suggestion(plan) or layer_counts.explain(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
+        layer_counts.explain(plan) or _suggestion(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
     )
     remedies = messages.missing_remedies(plan.missing, plan.target.node, likely)
     missing = tuple(map(show_path, plan.missing))
@@ -157,7 +157,7 @@ def _suggestion(plan: TreePlan) -> str:
     suggestion = plan.suggest()
     if suggestion is None or suggestion.keeps_all:
         return ""
-    if not (suggestion.confident or suggestion.is_about_layout):
+    if suggestion.doubts and not suggestion.is_about_layout:
         return messages.changed_optimizer(suggestion)
     if len(suggestion.steps) > MAX_SHOWN or len(str(suggestion)) > _MAX_TEXT:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."

@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, map_leaves, show_path
 from flax_ckpt_compat._suggest import proposals
-from flax_ckpt_compat._suggest.confidence import doubts
+from flax_ckpt_compat._suggest.confidence import judged
 from flax_ckpt_compat._suggest.layouts import laid_out
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
@@ -28,25 +28,28 @@ class Suggestion:
 
     Attributes:
         steps: in the order in which they apply.
-        confident: nothing is missing afterwards, and names or shapes speak for each step and against any other.
         remaining: key paths of target leaves that are still missing, joined with ``/``.
-        doubts: evidence against being confident, a sentence each.
+        doubts: what speaks against the steps, a sentence each.
     """
 
     steps: tuple[ProposedRule, ...]
-    confident: bool
     remaining: tuple[str, ...]
     doubts: tuple[str, ...] = ()
 
     @property
+    def confident(self) -> bool:
+        """Return whether the rules restore the target without an error, and nothing speaks against them."""
+        return not (self.doubts or self.remaining or any(step.keeps for step in self.steps))
+
+    @property
     def rules(self) -> list[Rule]:
-        """Return the rules for ``transforms``, or ``orbax_transforms``; without those that print as comments."""
-        return [step.rule for step in self.steps if not self._is_comment(step)]
+        """Return the rules for ``transforms``, or ``orbax_transforms``, without those that print as comments."""
+        return [step.rule for step in self.steps if not step.keeps]
 
     @property
     def keeps_all(self) -> bool:
         """Return whether it takes nothing from the checkpoint that is not there under its name."""
-        return all(step.rule.source.startswith("rules.from_target") for step in self.steps)
+        return all(step.keeps for step in self.steps)
 
     @property
     def is_about_layout(self) -> bool:
@@ -59,17 +62,15 @@ class Suggestion:
         """Return a sort key, the best first: leaves still missing, doubts, steps."""
         return len(self.remaining), len(self.doubts), len(self.steps)
 
-    def _is_comment(self, step: ProposedRule) -> bool:
-        """Return whether the user has to decide: keeping initial values may leave stored ones behind."""
-        return step.rule.source.startswith("rules.from_target") and (step.is_note or not self.confident)
-
     def __str__(self) -> str:
         lines = ["from flax_ckpt_compat import rules", "", "transforms = ["]
         for step in self.steps:
-            keeps = self._is_comment(step)
             # A name with a line break must not become a line of Python.
-            reason = printable(step.reason, one_line=True) + ("; uncomment to keep the target's own" if keeps else "")
-            lines.append(f"    {'# ' if keeps else ''}{step.rule},  # {reason}")
+            reason = printable(step.reason, one_line=True)
+            if step.keeps:  # pasted as it is, it must not leave stored values behind
+                lines.append(f"    # {step.rule},  # to keep the target's own: {reason}")
+            else:
+                lines.append(f"    {step.rule},  # {reason}")
         return "\n".join([*lines, "]"])
 
 
@@ -102,14 +103,14 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     best: Suggestion | None = None
     for state in found:
         # Fewer leaves found is no better way, however sure; nor are more steps than those of what is certain.
-        is_best = best is not None and best.confident and len(best.steps) <= len(state.steps)
+        is_best = best is not None and not best.doubts and len(best.steps) <= len(state.steps)
         if is_best or state.matched < max(found[0].matched, 1):
             break
         state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
-        against = doubts(stored, target, state.tree, state.steps, remaining, state.named)
+        steps, against = judged(stored, target, state.tree, state.steps, remaining)
         sentences = tuple(printable(doubt, one_line=True) for doubt in against)
-        proposal = Suggestion(state.steps, not against, tuple(map(show_path, remaining)), sentences)
+        proposal = Suggestion(steps, tuple(map(show_path, remaining)), sentences)
         if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best

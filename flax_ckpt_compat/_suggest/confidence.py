@@ -1,17 +1,16 @@
-"""Judge how certain a proposal is, by the source of each target leaf and not by how the proposal was found."""
+"""Say what speaks against a proposal: stored values that it leaves unused, names that differ, moments that restart."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, show_path, topmost
+from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.tree import Node, Path, joined, node_at, show_path
 from flax_ckpt_compat._suggest import moved_layers
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
@@ -20,7 +19,6 @@ from flax_ckpt_compat._suggest.leaf_features import (
     Look,
     Roles,
     Spot,
-    SubtreeMemo,
     bare,
     fits,
     flatten,
@@ -28,18 +26,12 @@ from flax_ckpt_compat._suggest.leaf_features import (
     leaves_at,
     look,
 )
-from flax_ckpt_compat._suggest.names import is_copy, share_a_word, unnumbered, words
+from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
-from flax_ckpt_compat._suggest.torch_layouts import is_transposed
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
-# Layers of which the number of outputs is that of the classes, and belongs to the task.
-_HEADS = frozenset(
-    ("head", "heads", "classifier", "logits", "out", "output", "prediction", "predictor", "predictions", "score")
-)
-_VOCABULARIES = frozenset(("lm", "mlm", "vocab", "vocabulary", "token", "tokens", "embed", "embedding", "embedder"))
-_TABLES = frozenset(("embed", "embedding", "embeddings", "table"))
 _COUNTS = frozenset(("count", "gradient_step", "step"))
+_MAX_UNUSED = 3
 
 
 @dataclasses.dataclass
@@ -53,59 +45,72 @@ class Outcome:
     goal: dict[Path, Look]
     had: Roles  # in the checkpoint
     has: Roles  # in the target
-    other_shapes: dict[Path, LeafHandle]  # paths of kept leaves → what is stored for them, in another shape
-
-    @functools.cached_property
-    def last_numbers(self) -> dict[tuple[Path, str], int]:
-        """Return the highest numbers of rows, by place and text before the number, in both trees."""
-        found: dict[tuple[Path, str], int] = {}
-        for path in itertools.chain(self.goal, self.stored):
-            for place, name in enumerate(path):
-                if row := numbered(name):
-                    key = path[:place], row[0]
-                    found[key] = max(found.get(key, 0), row[1])
-        return found
 
 
-def doubts(
-    stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path], named: Node
-) -> list[str]:
-    """Return the doubts about the steps that produced ``tree`` and still lack leaves; none if certain.
+def judged(
+    stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]
+) -> tuple[tuple[ProposedRule, ...], list[str]]:
+    """Return the steps that produced ``tree``, with what those leave unused that keep the target's values; and doubts.
 
-    ``named`` is the tree before the target's own values were put in."""
+    There is a doubt if leaves are ``lacking`` still; if an unused array has the shape of one that was missing; if names
+    speak against a pair of layers; or if moments may be those of another optimizer, or begin anew."""
     if lacking:
-        return [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    outcome = _outcome(stored, target, tree, named)
-    idle = {path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
-    fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
+        return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
+    outcome = _outcome(stored, target, tree)
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     as_named, looks = _as_named(own, outcome, stored)
-    judges = [
-        *moved_layers.judges(as_named, looks, outcome.goal, idle, fresh),
-        *(
-            _same_size(fresh, idle),
-            _resized(outcome, fresh),
-            _copies(outcome, fresh, target),
-            _foreign(outcome, fresh, idle),
-            _untied(outcome, fresh),
-        ),
-        *(_exchanged(outcome), _apart(outcome), _twice(outcome), _dropped(outcome)),
-    ]
     found = dict.fromkeys(step.doubt for step in steps if step.doubt)
-    return [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]  # one doubt of each kind says enough
+    judges = (
+        *moved_layers.judges(as_named, looks),
+        _unused(outcome),
+        _apart(outcome),
+        _twice(outcome),
+        _dropped(outcome),
+    )
+    # One doubt of each kind says enough.
+    against = [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]
+    return tuple(_with_unused(step, outcome) if step.keeps else step for step in steps), against
 
 
-def _outcome(stored: Node, target: Node, tree: Node, named: Node) -> Outcome:
+def _unused(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a renamed leaf may stand for."""
+    places: dict[Any, Path] = {}
+    for path, (shape, kind) in outcome.kept.items():
+        if not outcome.has.is_optimizer(path):
+            places.setdefault((math.prod(shape), kind), path)
+    for new, old in outcome.pairs.items():
+        if new != old and not outcome.has.is_optimizer(new):
+            places.setdefault((bare(old)[-1], outcome.stored[old]), new)
+    for path, seen in outcome.unused.items():
+        if seen[0] and not outcome.had.is_optimizer(path):
+            place = places.get((math.prod(seen[0]), seen[1])) or places.get((bare(path)[-1], seen))
+            if place is not None:
+                yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
+
+
+def _with_unused(step: ProposedRule, outcome: Outcome) -> ProposedRule:
+    """Return a step that keeps the target's values, with the unused stored values in its reason, likely ones first."""
+    kept = [path for path in outcome.kept if any(path[: len(top)] == top for top in step.keeps)]
+    is_optimizer = any(map(outcome.has.is_optimizer, kept))
+    looks, ends = {outcome.kept[path] for path in kept}, {path[-1] for path in kept}
+    idle = [path for path in outcome.unused if outcome.had.is_optimizer(path) == is_optimizer]
+    idle.sort(key=lambda path: (outcome.unused[path] not in looks, path[-1] not in ends))
+    if not idle:
+        return step
+    shown = one_line(map(show_path, idle[:_MAX_UNUSED]))
+    more = f" and {len(idle) - _MAX_UNUSED} more" if len(idle) > _MAX_UNUSED else ""
+    return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {shown}{more}")
+
+
+def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
     """Return the source of each leaf after rules have produced ``tree`` from the checkpoint."""
     goal = flatten(target)
-    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target), {})
+    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
     for path, leaf in leaves_at(tree):
         if goal.get(path, EMPTY) == EMPTY:
             continue
         if look(leaf) == KEPT:
             result.kept[path] = goal[path]
-            if isinstance(there := node_at(named, path), LeafHandle):
-                result.other_shapes[path] = there
         elif handles := handles_of(leaf):
             result.pairs[path] = handles[0].path
             if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
@@ -155,103 +160,6 @@ def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]
     return {
         path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle) and id(leaf) not in used
     }
-
-
-def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if arrays stay initial while stored ones are not used: one may be what became of the other."""
-    resized = {handle.path for handle in outcome.other_shapes.values()}
-    left = next((path for path, (shape, _) in idle.items() if shape and path not in resized), None)
-    new = next((path for path, (shape, _) in fresh.items() if shape and path not in outcome.other_shapes), None)
-    if left is not None and new is not None:
-        yield f"{show_path(left)} is not used, and {show_path(new)} would stay as the target has it"
-
-
-def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if an unused leaf has the shape of a new one, or as many elements in another layout."""
-    sizes = {(math.prod(shape), kind): path for path, (shape, kind) in idle.items()}
-    numbers = [bare(path) for path, (shape, _) in idle.items() if not shape]
-    levels, names = {len(path) == 1 for path in numbers}, {path[-1:] for path in numbers}
-    for path, (shape, kind) in fresh.items():
-        other = sizes.get((math.prod(shape), kind)) if shape else None
-        if other is not None and is_transposed(idle[other][0], shape):
-            yield f"{show_path(path)} has, transposed, the shape of {show_path(other)}, which is not used"
-        elif other is not None:
-            yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
-        if not shape and ((len(bare(path)) == 1) in levels or bare(path)[-1:] in names):
-            yield f"{show_path(path)} may be a stored number that is not used"
-
-
-def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if the checkpoint has a new leaf in another size; heads belong to the task."""
-    for path, handle in outcome.other_shapes.items():
-        there, shape = look(handle)[0], fresh.get(path, EMPTY)[0]
-        if shape and there != shape and not _is_new_head(path, there, shape, outcome):
-            yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
-
-
-def _untied(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if a new kernel has the shape of an embedding transposed: logits may have been made with that."""
-    tables = {
-        outcome.goal[new][0][::-1]: new
-        for new in outcome.pairs
-        if len(outcome.goal[new][0]) == 2 and words(bare(new)[-1]) & _TABLES and not outcome.has.is_optimizer(new)
-    }
-    for path, (shape, _) in fresh.items():
-        table = tables.get(shape)
-        if table is not None and shape[0] != shape[1] and path not in outcome.other_shapes:
-            yield f"{show_path(path)} has the shape of {show_path(table)} transposed, and may begin as a copy of it"
-
-
-def _exchanged(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if a parameter becomes an optimizer's moment, or the other way round."""
-    for new, old in outcome.pairs.items():
-        is_moment, was_moment = outcome.has.spot(new).field in MOMENTS, outcome.had.spot(old).field in MOMENTS
-        if is_moment != was_moment and (outcome.has.is_optimizer(new) or outcome.had.is_optimizer(old)):
-            what = "a moment" if is_moment else "no moment"
-            yield f"{show_path(new)} is {what}, unlike the stored {show_path(old)}"
-
-
-def _axes(stored: tuple[int, ...], target: tuple[int, ...]) -> list[int]:
-    """Return the axes on which two shapes differ; none if their ranks differ."""
-    same_rank = len(stored) == len(target)
-    return [axis for axis, size in enumerate(target) if size != stored[axis]] if same_rank else []
-
-
-def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], outcome: Outcome) -> bool:
-    """Return whether a leaf is of a model's last layer, by its name or linen's number, with other outputs alone."""
-    *layer, leaf = bare(path)
-    outputs = {len(target) - 1} | ({0} if leaf in ("weight", "w") else set())
-    if not layer or words(layer[-1]) & _VOCABULARIES or not outputs.issuperset(_axes(stored, target) or [-1]):
-        return False
-    if words(layer[-1]) & _HEADS:
-        return True
-    # It has the highest number of its row, in both trees, and is in no row of several modules: these are no heads.
-    rows = [(place, found) for place, name in enumerate(layer) if (found := numbered(name))]
-    last = outcome.last_numbers if numbered(layer[-1]) else {}
-    alone = all(last.get((path[:place], stem), 0) <= 0 for place, (stem, _) in rows[:-1])
-    return bool(last) and alone and all(last[path[:place], stem] <= number for place, (stem, number) in rows)
-
-
-def _copies(outcome: Outcome, fresh: dict[Path, Look], target: Node) -> Iterator[str]:
-    """Yield a doubt for a new subtree that looks like a copy of another, such as averaged parameters."""
-    memo = SubtreeMemo()
-    alike: dict[int, list[Path]] = {}
-    for path, branch in iter_branches(target) if fresh else ():
-        if path and not outcome.has.is_optimizer(path):
-            alike.setdefault(memo.named(branch), []).append(path)
-    for path in topmost(target, fresh.keys()):
-        node = node_at(target, path)
-        if not isinstance(node, Branch) or sum(memo.contents(node).values()) < 2:
-            continue
-        if is_copy(path[-1]):
-            yield f"{show_path(path)} is called a copy, which from_target does not make"
-        for other in alike[memo.named(node)]:
-            if other != path and (_has_layers(node) or share_a_word(path[-1], other[-1])):
-                yield f"{show_path(path)} looks like a copy of {show_path(other)}, which from_target does not make"
-
-
-def _has_layers(node: Branch) -> bool:
-    return any(isinstance(child, Branch) for child in node.children.values())
 
 
 def _apart(outcome: Outcome) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Judge whether renamed layers may be different layers: by names, by other layers of the same shape, by numbers."""
+"""Judge whether renamed layers may be different layers: by their names, and by other layers of the same shape."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ from typing import NamedTuple
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.leaf_features import Look, bare
-from flax_ckpt_compat._suggest.names import (
-    BY_FLAX,
-    akin,
-    is_named_anew,
-    may_be_one,
-    natural,
-    unnumbered,
-    words,
-)
+from flax_ckpt_compat._suggest.names import akin, is_named_anew, may_be_one, natural, unnumbered, words
 from flax_ckpt_compat._suggest.torch_layouts import is_symmetric, is_torch_name
 
 # Of how many layers of one shape all pairs are compared; of more, those that are near each other in natural order.
 _PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
-# Number of others that may fit a layer and yet be told from it by their places.
-_MAX_FITTING = 64
 # Number of leaves of a subtree that no other one resembles by chance.
 _MANY = 12
 Leaves = frozenset[tuple[str, Look]]  # names and looks
-Layers = dict[Path, Leaves]
 
 
 class Moved(NamedTuple):
@@ -44,37 +33,18 @@ class Moved(NamedTuple):
         return any(name == "" for name, _ in self.leaves)
 
 
-def judges(
-    pairs: dict[Path, Path],
-    stored: dict[Path, Look],
-    goal: dict[Path, Look],
-    idle: dict[Path, Look],
-    fresh: dict[Path, Look],
-) -> tuple[Iterator[str], ...]:
-    """Return iterators of doubts about the sources (target path → stored path) of all leaves except optimizers'."""
+def judges(pairs: dict[Path, Path], stored: dict[Path, Look]) -> tuple[Iterator[str], ...]:
+    """Return iterators of doubts about renamed layers: by names, by others of the same shape, by torch's layout.
+
+    ``pairs`` are the sources (target path → stored path) of all leaves except optimizers'."""
     layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
     for new, old in pairs.items():
         ours, theirs = bare(new), bare(old)
         ends = (theirs[:-1], ours[:-1]) if ours[-1] == theirs[-1] else (theirs, ours)
         layers.setdefault(ends, set()).add((ours[-1] if len(ends[0]) < len(theirs) else "", stored[old]))
-    found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
-    moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
-    unused, kept = _layers(idle), _layers(fresh)
-    return (
-        *(_names(moved), _swappable(moved), _replaceable(moved, unused, kept), _numbers(found, moved, unused, kept)),
-        *(_transposed(moved), _crossed(moved)),
-        *(
-            _grown({new: goal[new] for new in pairs}, kept),
-            _grown({old: stored[old] for old in pairs.values()}, unused),
-        ),
-    )
-
-
-def _layers(looks: dict[Path, Look]) -> Layers:
-    found: dict[Path, set[tuple[str, Look]]] = {}
-    for path, seen in looks.items():
-        found.setdefault(bare(path)[:-1], set()).add((bare(path)[-1], seen))
-    return {path: frozenset(leaves) for path, leaves in found.items()}
+    moved = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items() if old != new]
+    moved.sort(key=lambda one: not one.is_leaf)
+    return _names(moved), _swappable(moved), _transposed(moved), _crossed(moved)
 
 
 def _names(moved: Sequence[Moved]) -> Iterator[str]:
@@ -208,91 +178,3 @@ def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
     if olds == news[::-1] or any(akin(old, new, common) for old, new in zip(olds, news[::-1], strict=True)):
         return -1
     return int(all(akin(old, new, common) for old, new in zip(olds, news, strict=True)))
-
-
-def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
-    """Yield a doubt for a moved layer if an unused stored layer, or one that the target keeps, fits equally well."""
-    by_leaf = _by_leaf(idle), _by_leaf(fresh)
-    for one in moved:
-        for layers, leaves, right, there in (
-            (idle, by_leaf[0], one.old, one.new),
-            (fresh, by_leaf[1], one.new, one.old),
-        ):
-            for number, path in enumerate(_fitting(one, layers, leaves)):
-                ours, theirs = ((_same_start(end, there), _same_start(end[::-1], there[::-1])) for end in (right, path))
-                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1] or number > _MAX_FITTING:
-                    yield f"{show_path(path)} fits {show_path(there)} as well as {show_path(right)} does"
-                    break
-
-
-def _by_leaf(layers: Layers) -> dict[tuple[str, Look], list[Path]]:
-    """Return the layers that have a leaf of a name and look; below ``""`` the leaves of a look."""
-    found: dict[tuple[str, Look], list[Path]] = {}
-    for path, leaves in layers.items():
-        for name, seen in leaves:
-            found.setdefault((name, seen), []).append(path)
-            found.setdefault(("", seen), []).append((*path, name))
-    return found
-
-
-def _fitting(one: Moved, layers: Layers, by_leaf: dict[tuple[str, Look], list[Path]]) -> Iterator[Path]:
-    names = {name for name, _ in one.leaves}
-    for path in dict.fromkeys(itertools.chain.from_iterable(by_leaf.get(leaf, ()) for leaf in one.leaves)):
-        # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
-        if one.is_leaf or names <= {name for name, _ in layers[path]}:
-            yield path
-
-
-def _grown(others: dict[Path, Look], layers: Layers) -> Iterator[str]:
-    """Yield a doubt if a row of one tree has layers of which the other tree has none, like those that both have."""
-    held = {path[:end] for path in others for end in range(len(path) + 1)} if layers else set()
-    rows: dict[tuple[Path, str], set[tuple[str, Look]]] = {}
-    for path, seen in others.items() if layers else ():
-        for place, name in enumerate(path[:-1]):
-            if row := numbered(name):
-                rows.setdefault((path[:place], row[0]), set()).add((bare(path)[-1], seen))
-    for path, leaves in layers.items():
-        place = next((place for place in range(len(path)) if path[: place + 1] not in held), len(path))
-        row = numbered(path[place]) if place < len(path) else None
-        if row and not leaves.isdisjoint(rows.get((path[:place], row[0]), ())):
-            yield f"{show_path(path)} may be one that others of its row had, with another number"
-
-
-Row = tuple[Path, str, Path]  # names before, text before the number, names after
-
-
-def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
-    """Yield a doubt if layers keep their numbers although their row grows or shrinks: they may have shifted."""
-    had: dict[Row, Leaves] = {}
-    has: dict[Row, Leaves] = {}
-    for old, new, leaves in found:
-        for rows, path, other in ((had, old, new), (has, new, old)):
-            for key in _rows(path, other, kept=True):
-                rows[key] = rows.get(key, frozenset()) | leaves
-    gone = [*moved, *(Moved(path, (), leaves) for path, leaves in idle.items())]
-    come = [*moved, *(Moved((), path, leaves) for path, leaves in fresh.items())]
-    changed = [(had, one.old, one.new, one.leaves) for one in gone]
-    changed += [(has, one.new, one.old, one.leaves) for one in come]
-    for rows, path, other, leaves in changed:
-        # One leaf of the same name and shape is enough: the others may be what the change was about.
-        if any(rows.get(key, frozenset()) & leaves for key in _rows(path, other, kept=False)):
-            yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
-    same = (one for one in found if one.new and one.old[-1:] == one.new[-1:] and BY_FLAX.fullmatch(one.new[-1]))
-    by_flax = {(one.new[:-1], one.leaves) for one in same}
-    for path, leaves in fresh.items():
-        if (path[:-1], leaves) in by_flax:
-            yield f"{show_path(path)} may be what Flax gave a number before"
-
-
-def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
-    """Yield the rows of numbered names in which a layer keeps its number, or changes it."""
-    numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
-    # Below a number, levels may come and go.
-    in_order = [found[1] for name in other if (found := numbered(name))]
-    places = [place for place, name in enumerate(path) if numbered(name)]
-    in_order = in_order if len(in_order) == len(places) else []
-    for order, place in enumerate(places):
-        stem, number = numbered(path[place]) or ("", 0)
-        same = (number, path[place + 1 :]) in numbers or in_order[order : order + 1] == [number]
-        if same == kept:
-            yield path[:place], stem, path[place + 1 :]

@@ -199,11 +199,6 @@ def _alike(one: str, other: str) -> bool:
     return len(short) > 2 and short not in _TELLING and long.startswith(short)
 
 
-def is_copy(name: str) -> bool:
-    """Return whether a name says that it is a copy of something else, such as an average."""
-    return bool(words(name) & _COPIES)
-
-
 def projections(names: Iterable[str]) -> list[str]:
     """Return those of several names that are query, key and value, or gate and up, in this order; none if unclear."""
     given = list(names)
@@ -220,11 +215,6 @@ def _role(name: str) -> str:
     word = next(iter(found)) if len(found) == 1 else ""
     word = word[1:] if len(word) == 2 and word[0] == "w" else word
     return _LETTERS.get(word, word)
-
-
-def share_a_word(one: str, other: str) -> bool:
-    """Return whether two names have a word in common that says which thing it is."""
-    return bool(_read(one)[1] & _read(other)[1])
 
 
 def is_named_anew(old: Path, new: Path) -> bool:

@@ -27,7 +27,6 @@ class State:
     tree: Node  # of handles and what the rules made of them
     steps: tuple[ProposedRule, ...]
     matched: int  # number of the target's leaves that are found with their shape
-    named: Node = None  # the tree before the target's own values were put in, once they were
 
 
 class Pairing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -159,9 +158,9 @@ def finished(pairing: Pairing, state: State) -> State:
             reason = f"the stored optimizer has {had[0]}, the target's has {fields}" if had else "no stored optimizer"
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
-            state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
+            state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
     state = _typed_keys(pairing, _counted(pairing, state))
-    return dataclasses.replace(_kept(pairing, state), named=state.tree)
+    return _kept(pairing, state)
 
 
 def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -> State:
@@ -229,19 +228,20 @@ def _kept(pairing: Pairing, state: State) -> State:
     lacking = set(pairing.missing(state.tree))
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
-    groups: dict[tuple[str, bool], list[str]] = {}
-    # Printed as a comment: a whole part of the model, and what the checkpoint has values for.
+    groups: dict[str, list[Path]] = {}
     for path in topmost(pairing.target, lacking):
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
         if there is None:
-            reason = "nothing stored belongs there"
+            reason = "nothing is stored there"
         elif isinstance(there, Branch) or isinstance(wanted, Branch):
             reason = "stored with other shapes"
         else:
             reason = f"stored {look(there)[0]}, target {look(wanted)[0]}"
-        is_whole = isinstance(wanted, Branch) and any(isinstance(one, Branch) for one in wanted.children.values())
-        groups.setdefault((reason, is_whole or there is not None), []).append(literal(joined(path)))
+        groups.setdefault(reason, []).append(path)
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
-    steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
+    steps = [
+        ProposedRule(rules.from_target(*(literal(joined(path)) for path in paths)), reason, keeps=tuple(paths))
+        for reason, paths in groups.items()
+    ]
     return pairing.tried(state, steps) or state

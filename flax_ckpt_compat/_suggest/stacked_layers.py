@@ -10,7 +10,7 @@ from typing import Any
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.tree import Branch, Node
+from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest.leaf_features import Contents, Look, SubtreeMemo
 
 _AXES = (0, 1, 2, 3, -1)
@@ -24,13 +24,13 @@ class ProposedRule:
         rule: see `flax_ckpt_compat.rules`.
         reason: evidence for it, in a few words.
         doubt: evidence against it, if any.
-        is_note: keeps a whole part of the target, so that it prints as a comment.
+        keeps: key paths below which the target's own values stay, so that it prints as a comment.
     """
 
     rule: rules.Rule
     reason: str
     doubt: str = ""
-    is_note: bool = False
+    keeps: tuple[Path, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -157,13 +157,12 @@ def _verdict(plan: Plan, most_steps: float = _MAX_STEPS) -> Iterator[str]:
     is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
     if plan.missing and plan.suggestion is None and not is_explained:
         yield "Nothing that is stored resembles what is missing."
-    if plan.suggestion is not None and (plan.suggestion.confident or not is_explained):
+    if plan.suggestion is not None and not (plan.suggestion.doubts and is_explained):
         sure = "These rules would map it"
         if plan.suggestion.keeps_all:
             sure = "Nothing that is stored fits there. Where the target's own values are wanted"
-        if not plan.suggestion.confident:
-            doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
-            sure = f"A guess, to be checked leaf by leaf{doubt}"
+        if plan.suggestion.doubts:
+            sure = f"A guess, to be checked leaf by leaf ({plan.suggestion.doubts[0]})"
         is_long = len(plan.suggestion.steps) > most_steps
         yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"
 

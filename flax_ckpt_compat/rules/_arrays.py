@@ -94,10 +94,32 @@ def join_trees(
 
 
 def each_array(pattern: str, change: Callable[[Array, Path, Node], Node], needed: str = "array") -> Apply:
-    """Return the `apply` of a rule that changes every matching array; see `_edit_tree.each_leaf`."""
-    return _edit_tree.each_leaf(
-        pattern, lambda leaf, path, target: change(leaf, path, target) if is_array(leaf) else None, needed
-    )
+    """Return the `apply` of a rule that changes every matching array; see `_edit_tree.each_leaf`.
+
+    A ValueError or IndexError of ``change``, such as numpy's own, says why an array does not fit."""
+
+    def changed(leaf: Any, path: Path, target: Node) -> Node:
+        if not is_array(leaf):
+            return None
+        try:
+            return change(leaf, path, target)
+        except (ValueError, IndexError) as error:
+            raise misfit(path, f"is {describe(leaf)}: {error}") from error
+
+    return _edit_tree.each_leaf(pattern, changed, needed)
+
+
+def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
+    """Return the `apply` of a rule that gives every matching array another shape by a function of the array.
+
+    The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
+
+    def changed(leaf: Array, _: Path, __: Node) -> Node:
+        shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
+        note = how or f"{leaf.shape} → {shape}"
+        return apply_to(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
+
+    return each_array(pattern, changed)
 
 
 def apply_to(

@@ -59,16 +59,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
-
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        shape = leaf.shape or ()
-        order = tuple(_arrays.axis_of(axis, len(shape), path) for axis in axes)
-        if sorted(order) != list(range(len(shape))):
-            raise misfit(path, f"has {len(shape)} axes, and each must be named once")
-        new = tuple(shape[axis] for axis in order)
-        return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
-
-    return _arrays.each_array(pattern, changed)
+    return _arrays.rearranged(pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
 
 
 @rule
@@ -82,19 +73,9 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     Raises:
         TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
     """
-    known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
         raise RuleError("at most one length may be -1; other negative lengths are not allowed")
-
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        old = leaf.shape or ()
-        count = math.prod(old)
-        new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
-        if math.prod(new) != count:
-            raise misfit(path, f"is {list(old)}, of {count} values; give a shape of as many")
-        return _reshaped(leaf, new)
-
-    return _arrays.each_array(pattern, changed)
+    return _arrays.rearranged(pattern, lambda value: value.reshape(tuple(shape)))
 
 
 @rule
@@ -112,17 +93,13 @@ def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
     """
     if len(sizes) < 2 or sum(size < 0 for size in sizes) > 1 or min(sizes) < -1:
         raise RuleError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
-    known = math.prod(size for size in sizes if size != -1)
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        old = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(old), path)
-        new = tuple(old[at] // max(known, 1) if size == -1 else size for size in sizes)
-        if math.prod(new) != old[at]:
-            raise misfit(path, f"has length {old[at]} on axis {axis}, which {list(sizes)} do not make up")
-        return _reshaped(leaf, (*old[:at], *new, *old[at + 1 :]))
+    def function(value: Any) -> Any:
+        before, (length,), after = _around(value.shape, axis)
+        new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
+        return value.reshape(*before, *new, *after)
 
-    return _arrays.each_array(pattern, changed)
+    return _arrays.rearranged(pattern, function)
 
 
 @rule
@@ -140,20 +117,20 @@ def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
     if count < 2:
         raise RuleError("expected two or more axes")
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        old = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(old), path)
-        if at + count > len(old):
-            raise misfit(path, f"has {len(old)} axes, so not {count} from axis {axis} on; match only arrays that have")
-        return _reshaped(leaf, (*old[:at], math.prod(old[at : at + count]), *old[at + count :]))
+    def function(value: Any) -> Any:
+        before, merged, after = _around(value.shape, axis, count)
+        return value.reshape(*before, math.prod(merged), *after)
 
-    return _arrays.each_array(pattern, changed)
+    return _arrays.rearranged(pattern, function)
 
 
-def _reshaped(leaf: Array, shape: tuple[int, ...]) -> Node:
-    return _arrays.apply_to(
-        leaf, lambda value: value.reshape(shape).copy(order="C"), f"{leaf.shape} → {shape}", shape=shape
-    )
+def _around(shape: tuple[int, ...], axis: int, count: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths before an axis, of it and the axes that follow up to a ``count``, and after them."""
+    at = axis + len(shape) if axis < 0 else axis
+    if not 0 <= at <= len(shape) - count:
+        axes = f"axis {axis}" if count == 1 else f"{count} axes from axis {axis} on"
+        raise IndexError(f"it has {len(shape)} axes, and not {axes}; match only arrays that have")
+    return shape[:at], shape[at : at + count], shape[at + count :]
 
 
 @rule

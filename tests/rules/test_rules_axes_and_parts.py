@@ -47,9 +47,9 @@ def test_an_axis_becomes_two_and_one_again(sizes: Any, saved: Any) -> None:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (lambda: rules.split_axis("w", (5, -1), axis=1), r"w has length 12 on axis 1, which \[5, -1\] do not make up"),
+        (lambda: rules.split_axis("w", (5, -1), axis=1), "w is .*cannot reshape array of size 12"),
         (lambda: rules.split_axis("w", (12,)), "expected two or more lengths"),
-        (lambda: rules.merge_axes("w", axis=1), "w has 2 axes, so not 2 from axis 1 on"),
+        (lambda: rules.merge_axes("w", axis=1), "w is .*it has 2 axes, and not 2 axes from axis 1 on"),
         (lambda: rules.merge_axes("w", count=1), "expected two or more axes"),
         (lambda: rules.nest("."), "no name in the checkpoint has '.' in it"),
         (lambda: rules.nest(""), "the separator is empty"),

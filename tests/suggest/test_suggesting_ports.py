@@ -89,7 +89,7 @@ def test_names_with_dots_that_are_right_stay() -> None:
     flat = {"a.kernel": _A(3, 4), "a.bias": _A(4), "b.kernel": _A(4, 5)}
     target = {**flat, "a": {"scale": np.full(7, np.nan, np.float32)}, "b": {"scale": np.full(9, np.nan, np.float32)}}
     found, suggestion, _ = verdict(Case("dots", {"params": flat}, {"params": target}))
-    assert found == "certain right" and suggestion is not None
+    assert found == "guess right" and suggestion is not None and not suggestion.doubts
     assert [step.rule.source[:17] for step in suggestion.steps] == ["rules.from_target"]
 
 
@@ -98,8 +98,7 @@ def test_logits_that_were_the_embedding_are_no_new_layer_for_certain() -> None:
     params = {"embed": _A.embed(11, 4), "mlp": _A.dense(4, 4)}
     new = {**params, "logits": {"kernel": np.full((4, 11), np.inf, np.float32)}}
     found, suggestion, _ = verdict(Case("untied", {"params": params}, {"params": new}))
-    assert found == "guess wrong" and suggestion is not None
-    assert "params/logits/kernel has the shape of params/embed/embedding transposed" in suggestion.doubts[0]
+    assert found == "guess wrong" and suggestion is not None and suggestion.rules == []
 
 
 def test_parameters_become_no_moments() -> None:
