@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
+from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError
 from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.memory import pause_gc
@@ -12,6 +15,7 @@ from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
 from .msgpack_file import OpenMsgpack
+from .open_index import holds_array, open_database
 from .reader import OrbaxReader
 from .save_plan import SavePlan, make_plan
 
@@ -50,6 +54,18 @@ class OrbaxBackend:
     def open_arrays(self, location: Location, separator: str) -> Reader:
         """Open a directory of arrays without a tree, whose names are key paths joined with a separator."""
         return self._open(location, separator=separator)
+
+    def missing_file(self, location: Location) -> str | None:
+        """Return a file that a directory with an array database needs and lacks; None if it does not decode."""
+        use_tensorstore(location.path)
+        try:
+            if not any((location / name).isfile() for name in (layout.TREE_METADATA, layout.MSGPACK_FILE)):
+                return None if holds_array(location) else layout.TREE_METADATA
+            files = open_database(location).ends()
+        except CheckpointError as error:
+            lost = os.path.relpath(str(error.path), location.path)
+            return lost if isinstance(error.__cause__, MissingPathError) else None
+        return next((file for file in files if not (location / file).isfile()), None)
 
     def _open(self, location: Location, **options: Any) -> Reader:
         use_tensorstore(location.path)

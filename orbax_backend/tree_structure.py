@@ -196,30 +196,13 @@ def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name
 
 
 def _missing_structure(location: Location) -> Exception:
-    path = location.path
     if not location.isdir():
-        return errors.CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
-    names = list_names(location)
-    ours = {layout.MANIFEST, layout.STEP_METADATA, layout.SHARDING, layout.STRINGS, layout.DATA_DIRECTORY} & set(names)
-    if ours == {layout.MANIFEST, layout.DATA_DIRECTORY}:
-        return errors.IncompleteCheckpointError(
-            f"{path}: expected an Orbax checkpoint with the structure of the tree in {layout.TREE_METADATA} or, of a "
-            f"release before 0.5, in {layout.MSGPACK_FILE}, found only a database of arrays. Restore that file from a "
-            "backup; if jax's own array serialization wrote the arrays, which has no such file, read them with it",
-            path=path,
-        )
-    if not ours:
-        return errors.UnrecognizedFormatError(
-            f"{path}: expected an Orbax checkpoint with a file {layout.TREE_METADATA} or, of a release before 0.5, "
-            f"{layout.MSGPACK_FILE}, found {names[:8]}; check the path",
-            path=path,
-        )
-    return errors.IncompleteCheckpointError(
-        f"{path}: expected the structure of the tree in {layout.TREE_METADATA} or, of a release before 0.5, in "
-        f"{layout.MSGPACK_FILE}, found {names[:8]}; the save was not finished, or the file was lost: "
-        f"restore it from a backup",
-        path=path,
-    )
+        return errors.CheckpointNotFoundError(f"{location}: there is no such directory", path=location.path)
+    ours, names = {*layout.TREE_FILES, layout.STEP_METADATA, layout.DATA_DIRECTORY}, list_names(location)
+    kind = errors.UnrecognizedFormatError if ours.isdisjoint(names) else errors.IncompleteCheckpointError
+    expected = f"{layout.TREE_METADATA} or, of a release before 0.5, {layout.MSGPACK_FILE}"
+    message = f"{location}: expected {expected}, found {names[:8]}; restore it from a backup, or check the path"
+    return kind(message, path=location.path)
 
 
 def is_unlisted(structure: Structure, entry: LeafEntry) -> bool:

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import foreign, layouts, orbax_directory
+from flax_ckpt_compat._discovery import foreign, layouts, lost_parts, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.orbax_items import Item
 from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
@@ -256,7 +256,7 @@ def _absent(path: Location) -> Contents:
 def _file(path: Location) -> Contents:
     whole = Contents(path, State.COMPLETE, "", Layout.FILE, {"": Item(Format.MSGPACK, path)}, is_one_checkpoint=True)
     try:
-        head = path.head()
+        head = path.head() if path.is_remote else path.read(0, foreign.FIRST_BYTES)
         if not head:
             return Contents(path, State.INCOMPLETE, "the file is empty", Layout.FILE)
         look = foreign.file_looks_like(path, head)
@@ -267,7 +267,8 @@ def _file(path: Location) -> Contents:
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
     if look is None:
-        return whole
+        lost = lost_parts.missing_array(path, head)
+        return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
     if (read_by := layouts.of_file(path, look)) is not None:
         item = Item(Format.MSGPACK, path, layout=read_by.name)
         return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, {"": item}, is_one_checkpoint=True)

@@ -1,4 +1,8 @@
-"""Identify files and directories that are not checkpoints, by first bytes and names."""
+"""Tell files of Flax from all others by first bytes, and name what some others are; folders by names.
+
+A file is Flax's if it begins with a map or list whose first entries decode, is one value, or is zeros, which a lost
+power leaves. Whatever else has a checkpoint's name is something else, and is never removed.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import codecs
 import re
 from collections.abc import Collection, Sequence
 
+import msgpack  # type: ignore[import-untyped]
+
 from flax_ckpt_compat._core.location import Location
 
-FIRST_BYTES = 512
-_LARGE = 2**62  # bytes
+FIRST_BYTES = 1024
 LFS_POINTER = "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"
 _LFS_START = b"version https://git-lfs"
 ZIP = (
@@ -20,46 +25,28 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
     (_LFS_START, LFS_POINTER),
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
     (b"PK\x03\x04", ZIP),
-    (b"PK\x05\x06", "an empty zip archive"),
     (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
     (b"\xfd7zXZ", "an xz file (unpack it first)"),
-    (b"BZh", "a bzip2 file (unpack it first)"),
-    (b"\x04\x22\x4d\x18", "an lz4 file (unpack it first)"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive (unpack it first)"),
     (b"\x89HDF", "an HDF5 file (h5py reads it)"),
-    (b"\x93NUMPY", "a .npy file (numpy.load reads it)"),
-    (b"%PDF", "a PDF"),
-    (b"\x89PNG", "a PNG image"),
-    (b"\x7fELF", "a program"),
-    (b"GGUF", "a GGUF file of llama.cpp"),
-    (b"PAR1", "a Parquet file"),
-    (b"ARROW1", "an Arrow file"),
     (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
     (b"SQLite format 3", "an SQLite database"),
 )
-# First bytes of a msgpack map, and of a Flax array that is the whole tree.
-_TREE_STARTS = (*range(0x80, 0x90), 0xDE, 0xDF, 0xC7, 0xC8, 0xC9)
-# Bytes of a msgpack file that is one scalar, by its first byte, and of those that give a length: the bytes of it.
-_SCALAR_SIZES = {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9} | {
-    0xD0: 2,
-    0xD1: 3,
-    0xD2: 5,
-    0xD3: 9,
-    0xD4: 3,
-    0xD5: 4,
-    0xD6: 6,
-    0xD7: 10,
-    0xD8: 18,
-    **dict.fromkeys((*range(129), 144, *range(224, 256)), 1),
-    **{byte: byte - 0xA0 + 1 for byte in range(0xA0, 0xC0)},
-}
-_SIZED_SCALARS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+EQUINOX = "several .npy files in a row (equinox.tree_deserialise_leaves reads it)"
+_NPY = b"\x93NUMPY"
+# Tags of msgpack: maps, lists, and the extension types of Flax (arrays, complex numbers, numpy scalars).
+_MAPS, _LISTS = (*range(0x80, 0x90), 0xDE, 0xDF), (*range(0x90, 0xA0), 0xDC, 0xDD)
+_EXTENSIONS = {0xC7: 2, 0xC8: 3, 0xC9: 5, **dict.fromkeys(range(0xD4, 0xD9), 1)}  # → where the type is
+_FLAX_TYPES = (1, 2, 3)
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # tags of bytes and text → bytes of their length
+_BYTES = (0xC4, 0xC5, 0xC6)
+_UNDECODABLE = (ValueError, msgpack.exceptions.UnpackException)
+_TREES = (*_MAPS, *_LISTS, *_EXTENSIONS)
+_ENTRIES = 4  # of a map, to look at
 
 _MAX_SHOWN = 3
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
 STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
 _SOMETHING_ELSE = "a folder of something else"
-JAX_PYTREE = "pytreedef.json"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
 _HUGGING_FACE = re.compile(
@@ -68,6 +55,7 @@ _HUGGING_FACE = re.compile(
 )
 _SHARDS = "flax_model.msgpack.index.json"
 _KINDS = (
+    (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, whose load() reads it"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
@@ -82,63 +70,107 @@ _KINDS = (
 
 
 def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
-    """Return what a file that is not a checkpoint looks like; None for msgpack, and for bytes of no known kind.
-
-    ``head`` are its first bytes, if they are known: of most checkpoints they are enough."""
+    """Return what a file that is not a checkpoint looks like; None for Flax's. ``head`` are first bytes, if known."""
     head = path.head() if head is None else head
-    if head[:1] and head[0] in _TREE_STARTS and bytes_look_like(head, _LARGE) is None:
+    if _begins_like_container(head) and not _begins_like_other(head):
         return None
     return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
 
 
 def bytes_look_like(first: bytes, size: int) -> str | None:
     """Return what a file with these first bytes, and this size in bytes, looks like; see `file_looks_like`."""
-    # First: the length at its beginning may look like a pickle or any other magic number.
+    # First: the length at its beginning may look like anything else.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return SAFETENSORS
-    if is_one_scalar(first, size):
+    if (other := _begins_like_other(first)) is not None:
+        return other
+    if _is_one_value(first, size) or not first.strip(b"\0"):
         return None
     for magic, what in _LOOKS:
         if first.startswith(magic):
             return what
+    if b"brain.Event:" in first[:64]:
+        return "an event file of TensorBoard"
+    if first[257:262] == b"ustar":
+        return "a tar archive (unpack it first)"
+    if _begins_like_container(first):
+        return None
+    return _text_looks_like(first) or f"a file of another program (it begins with the bytes {first[:6].hex(' ')})"
+
+
+def _begins_like_other(first: bytes) -> str | None:
+    """Return what a file looks like whose first byte may be that of a map or list of msgpack, and which is neither."""
+    if first.startswith(_NPY):
+        return "a .npy file (numpy.load reads it)" if first.count(_NPY) == 1 else EQUINOX
     # msgpack's empty map is the single byte 0x80, the first byte of every pickle of protocol 2 or later.
     if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
         return "a Python pickle (it is not opened, because unpickling runs code)"
-    if b"brain.Event:" in first[:64]:
-        return "an event file of TensorBoard"
-    if _begins_like_stream(first):
-        return STREAM
-    if first[257:262] == b"ustar":
-        return "a tar archive (unpack it first)"
-    return _text_looks_like(first)
+    return STREAM if _begins_like_stream(first) else None
 
 
-def is_one_scalar(first: bytes, size: int) -> bool:
-    """Return whether a file is as long as the one msgpack scalar, or empty container, with which it begins."""
-    if not first:
+def _is_one_value(first: bytes, size: int) -> bool:
+    """Return whether a file is exactly one value of msgpack: a small one, or long text or bytes."""
+    if size > len(first):
+        width = _SIZED.get(first[0]) if first else None
+        return width is not None and size == 1 + width + int.from_bytes(first[1 : 1 + width], "big")
+    unpacker = _unpacker(first)
+    try:
+        unpacker.skip()
+    except _UNDECODABLE:
         return False
-    width = _SIZED_SCALARS.get(first[0])
-    if width is not None:
-        return size == 1 + width + int.from_bytes(first[1 : 1 + width], "big")
-    return size == _SCALAR_SIZES.get(first[0])
+    return bool(unpacker.tell() == size)
+
+
+def _begins_like_container(first: bytes) -> bool:
+    """Return whether first bytes are those of a map with names, a list, or an array of Flax."""
+    tag = first[0] if first else -1
+    if tag in _EXTENSIONS:
+        at = _EXTENSIONS[tag]
+        return len(first) <= at or first[at] in _FLAX_TYPES
+    unpacker = _unpacker(first)
+    try:
+        if tag in _MAPS:
+            count = min(unpacker.read_map_header(), _ENTRIES)
+            return count > 0 and all(_is_entry(unpacker, first) for _ in range(count))
+        for _ in range(unpacker.read_array_header() if tag in _LISTS else 0):
+            unpacker.skip()
+    except msgpack.exceptions.OutOfData:  # all that is here decodes
+        return True
+    except _UNDECODABLE:
+        pass
+    return False  # also where something goes on behind the list
+
+
+def _is_entry(unpacker: msgpack.Unpacker, first: bytes) -> bool:
+    """Return whether a name and a value come next; a number is a name before a map, a list or an array only."""
+    key, value = unpacker.unpack(), unpacker.tell()
+    is_name = isinstance(key, str | bytes) or first[value : value + 1] in map(_one_byte, _TREES)
+    unpacker.skip()
+    return is_name
 
 
 def _begins_like_stream(first: bytes) -> bool:
     """Return whether a file begins with a pair of a key path and bytes, as EasyLM writes for each leaf (documented)."""
-    if len(first) < 2 or first[0] != 0x92:
+    if first[:1] != b"\x92":
         return False
-    is_path = first[1] in range(0x91, 0xA0)
-    at, names = (2, first[1] - 0x90) if is_path else (1, 1)
-    for _ in range(names):
-        if at + 1 >= len(first):
-            return False
-        if first[at] in range(0xA0, 0xC0):
-            at += 1 + first[at] - 0xA0
-        elif first[at] == 0xD9:
-            at += 2 + first[at + 1]
-        else:
-            return False
-    return first[at : at + 1] in (b"\xc4", b"\xc5", b"\xc6")
+    unpacker = _unpacker(first)
+    try:
+        unpacker.read_array_header()
+        path = unpacker.unpack()
+    except _UNDECODABLE:
+        return False
+    names = path if isinstance(path, list) and path else [path]
+    return all(isinstance(name, str) for name in names) and first[unpacker.tell() :][:1] in map(_one_byte, _BYTES)
+
+
+def _unpacker(data: bytes) -> msgpack.Unpacker:
+    unpacker = msgpack.Unpacker(raw=False, strict_map_key=False)
+    unpacker.feed(data)
+    return unpacker
+
+
+def _one_byte(value: int) -> bytes:
+    return bytes([value])
 
 
 def is_lfs_pointer(path: Location) -> bool:
@@ -147,9 +179,9 @@ def is_lfs_pointer(path: Location) -> bool:
 
 
 def may_be_msgpack_tree(path: Location) -> bool:
-    """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
+    """Return whether a file begins like a map, a list or an array of Flax, and looks like nothing else."""
     head = path.head()
-    return bool(head) and head[0] in _TREE_STARTS and file_looks_like(path, head) is None
+    return bool(head) and head[0] in _TREES and file_looks_like(path, head) is None
 
 
 def _text_looks_like(first: bytes) -> str | None:
@@ -178,8 +210,6 @@ def names_look_like(found: Collection[str]) -> str:
     names = sorted(found)
     if _SHARDS in names:
         return f"a model of Hugging Face in several files, or shards (restore {_SHARDS}, which lists them)"
-    if JAX_PYTREE in names:
-        return "what jax.experimental.array_serialization.pytree_serialization saved, whose load() reads it"
     if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
         return "a model folder of Hugging Face"
     for pattern, what in _KINDS:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery import foreign, formats
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler
-from flax_ckpt_compat._discovery.orbax_trees import FINISHED, is_folder_of_arrays, is_never_merged, names_in
+from flax_ckpt_compat._discovery.orbax_trees import (
+    FINISHED,
+    arrays_below,
+    is_folder_of_arrays,
+    is_never_merged,
+    is_tree,
+    names_in,
+)
 
-_PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
+PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
+_STRUCTURES = {layout.TREE_METADATA, layout.MSGPACK_FILE}  # either says where arrays belong
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
+_DAMAGE = (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError)
+_PLACEHOLDER = steps.ARRAYS_PLACEHOLDER.encode()
+_MAX_BYTES = 2**20  # bytes to look at; larger files are left to the reader
 NO_ITEMS = {layout.DESCRIPTOR}  # that handlers are recorded for
 
 
@@ -61,7 +78,7 @@ def _data_files(path: Location, names: set[str]) -> set[str] | None:
 
 def lost_structure(path: Location, names: set[str]) -> bool:
     """Return whether a directory has parts of a tree of Orbax, but lost the structure file."""
-    if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
+    if names.intersection(PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
     if any(map(_DATA_FILE.fullmatch, _data_files(path, names) or ())):
         return True
@@ -78,15 +95,40 @@ def missing_in_tree(path: Location, names: set[str]) -> str | None:
         return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
     if lost_manifest(path, names):
         return _not_copied(layout.MANIFEST)
-    if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
+    if layout.STEP_METADATA in names and not names & _STRUCTURES:
         return f"{layout.TREE_METADATA} is missing"
-    return None
+    if layout.TREE_METADATA in names and not names & {layout.MANIFEST, layout.MSGPACK_FILE}:
+        return _missing_folder(path, names)
+    return _missing_in_database(path, names)
+
+
+def _missing_folder(path: Location, names: set[str]) -> str | None:
+    """Return what a tree lacks that has a folder for each array, in words."""
+    wanted = len(_ARRAY_TYPE.findall((path / layout.TREE_METADATA).read()))
+    if names.intersection(layout.ARRAY_METADATA_FILES):
+        return None  # the array of a bare leaf
+    found = names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))
+    if len(found) >= wanted or (there := sum(arrays_below(path / name) for name in found)) >= wanted:
+        return None
+    return f"{wanted - there} of the {wanted} arrays are missing that {layout.TREE_METADATA} records"
+
+
+def _missing_in_database(path: Location, names: set[str]) -> str | None:
+    """Return what an array database lacks, in words; the database itself is asked where names leave it open.
+
+    Orbax and this library write more than one of its parts, so a copy that lost one shows it."""
+    has_values = layout.CHECKSUMS in names or any(name.startswith(layout.PROCESS_PREFIX) for name in names)
+    is_whole = has_values and layout.DATA_DIRECTORY in names and names & _STRUCTURES
+    if layout.MANIFEST not in names or is_whole:
+        return None
+    lost = formats.missing_file(path)
+    return None if lost is None else f"{lost} is missing"
 
 
 def missing_in_items(
     path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what items of a step lack: those that are recorded all that their handlers write, others a manifest."""
+    """Yield what items of a step lack: recorded items anything that their handlers write, others a part of a tree."""
     for name, handler in handlers.items():
         child = path / name
         if name in NO_ITEMS:
@@ -96,8 +138,9 @@ def missing_in_items(
         elif part := missing_part(child, names_in(child), handler):
             yield recorded_but_missing(f"{name}/{part}")
     for name, item in items.items():
-        if name not in handlers and item.format and lost_manifest(item.location, item.names or names_in(item.location)):
-            yield _not_copied(f"{item.location.path[len(path.path) + 1 :]}/{layout.MANIFEST}")
+        inside = item.names or names_in(item.location)
+        if item.format and is_tree(item.location, inside) and (missing := missing_in_tree(item.location, inside)):
+            yield f"{name}/{missing}"
 
 
 def _not_copied(file: str) -> str:
@@ -107,3 +150,47 @@ def _not_copied(file: str) -> str:
 def recorded_but_missing(part: str) -> str:
     """Say that a file or folder is missing of which the step's metadata tells."""
     return f"{part} is missing, which {layout.STEP_METADATA} records"
+
+
+def missing_array(file: Location, head: bytes) -> str | None:
+    """Return what the arrays beside a msgpack file lack, in words; ``head`` are its first bytes.
+
+    Flax writes the text `steps.ARRAYS_PLACEHOLDER` and a folder's name in the place of an array of several processes.
+    """
+    folder = file.sibling(steps.ARRAYS_POSTFIX)
+    is_all = len(head) < foreign.FIRST_BYTES and not file.is_remote
+    if _PLACEHOLDER not in head and (is_all or not folder.isdir()):
+        return None
+    content = file.read(0, _MAX_BYTES)
+    for match in re.finditer(re.escape(_PLACEHOLDER), content):
+        array = _rest_of_text(content, match.start())
+        if array is not None and stays_inside(array) and (lost := _missing_in_array(folder / array)):
+            return f"{folder.name}/{array}/{lost} is missing"
+    return None
+
+
+def _rest_of_text(content: bytes, start: int) -> str | None:
+    """Return what follows the placeholder in the msgpack text that starts at an offset; None if it is no text."""
+    for width, tag in enumerate((0xD9, 0xDA, 0xDB)):
+        header = content[start - (1 << width) - 1 : start]
+        if header[:1] == bytes([tag]):
+            break
+    else:
+        header = content[start - 1 : start]
+    length = int.from_bytes(header[1:], "big") if header[1:] else header[0] - 0xA0 if header else 0
+    text = content[start + len(_PLACEHOLDER) : start + length]
+    return text.decode(errors="replace") if length >= len(_PLACEHOLDER) else None
+
+
+def _missing_in_array(folder: Location) -> str | None:
+    """Return the name of a file that a zarr array of Flax lacks; it stores every chunk."""
+    names = names_in(folder)
+    if layout.ZARR2_METADATA not in names:
+        return layout.ZARR2_METADATA
+    with suppress(*_DAMAGE):  # which the reader tells
+        fields = json.loads((folder / layout.ZARR2_METADATA).read(0, _MAX_BYTES))
+        counts = [-(-side // chunk) for side, chunk in zip(fields["shape"], fields["chunks"], strict=True)]
+        chunks = [name for name in names if layout.ZARR2_CHUNK.fullmatch(name)]
+        if len(chunks) < math.prod(counts):
+            return f"(one of {math.prod(counts)} chunks)"
+    return None

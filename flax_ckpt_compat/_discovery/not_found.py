@@ -96,8 +96,6 @@ def of_checkpoints(checkpoint_dir: CheckpointDir) -> Absence:
         return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
     if (file := foreign.msgpack_file_in(directory)) is not None:
         return Absence(f"{none}, but looks like {foreign.folder_looks_like(directory)}", f"restore {file}")
-    if foreign.JAX_PYTREE in names:
-        return Absence(f"{none}, but looks like {foreign.names_look_like(names)}", "read it with that function")
     if below := hints.checkpoints_below(directory):
         remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
         return Absence(f"{none}; there are checkpoints at {hints.some(below)}", remedy)

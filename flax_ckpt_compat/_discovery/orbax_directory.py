@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.lost_parts import (
     NO_ITEMS,
+    PARTS,
     lost_structure,
     missing_in_items,
     missing_in_tree,
@@ -94,7 +95,7 @@ def describe(path: Location, names: set[str]) -> Description:
         items = {"": Item(Format.ORBAX, path.content_root())}
         return Description(kind, why or "", items)
     is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
-    if not names.intersection(FINISHED) and (is_one_array or is_folder_of_arrays(path, names)):
+    if not names.intersection((*FINISHED, *PARTS)) and (is_one_array or is_folder_of_arrays(path, names)):
         return _arrays(path, names)
     handlers = recorded_handlers(path, names)
     if isinstance(handlers, str):

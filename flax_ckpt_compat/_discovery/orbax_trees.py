@@ -71,6 +71,12 @@ def holds_array(path: Location) -> bool:
     return bool(names.intersection(layout.ARRAY_METADATA_FILES)) or any(holds_array(path / name) for name in names)
 
 
+def arrays_below(path: Location) -> int:
+    """Return how many arrays a directory is, or has at any depth."""
+    names = names_in(path)
+    return 1 if names.intersection(layout.ARRAY_METADATA_FILES) else sum(arrays_below(path / name) for name in names)
+
+
 def is_array(path: Location) -> bool:
     """Return whether a directory has the zarr metadata of one array."""
     return any((path / name).isfile() for name in layout.ARRAY_METADATA_FILES)

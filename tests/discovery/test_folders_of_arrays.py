@@ -119,15 +119,6 @@ def test_names_that_are_no_tree(tmp_path: Path) -> None:
         flax_ckpt_compat.restore(tmp_path / "step-7")
 
 
-def test_what_jax_saves_as_a_pytree_names_its_reader(tmp_path: Path) -> None:
-    """``pytree_serialization`` keeps the tree in a serialized form of jax's own."""
-    (tmp_path / "it" / "array_store").mkdir(parents=True)
-    (tmp_path / "it" / "pytreedef.json").write_text("{}")
-    (tmp_path / "it" / "array_store" / "manifest.ocdbt").write_bytes(b"x")
-    with pytest.raises(errors.CheckpointError, match="pytree_serialization"):
-        flax_ckpt_compat.restore(tmp_path / "it")
-
-
 def test_a_tree_of_orbax_that_lost_its_structure_is_not_paxs(tmp_path: Path) -> None:
     """Arrays beside a JSON item are Pax' only with the model's variables among them."""
     write_pax(tmp_path / "checkpoint_1")

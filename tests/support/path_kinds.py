@@ -17,12 +17,12 @@ import struct
 import tomllib
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
@@ -42,13 +42,9 @@ TREE = {"params": PARAMS, "step": 6}
 EMA = {"w": PARAMS["w"] + 100}
 SMALL = {"params": {"w": np.arange(6, dtype=np.float32)}, "step": 6}
 OLDER = {"params": {"w": np.full((2, 3), 5, np.float32)}, "step": 5}
-JAX_PYTREE = {  # of the files in tests/data/layouts/jax_0.10/dicts
-    "params": {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}, "a.b": np.ones(2, np.int8)},
-    "half": np.ones(3, ml_dtypes.bfloat16),
-    "step": np.array(7, np.int32),
-}
 NOTES = {"epoch": 3, "names": ["a", "b"]}
 KEY_SEED = 7
+_NOISE = np.random.default_rng(9).bytes(3000)
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
@@ -368,11 +364,6 @@ def _levanter(path: Path) -> None:
     (path / "metadata.json").write_text('{"step": 6, "timestamp": "2024-05-01T12:00:00"}')
 
 
-def _jax_pytree(path: Path) -> None:
-    """A directory that jax's own pytree_serialization wrote."""
-    shutil.copytree(Path(__file__).parents[1] / "data" / "layouts" / "jax_0.10" / "dicts", path)
-
-
 def _msgpack(path: Path, tree: Any = TREE) -> None:
     path.write_bytes(serialization.to_bytes(tree))
 
@@ -415,6 +406,13 @@ def _npy(path: Path) -> None:
     path.write_bytes(buffer.getvalue())
 
 
+def _npy_in_a_row(path: Path) -> None:
+    """What ``equinox.tree_serialise_leaves`` writes, as its documentation says."""
+    with path.open("wb") as file:
+        np.save(file, np.ones(2))
+        np.save(file, np.ones(3))
+
+
 def _npz(path: Path) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, w=PARAMS["w"])
@@ -440,6 +438,16 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "zstd": lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd\x04\x00\x41\x00\x00" + b"12345678" + bytes(4)),
     "npz": _npz,
     "npy": _npy,
+    # As their formats describe the first bytes, with others behind them.
+    "zlib": lambda path: path.write_bytes(zlib.compress(serialization.to_bytes(TREE))),
+    "ONNX": lambda path: path.write_bytes(b"\x08\x07\x12\x07pytorch\x1a\x032.1:" + _NOISE),
+    "TFLite": lambda path: path.write_bytes(b"\x1c\x00\x00\x00TFL3" + _NOISE),
+    "MATLAB": lambda path: path.write_bytes(b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + _NOISE),
+    "TFRecord": lambda path: path.write_bytes(struct.pack("<Q", 100) + _NOISE),
+    "LMDB": lambda path: path.write_bytes(bytes(10) + b"\x08" + bytes(5) + b"\xde\xc0\xef\xbe\x01" + _NOISE),
+    "CBOR": lambda path: path.write_bytes(b"\xa2\x61a\x01\x61b\x99\x08\x00" + _NOISE),
+    "OpenPGP": lambda path: path.write_bytes(b"\x85\x01\x0c\x03" + _NOISE),
+    "Equinox": lambda path: _npy_in_a_row(path),
     "text": lambda path: path.write_text("step 6: loss 0.25\n"),
     "JSON": lambda path: path.write_text(json.dumps(NOTES)),
     "HTML": lambda path: path.write_text("<!DOCTYPE html><html>404</html>"),
@@ -551,7 +559,6 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
     "Pax": _pax,
     "levanter": _levanter,
-    "jax pytree": _jax_pytree,
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
@@ -603,7 +610,6 @@ def values() -> dict[str, dict[str, Any]]:
         "npz": {"this": {"w": PARAMS["w"]}},
         "Pax": {"this": {"mdl_vars": {"params": {"w": PARAMS["w"]}}, "step": np.array(6, np.int32)}},
         "levanter": {"this": {"model": {"w": PARAMS["w"]}, "opt_state": {"0": {"m": EMA["w"]}}}},
-        "jax pytree": {"this": JAX_PYTREE},
         "msgpack, one array": bare,
         "orbax, small": {"this": SMALL},
         "gda": {"this": _gda_values("two_processes_tree")},

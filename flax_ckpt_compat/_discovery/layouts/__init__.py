@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.layouts import clu, easylm, flax_shards, jax_pytree, levanter, npz, pax, safetensors
+from flax_ckpt_compat._discovery.layouts import clu, easylm, flax_shards, levanter, npz, pax, safetensors
 from flax_ckpt_compat._discovery.layouts.layout import JSON_ITEM, ReadOnlyLayout
 
 __all__ = ["JSON_ITEM", "LAYOUTS", "ReadOnlyLayout", "of_file", "of_folder"]
-_MODULES = (safetensors, flax_shards, easylm, npz, clu, pax, levanter, jax_pytree)
+_MODULES = (safetensors, flax_shards, easylm, npz, clu, pax, levanter)
 LAYOUTS: Mapping[str, ReadOnlyLayout] = {module.LAYOUT.name: module.LAYOUT for module in _MODULES}
 
 
