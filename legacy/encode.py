@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.local import file_checksums, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.thread_pools import Once, Pool
+from flax_ckpt_compat._core.thread_pools import at_once
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,
@@ -73,8 +73,6 @@ class _Writer:
     def __init__(self, file: NewFile, sums: BlockSums | None, meter: Meter):
         self._file, self._sums, self._meter = file, sums, meter
         self._at: Path = ()  # key path of the last large leaf
-        # Sums a batch while it is written.
-        self._pool = Pool(1, "flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
         packer = msgpack.Packer(strict_types=True)
         self._packer, self._pack, self._map_header = packer, packer.pack, packer.pack_map_header
@@ -218,19 +216,22 @@ class _Writer:
     def _flush(self) -> None:
         """Write everything."""
         self._end_small()
-        pieces = self._pieces
-        submit = self._pool.submit if self._buffered >= _SUM_IN_THREAD_FROM else Once
-        summed = submit(self._sum, list(pieces))
-        self._file.write(pieces)
+        pieces, summed = self._pieces, list(self._pieces)
+        if self._sums is None:
+            self._file.write(pieces)
+        elif self._buffered < _SUM_IN_THREAD_FROM:
+            self._sum(summed)
+            self._file.write(pieces)
+        else:
+            at_once(lambda: self._file.write(pieces), lambda: self._sum(summed))
         self._written += self._buffered
         self._meter.add(self._buffered, self._at)
         self._buffered = self._copied_bytes = 0
-        summed.result()
 
     def _sum(self, pieces: list[memoryview]) -> None:
-        if self._sums is not None:
-            for piece in pieces:
-                self._sums.update(piece)
+        assert self._sums is not None
+        for piece in pieces:
+            self._sums.update(piece)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +19,15 @@ from flax_ckpt_compat._core.local.syncing import sync_descriptor
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Shard
 
 from . import gda_checksums
 from .encode import write_tree
 from .gda_split import DistributedArray
+
+if TYPE_CHECKING:
+    from flax_ckpt_compat._core.tensorstore_codecs import Encoder
 
 # Syncing and requests mostly wait.
 _THREADS = 16
@@ -105,65 +109,59 @@ def _write_shards(save: ProcessSave) -> list[str]:
     arrays: Sequence[DistributedArray] = save.prepared.arrays
     if not arrays:
         return []
-    pending: collections.deque[tuple[Once, int]] = collections.deque()
-    written, total = [], 0
-    # Its end waits for running writes: none may continue into a folder that is about to be removed.
-    with Pool(_THREADS, "flax-ckpt-write") as pool:
-        writer = _ShardWriter(save, pool)
-        for array in arrays:
-            for shard in array.shards():
-                name = _subpath(array, array.chunk_name(shard.index))
-                pending.append((writer.submit(array, shard, name), shard.data.nbytes))
-                written.append(name)
-                total += shard.data.nbytes
-                while pending and (total > _IN_FLIGHT or pending[0][0].done):
-                    task, nbytes = pending.popleft()
-                    total -= nbytes
-                    task.result()
-        for task, _ in pending:
-            task.result()
+    use_tensorstore(save.path)
+    from flax_ckpt_compat._core.tensorstore_codecs import Encoder  # which loads TensorStore
+
+    in_parallel(functools.partial(_check_metadata, save), arrays, _THREADS)
+    encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])
+    written: list[str] = []
+    for batch in _batches(arrays):
+        # Their end is waited for: none may continue into a folder that is about to be removed.
+        shards = [(array, shard) for array in batch for shard in array.shards()]
+        written += in_parallel(functools.partial(_write_shard, save, encoder), shards, _THREADS)
     return written
 
 
-class _ShardWriter:
-    """Encodes shards and writes them as chunks, on several threads."""
+def _batches(arrays: Sequence[DistributedArray]) -> Iterator[list[DistributedArray]]:
+    """Yield arrays of at most `_IN_FLIGHT` bytes together, or one that is larger."""
+    batch: list[DistributedArray] = []
+    nbytes = 0
+    for array in arrays:
+        if batch and nbytes + array.value.nbytes > _IN_FLIGHT:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(array)
+        nbytes += array.value.nbytes
+    if batch:
+        yield batch
 
-    def __init__(self, save: ProcessSave, pool: Pool):
-        use_tensorstore(save.path)
-        from flax_ckpt_compat._core.tensorstore_codecs import Encoder  # which loads TensorStore
 
-        self._save, self._base, self._pool = save, _base(save), pool
-        self._encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])
-        self._checked: dict[str, Once] = {}
+def _write_shard(save: ProcessSave, encoder: Encoder, one: tuple[DistributedArray, Shard]) -> str:
+    """Encode a shard and write it as a chunk; return its path relative to the folder."""
+    array, shard = one
+    name = _subpath(array, array.chunk_name(shard.index))
+    encoded = encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
+    if (upload := save.upload) is not None:
+        upload.write(f"{upload.tag}/{name}", encoded)
+    else:
+        path = (_base(save) / name).path
+        with translated(path, "written"):
+            _write_file(path, encoded)
+    save.options.meter.add(shard.data.nbytes, array.subpath)
+    return name
 
-    def submit(self, array: DistributedArray, shard: Shard, name: str) -> Once:
-        """Write a shard in the pool, once the metadata of its array is known to be the same in process 0."""
-        if array.subpath not in self._checked:
-            self._checked[array.subpath] = self._pool.submit(self._check, array)
-        return self._pool.submit(self.write, array, shard, name)
 
-    def write(self, array: DistributedArray, shard: Shard, name: str) -> None:
-        """Encode a shard and write it."""
-        self._checked[array.subpath].result()
-        encoded = self._encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
-        if (upload := self._save.upload) is not None:
-            upload.write(f"{upload.tag}/{name}", encoded)
-        else:
-            path = (self._base / name).path
-            with translated(path, "written"):
-                _write_file(path, encoded)
-        self._save.options.meter.add(shard.data.nbytes, array.subpath)
-
-    def _check(self, array: DistributedArray) -> None:
-        expected, folder = _metadata(array, self._save), self._base / array.subpath
-        found = (folder / ZARR2_METADATA).read()
-        if found == expected:
-            return
-        theirs = json.loads(found)
-        shape, dtype = tuple(theirs["shape"]), dtype_from_name(theirs["dtype"])
-        what = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
-        message = f"{folder}: {array.subpath or 'the array'} is saved as {what}; all processes have to save one tree"
-        raise StorageError(message, path=folder.path)
+def _check_metadata(save: ProcessSave, array: DistributedArray) -> None:
+    """Raise StorageError unless the array has the metadata that process 0 wrote."""
+    expected, folder = _metadata(array, save), _base(save) / array.subpath
+    found = (folder / ZARR2_METADATA).read()
+    if found == expected:
+        return
+    theirs = json.loads(found)
+    shape, dtype = tuple(theirs["shape"]), dtype_from_name(theirs["dtype"])
+    what = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
+    message = f"{folder}: {array.subpath or 'the array'} is saved as {what}; all processes have to save one tree"
+    raise StorageError(message, path=folder.path)
 
 
 def _write_file(path: str, data: bytes) -> None:

@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
-from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 
 from .files import ByteRange
 from .ocdbt_encode import INLINE_BYTES
@@ -86,7 +86,7 @@ class DataFiles:
         ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
         self.names: list[str] = []  # relative to the database
         self._path, self._sums, self._meter, self._past_cache = path, sums, meter, past_cache
-        self._pool, self._tasks = Pool(_THREADS, "flax-ckpt-data"), collections.deque[tuple[Once, int]]()
+        self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
         self._free = collections.deque[_DataFile]()  # files that no thread is writing to
         self._abandoned = False
         self._changing: list[tuple[Value, Any]] = []  # those that may change, with their data

@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, StoredArray, show_path
 
 Name = tuple[str, Path]  # item and key path
@@ -159,7 +159,7 @@ def checksums_of_reads(output: Output, progress: Callable[[int], None]) -> Itera
     They are those of all bytes of an array in C order, by item and key path; small arrays have none. The size of each
     array that is read is reported to ``progress``."""
     crcs: dict[Name, int] = {}
-    pool, pending = Pool(1, "flax-ckpt-digest"), list[tuple[Name, Once]]()
+    pool, pending = Pool(1), list[tuple[Name, Task]]()
 
     def finish() -> None:
         while pending:

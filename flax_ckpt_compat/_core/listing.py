@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.thread_pools import Once, start_thread
+from flax_ckpt_compat._core.thread_pools import Task, start_thread
 
 
 class Listing:
@@ -63,13 +63,13 @@ class AfterCommit:
         """Ask the commit to list this folder, which is above the checkpoint; on a disk it lists nothing."""
         self.folder = folder
         self.listing: Listing | None = None
-        self._tasks: list[Once] = []
+        self._tasks: list[Task] = []
 
     def run_beside(self, function: Callable[[], Any]) -> None:
         """Start a function in a thread of its own."""
-        task = Once(function)
+        task = Task(function)
         self._tasks.append(task)
-        start_thread(task.run, "flax-ckpt")
+        start_thread(task.run)
 
     def __enter__(self) -> AfterCommit:
         """Return this object."""

@@ -23,7 +23,7 @@ def load_tensorstore() -> Any:
     if "tensorstore" not in sys.modules:
         _check_address_space()
         # In another thread: after Ctrl-C interrupted it, a second import aborts the process (0.1.86, measured).
-        run_apart(functools.partial(importlib.import_module, "tensorstore"), "flax-ckpt-import")
+        run_apart(functools.partial(importlib.import_module, "tensorstore"))
     return importlib.import_module("tensorstore")
 
 

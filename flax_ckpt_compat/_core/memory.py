@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ _BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
 # Of arrays that are put into one: numpy 1 has at most 32 axes, of which blocks of arrays and of their chunks take two.
 MAX_PACKED_RANK = 30
+_pause = {"on": False}
 
 
 @contextmanager
@@ -35,11 +37,17 @@ def pause_gc(*, enabled: bool = True) -> Iterator[None]:
     is_paused = enabled and gc.isenabled()
     try:
         if is_paused:
+            _pause["on"] = True
             gc.disable()
         yield
     finally:
         if is_paused:
             gc.enable()
+            _pause["on"] = False
+
+
+# The thread that paused it is in the parent only, and would never resume it in a child.
+os.register_at_fork(after_in_child=lambda: gc.enable() if _pause["on"] else None)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -48,5 +48,5 @@ def _imported(name: str) -> Any:
     """Import a module on another thread: a signal handler that saves while it is imported here gets half of it."""
     module = sys.modules.get(name)
     if module is None or getattr(module.__spec__, "_initializing", False):
-        return run_apart(functools.partial(importlib.import_module, name), "flax-ckpt-import")
+        return run_apart(functools.partial(importlib.import_module, name))
     return module

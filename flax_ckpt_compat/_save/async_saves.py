@@ -27,6 +27,8 @@ _log = logging.getLogger("flax_ckpt_compat")
 _QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
 _AT_EXIT_SECONDS = 1.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
+# Threads that hand a save to a pool: a signal handler that interrupts one would wait for its lock for ever.
+_submitting: list[int] = []
 
 
 class AsyncManager:
@@ -75,21 +77,21 @@ def start(
     manager: SaveManager, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    save = BackgroundSave(directory.resolve(), lookup_timeout, thread_pools.Once(_run, task))
-    refusal = ""
-    if _is_within(manager) or not thread_pools.pools_take_tasks():
+    save = BackgroundSave(directory.resolve(), lookup_timeout, thread_pools.Task(_run, task))
+    refusal, here = "", threading.get_ident()
+    if _is_within(manager) or here in _submitting:
         refusal = "none are taken within its tasks, or a call that a signal interrupted"
     else:
+        _submitting.append(here)
         try:
-            with thread_pools.raising_interrupts():
-                future = thread_pools.off_main(
-                    functools.partial(manager.save_async, functools.partial(_in_pool, save.task))
-                )
+            future = manager.save_async(functools.partial(_in_pool, save.task))
         except BaseException as error:
             if not thread_pools.is_refusal(error):
                 save.task.withdraw()  # it may be queued all the same
                 raise
             refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
+        finally:
+            _submitting.remove(here)
     if refusal:
         _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
         save.task()
@@ -101,7 +103,7 @@ def start(
         save_registry.add(save)
 
 
-def _in_pool(task: thread_pools.Once) -> Any:
+def _in_pool(task: thread_pools.Task) -> Any:
     """Return or raise the outcome of a save; one whose start Ctrl-C interrupted was withdrawn, and fails nobody."""
     return None if task.was_withdrawn else task.result()
 
@@ -171,16 +173,13 @@ def wait(manager: Any) -> None:
     if _is_within(manager):
         return
     future = getattr(manager, "save_future", None)
-    wait_previous = manager.wait_previous_save
     if isinstance(future, Future):
-        thread_pools.wait(future)  # Ctrl-C comes here, where it takes no failure away
-        wait_previous = functools.partial(thread_pools.off_main, wait_previous)
+        save_registry.wait_for(future)  # Ctrl-C comes here, where it takes no failure away
     try:
-        with thread_pools.raising_interrupts():
-            wait_previous()
+        manager.wait_previous_save()
     except Exception:  # not Ctrl-C, after which the save still runs, and may fail
         if isinstance(future, Future):
-            thread_pools.off_main(functools.partial(_forget, manager, future))
+            _forget(manager, future)
         raise
     # Flax's own manager drops the failure of a save that has already ended.
     if isinstance(future, Future):
@@ -195,11 +194,7 @@ def _is_within(manager: Any) -> bool:
 
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
     """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
-    thread_pools.wait(future)
-    thread_pools.off_main(functools.partial(_raise_ended, manager, future))
-
-
-def _raise_ended(manager: Any, future: Future[Any]) -> None:
+    save_registry.wait_for(future)
     if _forget(manager, future) and not save_registry.was_raised(future):
         future.result()
 

@@ -142,14 +142,14 @@ class _FollowedSave:
         self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
         self._own_check = getattr(checkpointer, "check_for_errors", None)
         self._own = {name: vars(checkpointer)[name] for name in methods if name in vars(checkpointer)}
-        self._published = thread_pools.Once(self._run)
+        self._published = thread_pools.Task(self._run)
 
     def start(self) -> None:
         """Follow the save in a thread; at once if none can be started."""
         _wait_at_exit()
         _pending.append(self)
         vars(self._checkpointer).update(self._methods)
-        if not thread_pools.start_thread(self._published.run, "flax_ckpt_compat-commit", daemon=True):
+        if not thread_pools.start_thread(self._published.run):
             self._published.run()
 
     def _run(self) -> None:

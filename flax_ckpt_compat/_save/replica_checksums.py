@@ -53,7 +53,7 @@ def _of_devices(arrays: Sequence[jax.Array]) -> list[bytes]:
 
     # A thread has none of the caller's contexts, such as a mesh of all processes.
     if arrays:
-        run_apart(run, "flax-ckpt-sums")
+        run_apart(run)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -28,7 +27,7 @@ class BackgroundSave:
 
     directory: str  # real path of the checkpoint's directory
     lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
-    task: thread_pools.Once
+    task: thread_pools.Task
     # Its outcome, which later calls raise; None if the manager has none: then only the manager can raise it.
     future: Future[Any] | None = None
     is_logged: bool = False
@@ -36,14 +35,20 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """Return whether the save has ended, or was cancelled."""
-        return self.task.done if self.future is None else thread_pools.off_main(self.future.done)
+        return self.task.done if self.future is None else self.future.done()
 
     def wait(self, timeout: float = math.inf) -> None:
         """Wait until it has ended or was cancelled, at most so many seconds; run nothing."""
         if self.future is None:
             self.task.wait(timeout)
         else:
-            thread_pools.wait(self.future, timeout)
+            wait_for(self.future, timeout)
+
+
+def wait_for(future: Future[Any], timeout: float = math.inf) -> None:
+    """Wait until a future is done or cancelled, at most so many seconds."""
+    with suppress(CancelledError, TimeoutError):
+        future.exception(None if math.isinf(timeout) else timeout)
 
 
 def add(save: BackgroundSave) -> None:
@@ -62,7 +67,7 @@ def raise_failures(directory: Location) -> None:
         if save.future is not None and save.done:
             _drop(save)
             _raised.add(save.future)
-            thread_pools.off_main(save.future.result)
+            save.future.result()
 
 
 def saves_into(directory: Location) -> list[BackgroundSave]:
@@ -111,7 +116,7 @@ def log_failures(*, running: bool = True) -> None:
     for save in list(_saves):
         error: BaseException | None = None
         if save.future is not None and save.done:
-            error = thread_pools.off_main(functools.partial(_failure_of, save.future))
+            error = _failure_of(save.future)
         elif save.future is not None and running:
             error = RuntimeError("it has not ended before the interpreter does")
         if error is not None and not save.is_logged:

@@ -97,7 +97,7 @@ def verify_all(
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
     results = []
-    with Pool(_AT_ONCE, "flax-ckpt") as pool:
+    with Pool(_AT_ONCE) as pool:
         verify_one = functools.partial(_verify, is_named=is_named, count=count)
         tasks = [pool.submit(verify_one, one) for one in found]
         for result in filter(None, (task.result() for task in tasks)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 import weakref
@@ -21,144 +20,113 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import thread_pools
-from flax_ckpt_compat._core.thread_pools import Once, in_parallel
+from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 from tests.support import interrupting
 from tests.support.saves import run_python
 
-CODE = """
+AT_EXIT = """
 import sys, threading, time
-from flax_ckpt_compat._core.thread_pools import Pool
-def fail():
+from flax_ckpt_compat._core.thread_pools import in_parallel
+def fail(_):
     raise OSError("the disk broke")
 def late():
     threading.main_thread().join()
-    with Pool(2, "late") as pool:
-        tasks = [pool.submit(abs, number) for number in (-1, -2, -3)]
-        print([task.result() for task in tasks])
-        try:
-            pool.submit(fail).result()
-        except OSError as error:
-            print(repr(error))
+    print(in_parallel(abs, [-1, -2, -3]))
+    try:
+        in_parallel(fail, [1, 2])
+    except OSError as error:
+        print(repr(error))
 threading.Thread(target=late).start()
 """
 
 
-def test_a_pool_works_at_exit(tmp_path: Path) -> None:
-    """When the main thread has ended and there are no new threads, the work is done all the same, failures too."""
-    out, err = run_python(CODE, tmp_path)
+def test_work_is_done_at_exit(tmp_path: Path) -> None:
+    """When the main thread has ended and there are no new threads, failures too."""
+    out, err = run_python(AT_EXIT, tmp_path)
     assert (out.strip(), err) == ("[1, 2, 3]\nOSError('the disk broke')", "")
 
 
-def test_an_error_in_a_thread_of_the_pool_is_raised() -> None:
-    """Also where the caller's own share of the work is done without one."""
-    caller, both = threading.get_ident(), threading.Barrier(2, timeout=20)
-
-    def work(_: int) -> None:
-        both.wait()  # one item for each of the two threads
-        if threading.get_ident() != caller:
-            raise OSError("unreadable")
-
-    with pytest.raises(OSError, match="unreadable"):
-        in_parallel(work, [1, 2], 2)
-
-
-def test_a_pool_starts_a_thread_for_a_later_task() -> None:
-    """Also where those of earlier tasks have ended, for want of work."""
-    with thread_pools.Pool(1, "test") as pool:
-        for _ in range(2):
-            assert pool.submit(abs, -1).wait(20)
-            assert pool._workers[-1].wait(20)
-
-
-def test_a_wait_tells_whether_the_task_has_ended() -> None:
-    """Not that its time is over."""
-    task = Once(bool)
-    assert not task.wait(0.001)
-    task.run()
-    assert task.wait(0)
-
-
-def test_a_pool_ends_with_its_block() -> None:
-    """It never has more threads than were asked for, and waits for the tasks that have begun; others never do."""
-    began, goes_on, done = threading.Semaphore(0), threading.Event(), list[int]()
+@pytest.mark.parametrize("fails", ["caller", "helper"])
+def test_an_error_in_any_thread_is_raised(fails: str) -> None:
+    """And no more is started."""
+    caller, both, done = threading.get_ident(), threading.Barrier(2, timeout=20), list[int]()
 
     def work(number: int) -> None:
-        began.release()
-        goes_on.wait(20)
         done.append(number)
+        both.wait()  # one item for each of the two threads
+        if (threading.get_ident() == caller) == (fails == "caller"):
+            raise OSError("unreadable")
+        time.sleep(0.1)
 
-    def go_on(pool: thread_pools.Pool) -> None:
-        end = time.monotonic() + 5
-        while pool._tasks and time.monotonic() < end:  # until the block's end drops them
-            time.sleep(0.001)
-        goes_on.set()
-
-    with thread_pools.Pool(2, "test") as pool:
-        tasks = [pool.submit(work, number) for number in range(5)]
-        assert len(pool._workers) == 2
-        assert began.acquire(timeout=20)
-        assert began.acquire(timeout=20)
-        threading.Thread(target=go_on, args=(pool,)).start()
-    assert [task.done for task in tasks] == [True, True, False, False, False]
+    with pytest.raises(OSError, match="unreadable"):
+        in_parallel(work, range(20), 2)
     assert sorted(done) == [0, 1]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_a_task_that_is_ended_is_not_done(error: BaseException) -> None:
-    """What ends a program is raised where the result is wanted, like any error: there is none to go on with."""
+def test_each_thread_takes_a_share() -> None:
+    """Of four threads each starts at a quarter; nothing is done twice, and results are in order."""
+    started, all_began = list[int](), threading.Barrier(4, timeout=20)
 
-    def end() -> None:
-        raise error
-
-    with thread_pools.Pool(1, "test") as pool:
-        task = pool.submit(end)
-        task.wait(20)
-        with pytest.raises(type(error)):
-            task.result()
-
-
-def test_only_a_lack_of_threads_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task then runs elsewhere; any other failure to start one is raised."""
-    for text, is_refused in (("can't start new thread", True), ("thread already started", False)):
-
-        def start(_: threading.Thread, text: str = text) -> None:
-            raise RuntimeError(text)
-
-        monkeypatch.setattr(threading.Thread, "start", start)
-        with contextlib.nullcontext() if is_refused else pytest.raises(RuntimeError, match=text):
-            assert not thread_pools.start_thread(bool, "test")
-        monkeypatch.undo()
-
-
-def test_after_a_failure_no_more_is_started() -> None:
-    """The other threads find nothing left, in their own runs and in those of others."""
-    queues = [collections.deque([1, 2]), collections.deque([3])]
-
-    def fail(_: int) -> None:
-        raise OSError("unreadable")
-
-    with pytest.raises(OSError, match="unreadable"):
-        thread_pools._drain(fail, queues, 0)
-    assert not any(queues)
-
-
-def test_each_thread_takes_a_run() -> None:
-    """Four threads start at the quarters; who is done takes over what others have left; nothing is done twice."""
-    started, done, all_began = list[int](), list[int](), threading.Barrier(4, timeout=20)
-    last_of_first = threading.Event()
-
-    def work(item: int) -> None:
+    def work(item: int) -> int:
         if item % 25 == 0:
             started.append(item)
             all_began.wait()
-        if item == 0:  # its thread is held until the others did the rest of its run
-            assert last_of_first.wait(20)
-        done.append(item)
-        if len(done) == 99:
-            last_of_first.set()
+        return -item
 
-    in_parallel(work, range(100), 4, in_runs=True)
-    assert (sorted(started), sorted(done)) == ([0, 25, 50, 75], list(range(100)))
+    assert in_parallel(work, range(100), 4, in_runs=True) == [-item for item in range(100)]
+    assert sorted(started) == [0, 25, 50, 75]
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller does what no thread has claimed, be it that none is refused and yet none begins."""
+
+    def start(*_: Any) -> int:
+        if not started:
+            raise RuntimeError("can't start new thread")
+        return 0
+
+    monkeypatch.setattr(thread_pools._thread, "start_new_thread", start)
+    assert in_parallel(abs, range(-5, 0), 3, in_runs=True) == [5, 4, 3, 2, 1]
+    if not started:
+        assert thread_pools.run_apart(threading.get_ident) == threading.get_ident()
+    with Pool(2) as pool:
+        assert pool.submit(abs, -1).result() == 1
+
+
+def test_maps_in_signal_handlers_that_interrupt_a_map() -> None:
+    """Wherever they come: none waits for what it has interrupted."""
+    done = list[list[int]]()
+
+    def handle(*_: Any) -> None:
+        done.append(in_parallel(abs, [-1, -2, -3], 3))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.002)
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            assert in_parallel(abs, range(-20, 0), 4) == list(range(20, 0, -1))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(done) > 10 and all(one == [1, 2, 3] for one in done)
+
+
+def test_an_interrupt_waits_for_the_items_that_run() -> None:
+    """None of them may go on in memory, or a descriptor, that the caller gives to somebody else."""
+    main, ended, begun = threading.get_ident(), list[int](), threading.Barrier(2, timeout=20)
+
+    def work(number: int) -> None:
+        begun.wait()
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        time.sleep(0.3)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(work, range(10), 2)
+    assert len(ended) == 1
 
 
 def test_a_read_that_fails_in_a_thread(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +148,29 @@ def test_a_read_that_fails_in_a_thread(flag: bool, tmp_path: Path, monkeypatch: 
     assert failed.is_set()
 
 
+def test_a_pool_ends_with_its_block() -> None:
+    """It never has more threads than were asked for, and drops the tasks that have not begun."""
+    began, goes_on, done = threading.Semaphore(0), threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        began.release()
+        goes_on.wait(20)
+        done.append(number)
+
+    with Pool(2) as pool:
+        tasks = [pool.submit(work, number) for number in range(5)]
+        assert began.acquire(timeout=20) and began.acquire(timeout=20)
+        threading.Timer(0.2, goes_on.set).start()
+        pool.cancel(wait=True)
+    assert [task.done for task in tasks] == [True, True, False, False, False]
+    assert sorted(done) == [0, 1]
+
+
 def test_ctrl_c_anywhere_in_a_task() -> None:
     """Whoever runs the task is interrupted at each place where Python may: nobody waits for it in vain afterwards."""
     for at in itertools.count(1):
         calls = list[int]()
-        task = Once(calls.append, 1)
+        task = Task(calls.append, 1)
         is_place = interrupting.ctrl_c(task.result, at, thread_pools.__file__)
         task.run()
         assert task.wait(1.0), at
@@ -194,10 +180,37 @@ def test_ctrl_c_anywhere_in_a_task() -> None:
     assert at > 5
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_that_is_ended_is_not_done(error: BaseException) -> None:
+    """What ends a program is raised where the result is wanted, like any error: there is none to go on with."""
+
+    def end() -> None:
+        raise error
+
+    with Pool(1) as pool:
+        task = pool.submit(end)
+        task.wait(20)
+        with pytest.raises(type(error)):
+            task.result()
+
+
 def test_a_task_that_waits_for_itself() -> None:
     """A signal handler or finalizer that interrupts a task and wants its end is told so; it would wait for ever."""
-    task = Once(lambda: task.result())
+    task = Task(lambda: task.result())
     with pytest.raises(RuntimeError, match="wait for its own end"):
+        task.result()
+
+
+def test_a_withdrawn_task_never_runs() -> None:
+    """It holds nothing, and who wants it does not take None for what it returned."""
+    array = np.ones(3)
+    held, task = weakref.ref(array), Task(np.sum, array)
+    del array
+    assert not task.wait(0.001)
+    task.withdraw()
+    task.run()
+    assert held() is None and task.done and task.wait(0)
+    with pytest.raises(CancelledError):
         task.result()
 
 
@@ -229,43 +242,8 @@ def test_a_failure_holds_no_arrays(number: int) -> None:
     assert [array() for array in held] == [None, None]
 
 
-def test_a_withdrawn_task_holds_nothing() -> None:
-    """Also while the pool that was to run it still has it in its queue."""
-    array = np.ones(3)
-    held, task = weakref.ref(array), Once(np.sum, array)
-    del array
-    task.withdraw()
-    assert held() is None and task.done
-
-
 def test_frames_of_errors_that_form_a_ring_are_cleared() -> None:
     """``raise a from b`` may make two errors each other's cause, or one its own: that is no reason to go round."""
     first, second = ValueError("1"), ValueError("2")
     first.__cause__, second.__cause__ = second, first
-    thread = threading.Thread(target=thread_pools.clear_frames, args=(first,), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_a_thread_that_ends_before_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where its memory is short: ``Thread.start`` would wait for it for ever. The task runs where it is wanted."""
-    monkeypatch.setattr(thread_pools, "_START_SECONDS", 0.1)
-    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", lambda self: None)
-    began = time.monotonic()
-    assert not thread_pools.start_thread(bool, "never")
-    assert thread_pools.run_apart(threading.get_ident, "never") == threading.get_ident()
-    assert in_parallel(abs, [-1, -2, -3]) == [1, 2, 3]
-    assert time.monotonic() - began < 10
-
-
-def test_a_task_that_was_withdrawn_has_no_result() -> None:
-    """Who wants it learns that it never ran, and does not take None for what it returned."""
-    ran = list[int]()
-    task = Once(ran.append, 1)
-    task.withdraw()
-    task.run()
-    assert task.done and task.wait(0)
-    with pytest.raises(CancelledError):
-        task.result()
-    assert not ran
+    thread_pools.clear_frames(first)

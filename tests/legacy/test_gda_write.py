@@ -137,12 +137,13 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
 def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow disk a save holds no more copies of shards than its bound and one more."""
     taken, written, held = [], [], []
-    write, shards = gda_write._ShardWriter.write, DistributedArray.shards
+    write, shards = gda_write._write_shard, DistributedArray.shards
 
-    def slow(writer: Any, array: DistributedArray, shard: Shard, name: str) -> None:
+    def slow(options: Any, encoder: Any, one: tuple[DistributedArray, Shard]) -> str:
         time.sleep(0.02)
-        write(writer, array, shard, name)
-        written.append(shard.data.nbytes)
+        name = write(options, encoder, one)
+        written.append(one[1].data.nbytes)
+        return name
 
     def counted(array: DistributedArray) -> Iterator[Shard]:
         for shard in shards(array):
@@ -151,7 +152,7 @@ def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: 
             yield shard
 
     monkeypatch.setattr(gda_write, "_IN_FLIGHT", 100)
-    monkeypatch.setattr(gda_write._ShardWriter, "write", slow)
+    monkeypatch.setattr(gda_write, "_write_shard", slow)
     monkeypatch.setattr(DistributedArray, "shards", counted)
     save(tmp_path / "c_1", {f"a{n}": Spread(np.zeros(16)) for n in range(20)})
     assert len(held) == 40
@@ -167,7 +168,7 @@ def test_after_a_failure_no_more_is_written(tmp_path: Path, monkeypatch: pytest.
         time.sleep(0.05)  # meanwhile all others are waiting for a thread
         raise StorageError("full")
 
-    monkeypatch.setattr(gda_write._ShardWriter, "write", failing)
+    monkeypatch.setattr(gda_write, "_write_shard", failing)
     with pytest.raises(StorageError, match="full"):
         save(tmp_path / "c_1", {f"a{number}": Spread(np.arange(4)) for number in range(200)})
     assert 0 < len(tried) < 100
