@@ -1,5 +1,4 @@
-"""Check raw chunks against their checksums while they are read: those recorded, in pieces of any size and order, and
-those at their ends."""
+"""Check raw chunks against their recorded checksums while they are read, in pieces of any size and order."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
 
 from .files import ByteRange
 from .open_index import StoredValue
-from .read_plan import ArrayRead, DamagedChunkError, Piece, is_intact
+from .read_plan import ArrayRead, Piece
 from .recorded_checksums import Checksums
 from .zarr import ArrayInfo
 
@@ -35,7 +34,7 @@ class _Segment(NamedTuple):
     sum: int
 
 
-_Block = tuple[ByteRange | Piece, int]  # chunk, or its piece, and number of the block
+_Block = tuple[ByteRange, int]  # chunk, and number of the block
 
 
 class Verifier:
@@ -44,7 +43,7 @@ class Verifier:
     def __init__(self, path: str, recorded: Checksums | None) -> None:
         self._path, self._recorded = path, recorded
         self._expected: dict[ByteRange, _Expected] = {}
-        # Parts of blocks that were read. A chunk that ends with its checksum is one block.
+        # Parts of blocks that were read.
         self._segments: dict[_Block, list[_Segment]] = {}
         self._lock = threading.Lock()
 
@@ -62,16 +61,9 @@ class Verifier:
         """Check the blocks of chunks that are in a run, and note its parts of others."""
         for read in run.reads:
             piece: Piece = read.content
-            chunk, found = piece.within, 0
+            chunk = piece.within
             parts = filled.cut(read.offset, read.offset + read.nbytes)
-            if piece.chunk is not None:
-                for _, data in parts:
-                    found = checksums.crc32c(data, found)
-                if read.nbytes < chunk.length:
-                    self._note((piece, 0), read.offset - chunk.offset, read.nbytes, found)
-                elif not is_intact(found):
-                    raise DamagedChunkError(piece.read, piece.chunk)
-            elif (expected := self._expected.get(chunk)) is not None:
+            if (expected := self._expected.get(chunk)) is not None:
                 for at, data in parts:
                     self._add(expected, chunk, at - chunk.offset, data)
 
@@ -92,10 +84,6 @@ class Verifier:
     def finish(self) -> None:
         """Check the blocks that were read in several parts, unless bytes were not read, or more than once."""
         for (chunk, number), segments in self._segments.items():
-            if isinstance(chunk, Piece):
-                if not is_intact(_joined(segments, checksums.CRC32C_POLYNOMIAL)[0]):
-                    raise DamagedChunkError(chunk.read, str(chunk.chunk))
-                continue
             length, (found, end) = min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES), _joined(segments)
             expected, missing = self._expected[chunk], length - end
             if missing and number * BLOCK_BYTES + end == _data_end(expected.read.info, expected.start):
@@ -111,12 +99,12 @@ class Verifier:
             checksums.check(self._path, f"the chunk {expected.key!r} of the leaf {leaf!r}", expected.sums, sums, leaf)
 
 
-def _joined(segments: list[_Segment], polynomial: int = checksums.CRC32_POLYNOMIAL) -> tuple[int, int]:
+def _joined(segments: list[_Segment]) -> tuple[int, int]:
     """Return the checksum of the bytes from the first one on that are there, and their number."""
     found = end = 0
     for start, stop, part in sorted(segments):
         if start == end:
-            found, end = checksums.combine(found, part, stop - start, polynomial) if end else part, stop
+            found, end = checksums.combine(found, part, stop - start) if end else part, stop
     return found, end
 
 

@@ -25,12 +25,17 @@ from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
+<<<<<<< HEAD
 from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
 from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
+=======
+from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
+>>>>>>> dec1ee75 (Chunks that Orbax writes are decoded by zstandard, without TensorStore's driver; the index is decoded plainly, and zstd and CRC-32C come from libraries)
 
+from .chunk_codecs import checksum_of, compressed, with_checksum
 from .files import ByteRange
 from .ocdbt_encode import INLINE_BYTES
-from .zarr import CHECKSUM_NBYTES, Encoding
+from .zarr import Encoding
 
 _log = logging.getLogger("flax_ckpt_compat")
 _THREADS = min(8, os.cpu_count() or 1)
@@ -90,13 +95,9 @@ class DataFiles:
         self._free = collections.deque[_DataFile]()  # files that no thread is writing to
         self._abandoned = False
         self._changing: list[tuple[Value, Any]] = []  # those that may change, with their data
-        self._encoder: Encoder | None = None
 
     def submit(self, values: list[Value], nbytes: int) -> None:
-        """Write values, of so many bytes and with the same codec if any, in the background."""
-        codec = next((value.encoding.codec for value in values if value.encoding.codec is not None), None)
-        if codec is not None and self._encoder is None:
-            self._encoder = Encoder([codec, "crc32c"])
+        """Write values, of so many bytes, in the background."""
         self._tasks.append((self._pool.submit(self._write, values), nbytes))
 
     def wait(self, nbytes: int = 0) -> None:
@@ -167,8 +168,8 @@ class DataFiles:
     def _put(self, file: _DataFile, value: Value) -> None:
         """Write a value, and drop its data."""
         data, encoding = value.stored(), value.encoding
-        if encoding.codec is not None and self._encoder is not None:
-            encoded = self._encoder.encode(np.frombuffer(data, np.uint8))
+        if encoding.codec is not None:
+            encoded = with_checksum(compressed(data))
             self._count(value, len(data))
             if len(encoded) <= INLINE_BYTES:
                 value.inline = encoded
@@ -177,7 +178,7 @@ class DataFiles:
         elif encoding.checksums:
             data = memoryview(bytes(data)) if value.may_change else data
             file.make_room_for(data)
-            value.place = file.append([data, memoryview(crc32c(data).to_bytes(CHECKSUM_NBYTES, "little"))])
+            value.place = file.append([data, memoryview(checksum_of(data))])
             self._count(value, len(data))
         elif self._sums is None:
             value.place = self._append(file, value, data)

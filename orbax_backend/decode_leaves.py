@@ -43,9 +43,8 @@ class StoredLeaf:
     # Kind, shape, dtype and size of the `LeafHandle`.
     described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
     is_plain: bool = dataclasses.field(init=False)  # whether the array is the leaf
-    has_small_chunks: bool = dataclasses.field(init=False)  # raw, and so small that they may be in the index
-    chunk_nbytes: int = dataclasses.field(init=False)  # stored size of a raw chunk
-    checksum_nbytes: int = dataclasses.field(init=False)  # those of its checksum
+    has_small_chunks: bool = dataclasses.field(init=False)  # so small that they may be in the index
+    chunk_nbytes: int = dataclasses.field(init=False)  # size of a chunk, decoded
     layouts: LayoutCache = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,9 +54,10 @@ class StoredLeaf:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
-        self.chunk_nbytes, self.checksum_nbytes = self.info.chunk_nbytes, self.info.checksum_nbytes
+        self.chunk_nbytes = self.info.chunk_nbytes
         can_pack = len(self.info.shape) <= MAX_PACKED_RANK
-        self.has_small_chunks = self.info.raw and self.chunk_nbytes <= _SMALL_BYTES and can_pack
+        is_ours = self.info.raw or self.info.codec is not None
+        self.has_small_chunks = is_ours and self.chunk_nbytes <= _SMALL_BYTES and can_pack
         self.layouts = LayoutCache(self.info)
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
-
-import numpy as np
+from typing import NamedTuple, cast
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.array_boxes import Shape, cells, full_box
@@ -29,10 +27,9 @@ def check_complete(
     ``size`` returns the bytes in a file, relative to the checkpoint, or an error, or None if there is none."""
     arrays = list(_stored_arrays(path, plan, encoding, index))
     for array in arrays:
-        if not index.holds(array.prefix, array.chunks.keys):
-            for cell, value in array.values(index):
-                if value is None:
-                    raise _incomplete(path, array.entry, f"{_chunk_owner(array, cell)} is missing")
+        for cell, value in array.values(index):
+            if value is None:
+                raise _incomplete(path, array.entry, f"{_chunk_owner(array, cell)} is missing")
     ends = index.ends()
     sizes = {file: size(file) for file in ends}
     short = {file for file, found in sizes.items() if not isinstance(found, int) or found < ends[file]}
@@ -50,7 +47,6 @@ class _Chunks(NamedTuple):
 
     info: ArrayInfo  # metadata of the arrays
     cells: dict[str, Shape]  # index of each chunk, by its key
-    keys: Any  # the keys below an array's prefix, in ascending order and padded with zeros
 
 
 class _Array(NamedTuple):
@@ -73,7 +69,7 @@ def _stored_arrays(path: str, plan: SavePlan, encoding: Encoding, index: Index) 
     def chunks_of(text: bytes) -> _Chunks:
         info = parse_array_metadata(text, zarr3=encoding.checksums)
         found = {info.chunk_key(cell): cell for cell, _ in cells(full_box(info.shape), info.chunks)}
-        return _Chunks(info, found, np.array(sorted(map(str.encode, found)), bytes))
+        return _Chunks(info, found)
 
     for entry, _ in plan.arrays:
         prefix = layout.key_prefix(entry.name)

@@ -7,7 +7,6 @@ measured), and its key-value store does not tell where values lie.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
@@ -16,48 +15,27 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing, sizes_of
-from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
 from .ocdbt_nodes import (
+    MAX_DECODED_BYTES,
     Entries,
-    LeafNode,
-    LeafRows,
+    MemoryBudget,
     NodeRef,
-    RowEntries,
-    Rows,
     children_of,
     entries_of,
-    files_of,
     newest_root,
     open_node,
 )
 
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
-# A dict of all keys costs as much for a key as some look-ups in arrays of so many.
-_ROWS_FROM, _ROWS_PER_LOOKUP = 20_000, 8
 
 
-def read_entries(
-    location: Location, base: str = "", locate: Callable[[str], Location] | None = None, lookups: int = 0
-) -> Entries:
+def read_entries(location: Location, base: str = "", locate: Callable[[str], Location] | None = None) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash. Of files that are elsewhere, ``locate`` returns
-    the location by the name. About so many ``lookups`` are expected. Raise UndecodableError if only TensorStore reads
-    it."""
-    database = _Database(location, base, locate)
-    leaves = database.leaves()
-    many = sum(leaf.count for leaf in leaves) >= max(_ROWS_FROM, _ROWS_PER_LOOKUP * lookups)
-    entries = database.rows(leaves) if many else database.entries(leaves)
-    database.check_files(entries)
-    return entries
-
-
-def read_rows(location: Location, base: str, locate: Callable[[str], Location] | None = None) -> list[Rows]:
-    """Return the entries of each leaf node of a database; see `read_entries`."""
-    database = _Database(location, base, locate)
-    leaves = database.leaves()
-    return [leaf.rows() for leaf in database.rows(leaves).leaves] if leaves else []
+    the location by the name. Raise UndecodableError if only TensorStore reads it."""
+    return _Database(location, base, locate).entries()
 
 
 class _Database:
@@ -67,9 +45,9 @@ class _Database:
         self._files, self._budget = CheckpointFiles(location), MemoryBudget()
         self._seen: set[ByteRange] = set()
 
-    def leaves(self) -> list[LeafNode]:
-        """Read all nodes, and return the leaf nodes."""
-        leaves: list[LeafNode] = []
+    def entries(self) -> Entries:
+        """Read all nodes; check that values are in regular files of the checkpoint."""
+        found: Entries = {}
         level = self._roots()
         while level:
             below: list[NodeRef] = []
@@ -80,32 +58,11 @@ class _Database:
                     if node.height:
                         below += children_of(columns, files, node)
                     else:
-                        leaves.append(LeafNode(node, columns, files, columns.varint()))
+                        found |= entries_of(columns, files, node.prefix)
             level = below
-        return leaves
-
-    def entries(self, leaves: list[LeafNode]) -> Entries:
-        """Return the keys of leaf nodes in a dict."""
-        found: dict[bytes, bytes | ByteRange] = {}
-        for leaf in leaves:
-            with self._decoding(leaf.node):
-                found |= entries_of(leaf)
-        return found
-
-    def rows(self, leaves: list[LeafNode]) -> RowEntries:
-        """Return the keys of leaf nodes, which are many, without an object for each."""
-        found = []
-        for leaf in leaves:
-            with self._decoding(leaf.node):
-                if leaf.count:
-                    found.append(LeafRows(leaf, functools.partial(self._decoding, leaf.node)))
-        with self._decoding(leaves[0].node):
-            return RowEntries(found)
-
-    def check_files(self, entries: Entries) -> None:
-        """Check that values are in regular files of the checkpoint."""
-        for file in files_of(entries):
+        for file in {value.file for value in found.values() if type(value) is ByteRange}:
             self._files.check(file)
+        return found
 
     @contextlib.contextmanager
     def _decoding(self, node: NodeRef) -> Iterator[None]:

@@ -11,19 +11,18 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
-
+from .chunk_codecs import CHECKSUM_NBYTES, ZSTD_LEVEL, compressed, with_checksum
 from .files import ByteRange
-from .ocdbt_nodes import INDIRECT, INLINE, MANIFEST_MAGIC, NODE_MAGIC, PLAIN, SINGLE, VERSION, ZSTD, Rows
+from .ocdbt_nodes import INDIRECT, INLINE, MANIFEST_MAGIC, NODE_MAGIC, PLAIN, SINGLE, VERSION, ZSTD, Entries
 
 # Values up to this size lie inline in the B-tree, whose nodes have checksums. Orbax 0.12.8 has this limit, and those of
 # `_CONFIG`, in its manifests (measured).
 INLINE_BYTES = 1024
-_CONFIG_NODE_BYTES, _VERSION_TREE_ARITY_LOG2, _ZSTD_LEVEL = 100_000_000, 4, 1
+_CONFIG_NODE_BYTES, _VERSION_TREE_ARITY_LOG2 = 100_000_000, 4
 # Decoded bytes of a node: TensorStore's default, of which its caches hold many.
 _NODE_BYTES = 8 << 20
 # A smaller index is not compressed: it takes a tenth off a restore of 5,000 leaves, for 1 MB of disk.
@@ -38,7 +37,6 @@ _SAMPLES = 4
 # Fewer keys are compared with each other, and so are those that begin with more bytes alike.
 _MANY_KEYS, _MAX_SORTED_BYTES = 64, 256
 _HEADER = 14  # magic, length, version, compression
-_CHECKSUM = 4
 Append = Callable[[bytes], ByteRange]
 
 
@@ -51,6 +49,31 @@ class _Node:
     place: ByteRange
     height: int
     statistics: tuple[int, int, int]  # of it and all below it: keys, bytes of nodes, bytes of values in files
+
+
+class Rows(NamedTuple):
+    """Entries of an index in columns, in any order."""
+
+    keys: Any  # array of bytes, padded with zeros or objects
+    lengths: Any  # of the values
+    numbers: Any  # of their files; -1 for inline values
+    offsets: Any  # in their files
+    inline: Sequence[bytes]  # the inline values
+    files: Sequence[str]  # the files, relative to the checkpoint
+
+
+def rows_of(entries: Entries) -> Rows:
+    """Return entries in columns."""
+    files: dict[str, int] = {}
+    places = [
+        (value.length, files.setdefault(value.file, len(files)), value.offset)
+        if isinstance(value, ByteRange)
+        else (len(value), -1, 0)
+        for value in entries.values()
+    ]
+    inline = [value for value in entries.values() if not isinstance(value, ByteRange)]
+    lengths, numbers, offsets = np.array(places, np.int64).T
+    return Rows(array_of([*entries]), lengths, numbers, offsets, inline, [*files])
 
 
 def array_of(keys: Sequence[bytes]) -> Any:
@@ -250,7 +273,7 @@ def _manifest(root: _Node) -> bytes:
         varints([SINGLE, INLINE_BYTES, _CONFIG_NODE_BYTES]),
         bytes([_VERSION_TREE_ARITY_LOG2]),
         varints([ZSTD]),
-        _ZSTD_LEVEL.to_bytes(4, "little"),
+        ZSTD_LEVEL.to_bytes(4, "little"),
         _file_table([root.place.file]),
         varints([1, 1]),  # one version, and its generation number
         bytes([root.height]),
@@ -264,12 +287,11 @@ def _manifest(root: _Node) -> bytes:
 def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
     """Return a node or manifest with its header and checksum."""
     if compress:
-        codec = {"name": "zstd", "configuration": {"level": _ZSTD_LEVEL, "checksum": False}}
-        body = Encoder([codec]).encode(np.frombuffer(body, np.uint8))
-    length = _HEADER + len(body) + _CHECKSUM
+        body = compressed(body)
+    length = _HEADER + len(body) + CHECKSUM_NBYTES
     header = magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([VERSION, ZSTD if compress else PLAIN])
     data = header + body
-    return data + crc32c(data).to_bytes(_CHECKSUM, "little")
+    return with_checksum(data)
 
 
 def _file_table(names: Sequence[str]) -> bytes:

@@ -13,17 +13,17 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .data_file_writer import DataFiles
 from .files import AT_ONCE, write_file
-from .ocdbt import read_rows
-from .ocdbt_encode import write_index
-from .ocdbt_nodes import Rows
+from .ocdbt import read_entries
+from .ocdbt_encode import rows_of, write_index
+from .ocdbt_nodes import Entries
 
 
 def merge(path: str, names: Sequence[str], location: Location, locate: Callable[[str], Location] | None = None) -> None:
     """Write and sync a database in the directory ``path`` with all entries of others, without reading their values.
 
     Those lie in folders ``names`` of ``location``, or where ``locate`` finds their files by the names."""
-    parts = in_parallel(lambda name: _rows_of(location, name, locate), names, AT_ONCE if location.is_remote else 1)
-    rows = [some for part in parts for some in part]
+    parts = in_parallel(lambda name: _entries_of(location, name, locate), names, AT_ONCE if location.is_remote else 1)
+    rows = [rows_of(part) for part in parts if part]
     if not rows:
         return
     files = DataFiles(path, None)
@@ -36,11 +36,11 @@ def merge(path: str, names: Sequence[str], location: Location, locate: Callable[
     write_file(os.path.join(path, MANIFEST), manifest)
 
 
-def _rows_of(location: Location, name: str, locate: Callable[[str], Location] | None) -> list[Rows]:
+def _entries_of(location: Location, name: str, locate: Callable[[str], Location] | None) -> Entries:
     folder = (location / name).path
     try:
         with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
-            return read_rows(location, f"{name}/", locate)
+            return read_entries(location, f"{name}/", locate)
     except CorruptCheckpointError as error:
         raise StorageError(
             f"{folder} could not be merged with those of the other processes: {error}. Nothing else may change "

@@ -1,23 +1,16 @@
-"""Decode the manifest and the B-tree nodes of an OCDBT database, format version 0 as TensorStore documents it.
-
-The keys of leaf nodes come in a dict or, of the millions of many hosts of which a process looks up few, in arrays.
-"""
+"""Decode the manifest and the B-tree nodes of an OCDBT database, format version 0 as TensorStore documents it."""
 
 from __future__ import annotations
 
-import bisect
-import copy
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
 
-import numpy as np
+import zstandard
 
+from .chunk_codecs import MAX_RATIO, ChunkChecksumError, checked
 from .files import ByteRange
-from .ocdbt_encoding import Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 VERSION = 0
@@ -27,7 +20,36 @@ _NOWHERE = 2**64 - 1
 INLINE, INDIRECT = 0, 1  # kinds of values
 # Magic, length, version (1 byte), compression (1 byte) and checksum.
 _SHORTEST = 18
-_Keys = TypeVar("_Keys", bound=Any)
+# Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
+MAX_DECODED_BYTES = 1 << 28
+_PART_BYTES = 1 << 20
+_MAX_NAME = 65535  # OCDBT's limit of keys and paths
+# Names share prefixes, and nodes are compressed, so few bytes can encode very many. All may take this much, and so
+# much more for each byte of the nodes.
+_LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME = 1 << 27, 1 << 11, 100
+
+Entries = dict[bytes, bytes | ByteRange]
+
+
+class UndecodableError(Exception):
+    """Our decoder cannot handle the database; TensorStore's own driver may."""
+
+
+class MemoryBudget:
+    """Bounds the memory of all names of a database."""
+
+    def __init__(self) -> None:
+        self._left = _LEAST_BYTES
+
+    def grow(self, nbytes: int) -> None:
+        """Allow for so many more bytes of nodes."""
+        self._left += nbytes * _BYTES_RATIO
+
+    def take(self, nbytes: int) -> None:
+        """Use memory; raise ValueError if there is too little."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise ValueError("names in proportion to the size of the nodes were expected, found far longer ones")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,14 +62,97 @@ class NodeRef:
     height: int  # number of levels below it
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeafNode:
-    """A leaf node of which the table of files and the number of keys are decoded."""
+class Columns:
+    """A sequential reader of columns; its methods raise ValueError if too few bytes are left."""
 
-    node: NodeRef
-    columns: Columns
-    files: FileTable
-    count: int
+    def __init__(self, data: bytes, budget: MemoryBudget) -> None:
+        self._data, self._budget, self._at = data, budget, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        start, left = self._at, len(self._data) - self._at
+        if count > left:
+            raise ValueError(f"{count} bytes were expected at byte {start}, found {left}")
+        self._at += count
+        return self._data[start : self._at]
+
+    def byte(self) -> int:
+        """Return the next byte."""
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        """Return the next number: 7 bits a byte, lowest first."""
+        number = shift = 0
+        while True:
+            byte = self.byte()
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80 and number < 1 << 64:
+                return number
+            if shift >= 70:
+                raise ValueError(f"a number of 64 bits was expected before byte {self._at}, found a longer one")
+
+    def varints(self, count: int) -> list[int]:
+        """Return a column of numbers."""
+        if count > len(self._data) - self._at:
+            raise ValueError(f"{count} numbers were expected at byte {self._at}, found {len(self._data) - self._at}")
+        alike = self._data[self._at : self._at + count]
+        if max(alike, default=0) < 0x80:  # of one byte each, as most are
+            self._at += count
+            return list(alike)
+        return [self.varint() for _ in range(count)]
+
+    def name_lengths(self, count: int, prefix: int = 0) -> tuple[list[int], list[int]]:
+        """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest.
+
+        The caller puts a prefix of so many bytes before each."""
+        shared, own = [0, *self.varints(count - 1)] if count else [], self.varints(count)
+        lengths = list(map(operator.add, shared, own))
+        if max(lengths, default=0) > _MAX_NAME:
+            raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found one of {max(lengths)}")
+        if any(map(operator.gt, shared[1:], lengths)):
+            raise ValueError("a name was expected to share no more bytes than the one before has")
+        self._budget.take(count * (_BYTES_PER_NAME + prefix) + sum(lengths))
+        return shared, own
+
+    def names(self, shared: Sequence[int], own: Sequence[int]) -> list[bytes]:
+        """Return the names of which these are the lengths."""
+        names, before, at = list[bytes](), b"", 0
+        text = self.take(sum(own))
+        for count, more in zip(shared, own, strict=True):
+            before = before[:count] + text[at : at + more]
+            at += more
+            names.append(before)
+        return names
+
+    def slices(self, lengths: Sequence[int]) -> list[bytes]:
+        """Return the next byte strings, of these lengths."""
+        data = self.take(sum(lengths))
+        return [data[start:end] for start, end in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+
+    def finish(self) -> None:
+        """Raise ValueError if bytes are left."""
+        if self._at != len(self._data):
+            raise ValueError(f"the end was expected at byte {self._at}, found {len(self._data) - self._at} more bytes")
+
+
+def _decompressed(frame: bytes) -> bytes:
+    """Decompress exactly one frame of up to `MAX_DECODED_BYTES`; raise ValueError if it is damaged."""
+    decompressor = zstandard.ZstdDecompressor()
+    try:
+        length = zstandard.frame_content_size(frame)
+        if length >= 0:
+            if length > min(MAX_DECODED_BYTES, len(frame) * MAX_RATIO):
+                raise ValueError(f"at most {MAX_DECODED_BYTES} decompressed bytes were expected, found {length}")
+            return decompressor.decompress(frame, allow_extra_data=False)
+        reader, parts = decompressor.stream_reader(frame), list[bytes]()
+        while part := reader.read(_PART_BYTES):  # a frame that was written as a stream does not say its length
+            parts.append(part)
+            if len(parts) * _PART_BYTES > MAX_DECODED_BYTES:
+                raise ValueError(f"at most {MAX_DECODED_BYTES} decompressed bytes were expected, found more")
+        return b"".join(parts)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a Zstandard frame does not decompress: {error}") from error
 
 
 def newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> NodeRef | None:
@@ -94,15 +199,18 @@ def _body(data: bytes, magic: int, budget: MemoryBudget) -> Columns:
     length = int.from_bytes(data[4:12], "little")
     if length != len(data):
         raise ValueError(f"{length} bytes were expected by its header, found {len(data)}")
-    check_crc32c(data)
+    try:
+        checked(memoryview(data))
+    except ChunkChecksumError as error:
+        raise ValueError(f"it {error}") from error
     version, compression = data[12], data[13]
     if version != VERSION:
         raise ValueError(f"the format version {VERSION} was expected, found {version} of a newer TensorStore")
     if compression not in (PLAIN, ZSTD):
         raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected, found {compression}")
     if compression == ZSTD:
-        return Columns(decompress_zstd(data[14:-4]), budget)
-    return Columns(data, budget, 14, len(data) - 4)
+        return Columns(_decompressed(data[14:-4]), budget)
+    return Columns(data[14:-4], budget)
 
 
 class FileTable:
@@ -153,202 +261,27 @@ def children_of(columns: Columns, files: FileTable, node: NodeRef) -> list[NodeR
     return [files.node(*place, prefix, node.height - 1) for place, prefix in zip(places, prefixes, strict=True)]
 
 
-def entries_of(leaf: LeafNode) -> dict[bytes, bytes | ByteRange]:
+def entries_of(columns: Columns, files: FileTable, prefix: bytes) -> Entries:
     """Return the keys of a leaf node with their values."""
-    columns, files, prefix, count = leaf.columns, leaf.files, leaf.node.prefix, leaf.count
-    keys = _ascending(columns.keys_with(count, len(prefix)))
-    names: list[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
-    lengths, kinds = columns.varints(count), columns.numbers(count)
-    if np.any(kinds > INDIRECT):
-        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
-    indirect = np.flatnonzero(kinds).tolist()
+    count = columns.varint()
+    keys = _ascending(columns.names(*columns.name_lengths(count, len(prefix))))
+    lengths, kinds = columns.varints(count), columns.varints(count)
+    if max(kinds, default=0) > INDIRECT:
+        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
+    indirect = [row for row, kind in enumerate(kinds) if kind]
     numbers, offsets = columns.varints(len(indirect)), columns.varints(len(indirect))
     ranges = files.extents(numbers, offsets, [lengths[row] for row in indirect])
     for row in indirect:
         lengths[row] = 0
-    values: list[Any] = columns.slices(lengths)
+    values: list[bytes | ByteRange] = [*columns.slices(lengths)]
     columns.finish()
     for row, extent in zip(indirect, ranges, strict=True):
         values[row] = extent
-    return dict(zip([prefix + name for name in names] if prefix else names, values, strict=True))
+    return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
 
 
-def _ascending(keys: _Keys) -> _Keys:
+def _ascending(keys: list[bytes]) -> list[bytes]:
     """Return keys; raise ValueError if they do not ascend."""
-    if np.any(keys[1:] <= keys[:-1]) if isinstance(keys, np.ndarray) else any(map(operator.ge, keys, keys[1:])):
+    if any(map(operator.ge, keys, keys[1:])):
         raise ValueError("keys in ascending order were expected, found others")
     return keys
-
-
-class Rows(NamedTuple):
-    """Entries of an index in columns, in any order."""
-
-    keys: Any  # array of bytes, padded with zeros or objects
-    lengths: Any  # of the values
-    numbers: Any  # of their files; -1 for inline values
-    offsets: Any  # in their files
-    inline: Sequence[bytes]  # the inline values
-    files: Sequence[str]  # the files, relative to the checkpoint
-
-
-class _Places(NamedTuple):
-    """Places of those values of a leaf node that lie in files."""
-
-    numbers: Any  # of the files
-    offsets: Any
-    lengths: Any
-
-
-class LeafRows:
-    """The keys and values of a leaf node; where values lie in files is decoded on first use.
-
-    ``decoding`` is the context that translates the errors of that."""
-
-    def __init__(self, leaf: LeafNode, decoding: Callable[[], AbstractContextManager[None]]) -> None:
-        columns, count, self.files = leaf.columns, leaf.count, leaf.files.names
-        self._prefix, self._decoding = leaf.node.prefix, decoding
-        # All keys without the prefix, as an array padded with zeros if their lengths are alike.
-        self.keys: Any = _ascending(columns.keys(count))
-        self.first = self._prefix + self.keys[0]  # the first key
-        self._lengths, kinds = columns.numbers(count), columns.numbers(count)
-        if int(kinds.max()) > INDIRECT:
-            raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
-        self._is_outside = kinds.astype(bool)
-        self._inline = np.flatnonzero(kinds == INLINE)  # the rows of inline values
-        self._values = columns.last_slices(self._lengths[self._inline].tolist())
-        self._rest: Columns | _Places = columns
-        if len(self._inline) == count:
-            self._places()
-
-    def _places(self) -> _Places:
-        places = self._rest
-        if isinstance(places, Columns):
-            columns, outside = copy.copy(places), len(self.keys) - len(self._inline)  # of each thread its own
-            with self._decoding():
-                numbers, offsets = columns.numbers(outside), columns.numbers(outside)
-                if outside and int(numbers.max()) >= len(self.files):
-                    raise ValueError(f"one of {len(self.files)} files was expected, found number {int(numbers.max())}")
-                columns.finish()
-            # An overlong number makes the column one of 64 bits, with which numpy does not count.
-            self._rest = places = _Places(numbers.astype(np.int32), offsets, self._lengths[self._is_outside])
-        return places
-
-    def find(self, key: bytes) -> bytes | ByteRange | None:
-        """Return the value of a key, its byte range, or None if the key is absent."""
-        if not key.startswith(self._prefix):
-            return None
-        row = self.row(key)
-        if row == len(self.keys) or self.keys[row] != key[len(self._prefix) :]:
-            return None
-        n_inline = int(self._inline.searchsorted(row))
-        if n_inline < len(self._inline) and self._inline[n_inline] == row:
-            return self._values[n_inline]
-        places, at = self._places(), row - n_inline
-        return ByteRange(self.files[places.numbers[at]], int(places.offsets[at]), int(places.lengths[at]))
-
-    def row(self, key: bytes) -> int:
-        """Return the number of keys before one that begins with the prefix."""
-        return bisect.bisect_left(self.keys, key[len(self._prefix) :])
-
-    def holds(self, prefix: bytes, names: Any) -> int:
-        """Return how many of some ascending keys are here; 0 if others are between, or keys differ much in length.
-
-        ``names`` is an array of what follows the prefix, padded with zeros."""
-        start, begin = self.row(prefix + names[0]), len(prefix) - len(self._prefix)
-        if not prefix.startswith(self._prefix) or not isinstance(self.keys, np.ndarray) or start == len(self.keys):
-            return 0
-        keys = self.keys[start : start + len(names)]
-        if not all(key.startswith(prefix[len(self._prefix) :]) for key in (keys[0], keys[-1])):
-            return 0
-        found, wanted = (rows.view(np.uint8).reshape(len(keys), -1) for rows in (keys, names[: len(keys)]))
-        width = min(found.shape[1] - begin, wanted.shape[1])
-        same = np.array_equal(found[:, begin : begin + width], wanted[:, :width])
-        return len(keys) if same and not (found[:, begin + width :].any() or wanted[:, width:].any()) else 0
-
-    def rows(self) -> Rows:
-        """Return all entries, with their whole keys."""
-        keys = self.keys
-        if self._prefix:
-            # numpy takes zeros at the end of the prefix for padding.
-            is_array = isinstance(keys, np.ndarray) and not self._prefix.endswith(b"\0")
-            keys = np.char.add(self._prefix, keys) if is_array else [self._prefix + key for key in keys]
-        places, outside = self._places(), self._is_outside
-        numbers, offsets = np.full(len(keys), -1, np.int32), np.zeros(len(keys), places.offsets.dtype)
-        numbers[outside], offsets[outside] = places.numbers, places.offsets
-        return Rows(keys, self._lengths, numbers, offsets, self._values, self.files)
-
-    def ends(self) -> Iterator[tuple[str, int]]:
-        """Yield files and the ends of the last values in them."""
-        places, ends = self._places(), np.zeros(len(self.files), np.uint64)
-        np.maximum.at(ends, places.numbers, places.offsets + places.lengths.astype(np.uint64))
-        used = np.flatnonzero(np.bincount(places.numbers, minlength=len(self.files)))
-        return ((self.files[number], int(ends[number])) for number in used)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self._prefix + key for key in self.keys)
-
-
-class RowEntries(Mapping[bytes, bytes | ByteRange]):
-    """The keys and values of all leaf nodes, in their order."""
-
-    def __init__(self, leaves: Sequence[LeafRows]) -> None:
-        self.leaves, self._firsts = leaves, _ascending([leaf.first for leaf in leaves])
-
-    def __getitem__(self, key: bytes) -> bytes | ByteRange:
-        value: bytes | ByteRange | None = self.get(key)
-        if value is None:
-            raise KeyError(key)
-        return value
-
-    def get(self, key: bytes, default: Any = None) -> Any:
-        """Return the value of a key, its byte range, or a default."""
-        at = bisect.bisect_right(self._firsts, key)
-        value = self.leaves[at - 1].find(key) if at else None
-        return default if value is None else value
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (key for leaf in self.leaves for key in leaf)
-
-    def __len__(self) -> int:
-        return sum(len(leaf.keys) for leaf in self.leaves)
-
-    def holds(self, prefix: bytes, names: Any) -> bool:
-        """Return whether all of some keys are here, as `LeafRows.holds` finds them."""
-        at = bisect.bisect_right(self._firsts, prefix + names[0]) - 1
-        while len(names) and 0 <= at < len(self.leaves):
-            count = self.leaves[at].holds(prefix, names)
-            if not count:
-                return False
-            names, at = names[count:], at + 1
-        return not len(names)
-
-    def files(self) -> set[str]:
-        """Return the files that values may be in."""
-        return {file for leaf in self.leaves for file in leaf.files}
-
-    def ends(self) -> Iterator[tuple[str, int]]:
-        """Yield files and the ends of values in them; the last of a leaf node for each."""
-        return (one for leaf in self.leaves for one in leaf.ends())
-
-
-Entries = dict[bytes, bytes | ByteRange] | RowEntries
-
-
-def files_of(entries: Entries) -> set[str]:
-    """Return the files that values are in, of many entries those that they may be in."""
-    if isinstance(entries, RowEntries):
-        return entries.files()
-    return {value.file for value in entries.values() if type(value) is ByteRange}
-
-
-def ends_of(entries: Entries) -> dict[str, int]:
-    """Return file → end of the last value in it."""
-    if isinstance(entries, RowEntries):
-        ends = entries.ends()
-    else:
-        ends = ((value.file, value.offset + value.length) for value in entries.values() if type(value) is ByteRange)
-    found: dict[str, int] = {}
-    for file, end in ends:
-        if end > found.get(file, -1):
-            found[file] = end
-    return found

@@ -18,15 +18,14 @@ from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.location import LOCAL
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.tensorstore_codecs import crc32c
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
+from .chunk_codecs import CHECKSUM_NBYTES, with_checksum
 from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
 from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
-from .ocdbt_encode import INLINE_BYTES, array_of, in_order, write_index
-from .ocdbt_nodes import Rows
-from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
+from .ocdbt_encode import INLINE_BYTES, Rows, array_of, in_order, write_index
+from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.
 _COPY_BELOW_BYTES = 16 << 10
@@ -132,7 +131,7 @@ class Database:
             self._put_outside(Value(key, data, Encoding(checksums=encoding.checksums)))
             return
         if encoding.checksums:
-            data += crc32c(data).to_bytes(CHECKSUM_NBYTES, "little")
+            data = with_checksum(data)
         self._inline.append((key, data))
 
     def _put_outside(self, value: Value) -> None:

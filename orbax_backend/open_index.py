@@ -18,8 +18,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_existing, refuse_escape, tensorstore_context
 from .ocdbt import read_entries
-from .ocdbt_encoding import UndecodableError
-from .ocdbt_nodes import Entries, RowEntries, ends_of
+from .ocdbt_nodes import Entries, UndecodableError
 
 _MAX_METADATA_BYTES = 1 << 20
 
@@ -60,10 +59,6 @@ class Index(Protocol):
         """Return all keys of a database; none where values are files."""
         return ()
 
-    def holds(self, prefix: str, names: Any) -> bool:
-        """Return whether all keys are there that consist of a prefix and one of an array of ascending names."""
-        return all(self.find(prefix + name.decode()) is not None for name in names.tolist())
-
     def ends(self) -> dict[str, int]:
         """Return file of a database → end of the last value in it."""
         return {}
@@ -73,19 +68,17 @@ def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Ind
     """Open the index of a checkpoint's directory with arrays of these stored names."""
     if not use_ocdbt:
         return _StoreIndex(location) if location.is_remote else _FileIndex(location)
-    index = open_database(location, _unmerged_database(location, names), lookups=len(names))
+    index = open_database(location, _unmerged_database(location, names))
     return _NestedIndex(location, index) if any("/" in name for name in names) else index
 
 
-def open_database(
-    location: Location, folder: str = "", locate: Callable[[str], Location] | None = None, lookups: int = 0
-) -> Index:
+def open_database(location: Location, folder: str = "", locate: Callable[[str], Location] | None = None) -> Index:
     """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
     full = location / folder
     if locate is None and not (full / layout.MANIFEST).isfile():
         raise _missing_manifest(full)
     try:
-        return _DatabaseIndex(location, full, read_entries(location, f"{folder}/" if folder else "", locate, lookups))
+        return _DatabaseIndex(location, full, read_entries(location, f"{folder}/" if folder else "", locate))
     except UndecodableError as error:
         if locate is not None:
             raise _undecodable(full, error) from error
@@ -166,12 +159,12 @@ class _DatabaseIndex(Index):
     def keys(self) -> Collection[bytes]:
         return self._entries.keys()
 
-    def holds(self, prefix: str, names: Any) -> bool:
-        quickly = isinstance(self._entries, RowEntries) and self._entries.holds(prefix.encode(), names)
-        return quickly or super().holds(prefix, names)
-
     def ends(self) -> dict[str, int]:
-        return ends_of(self._entries)
+        found: dict[str, int] = {}
+        for value in self._entries.values():
+            if type(value) is ByteRange:
+                found[value.file] = max(found.get(value.file, 0), value.offset + value.length)
+        return found
 
 
 class _DriverIndex(Index):
@@ -213,12 +206,18 @@ class _NestedIndex(Index):
         self._below: dict[str, Index | None] = {}
 
     def find(self, key: str) -> StoredValue | None:
-        index, rest = self._owner(key)
-        return index.find(rest)
+        found = self._top.find(key)
+        if found is None:
+            index, rest = self._owner(key)
+            found = None if index is self._top else index.find(rest)
+        return found
 
     def get(self, key: str) -> bytes | None:
-        index, rest = self._owner(key)
-        return index.get(rest)
+        found = self._top.get(key)
+        if found is None:
+            index, rest = self._owner(key)
+            found = None if index is self._top else index.get(rest)
+        return found
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         there = (name for name in layout.ARRAY_METADATA_FILES if self._top.find(prefix + name) is not None)

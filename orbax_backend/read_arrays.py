@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local import memory_map
@@ -23,6 +23,7 @@ from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 
 from .chunk_checksums import Verifier
+from .chunk_codecs import MAX_RATIO, ChunkChecksumError
 from .driver_reads import DriverReader, corrupt_array
 from .files import ByteRange, sizes_of
 from .open_index import Index, OpaqueValue, StoredValue
@@ -30,8 +31,6 @@ from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
 from .recorded_checksums import Checksums
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
-_MAX_RATIO = 1 << 16
 _BYTE = np.dtype(np.uint8)
 # Files that are open at once: a process may have 1024 open, by default, and a checkpoint of many hosts has more.
 _MOST_OPEN = 128
@@ -74,14 +73,17 @@ class ArrayReader:
                 if read.nbytes:
                     groups.setdefault(read.name, []).append(read)
         pieces: list[Piece] = []
+        encoded: list[Piece] = []
         opened: list[tuple[list[ArrayRead], Any]] = []
         with self._naming_damage():
             for group in groups.values():
-                if all(read.is_raw for read in group):
-                    pieces += plan_pieces(group)
-                else:
+                info = group[0].info
+                if not (info.raw or info.codec) or not all(read.is_located for read in group):
                     opened.append((group, self._driver.open(group[0])))
-            self._read_pieces(pieces, verifier, meter)
+                else:
+                    (pieces if info.raw else encoded).extend(plan_pieces(group))
+            self._read_pieces(pieces, meter, _scatter, verifier.add)
+            self._read_pieces(encoded, OFF, functools.partial(_decode, meter))
             self._driver.read(opened, meter)
             verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
@@ -97,7 +99,8 @@ class ArrayReader:
             for start in range(0, extent.length, PIECE_BYTES):
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
-                self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier, OFF)
+                piece = Piece(read, part, extent, memory.empty((count,), _BYTE))
+                self._read_pieces([piece], OFF, _scatter, verifier.add)
         return True
 
     def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier) -> int:
@@ -125,7 +128,7 @@ class ArrayReader:
                 verifier.expect(read, key, value, part.start)
             read.chunks.append((value, part))
             stored += read.nbytes if length is None else length
-        if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
+        if not may_be_missing and read.nbytes > stored * MAX_RATIO:
             raise self._corrupt(read, f"{stored} stored bytes cannot hold {read}")
         return missing
 
@@ -134,7 +137,7 @@ class ArrayReader:
         nbytes = sum(read.nbytes for read in reads)
         if nbytes > _MAX_FILLED_BYTES:
             stored = self._location.total_size()
-            if nbytes > stored * _MAX_RATIO:
+            if nbytes > stored * MAX_RATIO:
                 what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
                 raise self._corrupt(
                     max(reads, key=lambda read: read.nbytes), f"{what}, but the checkpoint has {stored} bytes"
@@ -142,8 +145,8 @@ class ArrayReader:
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
         """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
-        if self._location.is_remote:  # raw arrays are read without it, so that a request for each file is saved
-            through_tensorstore = {read.name for read, _ in extents if not read.is_raw}
+        if self._location.is_remote:  # other arrays are read without it, so that a request for each file is saved
+            through_tensorstore = {read.name for read, _ in extents if not (read.info.raw or read.info.codec)}
             extents = [one for one in extents if one[0].name in through_tensorstore]
         files = {extent.file: self._location / extent.file for _, extent in extents}
         sizes = sizes_of(files.values())
@@ -174,11 +177,11 @@ class ArrayReader:
             return memory.empty(read.shape, read.info.dtype)
         except (MemoryError, ValueError) as error:
             stored = self._location.total_size()
-            if isinstance(error, MemoryError) and read.nbytes <= stored * _MAX_RATIO:
+            if isinstance(error, MemoryError) and read.nbytes <= stored * MAX_RATIO:
                 raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
-    def _read_pieces(self, pieces: Sequence[Piece], verifier: Verifier, meter: Meter) -> None:
+    def _read_pieces(self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, check: Check | None = None) -> None:
         files: dict[str, list[Piece]] = {}
         for piece in pieces:
             files.setdefault(piece.extent.file, []).append(piece)
@@ -189,7 +192,7 @@ class ArrayReader:
                 sources = [(self._open(group[0], opened), group) for group in groups[start : start + step]]
                 reads = [piece.range_of(source) for source, group in sources for piece in group]
                 runs = neighbours(reads, PIECE_BYTES if is_remote else BLOCK_BYTES)
-                read_runs(runs, _scatter, self._ended, meter, verifier.add)
+                read_runs(runs, deliver, self._ended, meter, check)
 
     def _open(self, piece: Piece, opened: contextlib.ExitStack) -> Source:
         """Open the file of a piece, which is closed with ``opened``."""
@@ -224,8 +227,9 @@ class ArrayReader:
         try:
             yield
         except DamagedChunkError as error:
-            what = f"its chunk {key_prefix(error.read.name) + error.chunk!r} does not match its CRC-32C"
-            raise self._corrupt(error.read, what, ChecksumError) from error
+            what = f"its chunk {key_prefix(error.read.name) + error.chunk!r} {error.why}"
+            kind = ChecksumError if isinstance(error.why, ChunkChecksumError) else CorruptCheckpointError
+            raise self._corrupt(error.read, what, kind) from error
 
     @contextlib.contextmanager
     def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
@@ -252,6 +256,13 @@ class _DataObject(Source):
 def _scatter(found: list[tuple[Read, memoryview]]) -> None:
     for read, data in found:
         read.content.scatter(data)
+
+
+def _decode(meter: Meter, found: list[tuple[Read, memoryview]]) -> None:
+    for read, data in found:
+        read.content.scatter(data)
+        if meter.is_on:
+            meter.add(sum(copy.nbytes for copy in read.content.copies), read.owner)
 
 
 def _stored_bytes(value: StoredValue) -> int | None:

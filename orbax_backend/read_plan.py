@@ -9,31 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, checksums
+from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
+from .chunk_codecs import ChunkCodec, UndecodableChunkError
 from .files import ByteRange
 from .open_index import OpaqueValue, StoredValue
-from .zarr import CHECKSUM_NBYTES, ArrayInfo
+from .zarr import ArrayInfo
 
 _Array = np.ndarray[Any, Any]
 # A separate read costs about as much as reading over a page.
 _SHORT_RUN_BYTES = 4096
 _LONG_RUN_BYTES = 256 << 10
-# CRC-32C of any bytes followed by their CRC-32C.
-_RESIDUE = 0x48674BC7
+_IN_PLACE_BYTES = 64 << 10  # a smaller chunk is decoded faster to memory of its own, and copied
 
 
 class DamagedChunkError(Exception):
-    """A chunk of ``read`` with the key ``chunk`` does not match its checksum."""
+    """A chunk of ``read`` with the key ``chunk`` does not decode: ``why``."""
 
-    def __init__(self, read: ArrayRead, chunk: str) -> None:
+    def __init__(self, read: ArrayRead, chunk: str, why: UndecodableChunkError) -> None:
         super().__init__(chunk)
-        self.read, self.chunk = read, chunk
+        self.read, self.chunk, self.why = read, chunk, why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Copy:
     source: Box  # box in the chunk
     array: _Array  # array in C order
     target: Box  # box in the array
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are copied."""
+        return math.prod(array_boxes.shape_of(self.source)) * self.array.itemsize
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -65,7 +70,7 @@ class ArrayRead:
     def bytes_in(self, chunk: ByteRange) -> ByteRange | None:
         """Return the range of bytes that is the result, if the array is one raw chunk; None for several ranges."""
         info, layout = self.info, self.layout
-        if not info.raw or info.checksum_nbytes:
+        if not info.raw:
             return None
         if layout.is_chunk:
             return chunk
@@ -78,7 +83,12 @@ class ArrayRead:
     @property
     def is_raw(self) -> bool:
         """Return whether all chunks are raw and their byte ranges are known."""
-        return self.info.raw and self.complete and not any(type(value) is OpaqueValue for value, _ in self.chunks)
+        return self.info.raw and self.is_located
+
+    @property
+    def is_located(self) -> bool:
+        """Return whether all chunks are stored, in known byte ranges."""
+        return self.complete and not any(type(value) is OpaqueValue for value, _ in self.chunks)
 
     @property
     def shape(self) -> Shape:
@@ -109,8 +119,7 @@ class Piece:
     target: _Array | None  # memory for the bytes, or None
     shape: Shape = ()  # without a target: of the array in the range, with the copies out of it
     copies: Sequence[Copy] = ()
-    # Key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
-    chunk: str | None = None
+    chunk: str = ""  # key of the chunk, if the range is all of it and is decoded
 
     def range_of(self, source: Source) -> Read:
         """Return the read of the range from its file."""
@@ -120,10 +129,30 @@ class Piece:
         return Read(source, *self.extent[1:], self.read.path, target, self, origin)
 
     def scatter(self, data: memoryview) -> None:
-        """Copy what was read without a target to the arrays."""
-        dtype = self.read.info.dtype
-        values = np.frombuffer(data, np.uint8, math.prod(self.shape) * dtype.itemsize)
-        scatter(values.view(dtype).reshape(self.shape), self.copies)
+        """Copy what was read without a target to the arrays, decoded."""
+        info = self.read.info
+        if info.codec is not None:
+            decode(self.read, info.codec, self.chunk, data, self.copies)
+            return
+        values = np.frombuffer(data, np.uint8, math.prod(self.shape) * info.dtype.itemsize)
+        scatter(values.view(info.dtype).reshape(self.shape), self.copies)
+
+
+def decode(read: ArrayRead, codec: ChunkCodec, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
+    """Decode a chunk, directly into the array where that is possible; raise `DamagedChunkError`."""
+    info, target = read.info, None
+    size, (copy, *others) = info.chunk_nbytes, copies
+    if not others and size >= _IN_PLACE_BYTES and array_boxes.shape_of(copy.source) == info.chunks:
+        count, offsets = array_boxes.runs(info.chunks, copy.source, copy.array.shape, copy.target)
+        if count * info.dtype.itemsize == size:
+            start = next(offsets)[1] * info.dtype.itemsize
+            target = copy.array.reshape(-1).view(np.uint8).data[start : start + size]
+    try:
+        values = codec.decode(data, size, target)
+    except UndecodableChunkError as error:
+        raise DamagedChunkError(read, key, error) from error
+    if target is None:
+        scatter(np.frombuffer(values, np.uint8).view(info.dtype).reshape(info.chunks), copies)
 
 
 def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
@@ -142,54 +171,30 @@ def by_chunk(group: Sequence[ArrayRead]) -> Collection[tuple[ChunkPart, Any, lis
 
 
 def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
-    """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
-    if all(read.layout.is_chunk for read in group):
+    """Return the ranges to read for boxes of one array; decode and copy chunks that are inline at once."""
+    if group[0].info.codec is None and all(read.layout.is_chunk for read in group):
         return [piece for read in group for piece in _plan_whole(read)]
     read, wanted = group[0], by_chunk(group)
-    if read.info.checksum_nbytes:
-        return [piece for part, value, copies in wanted for piece in _plan_checked(read, part.key, value, copies)]
+    codec = read.info.codec
+    if codec is not None:
+        for part, value, copies in wanted:
+            if not isinstance(value, ByteRange):
+                decode(read, codec, part.key, value, copies)
+        return [
+            Piece(read, value, value, None, copies=copies, chunk=part.key)
+            for part, value, copies in wanted
+            if isinstance(value, ByteRange)
+        ]
     return [piece for _, value, copies in wanted for piece in _plan_chunk(read, value, copies)]
-
-
-def is_intact(checksum: int) -> bool:
-    """Return whether the CRC-32C of a chunk with its own checksum behind is what that of intact ones is."""
-    return checksum == _RESIDUE
-
-
-def checked_data(value: bytes) -> bytes | None:
-    """Return the data of a chunk that ends with its checksum; None if it is damaged."""
-    return value[:-CHECKSUM_NBYTES] if is_intact(checksums.crc32c(value)) else None
-
-
-def _plan_checked(read: ArrayRead, key: str, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
-    """Return the read of a whole chunk with its checksum, directly into the array where its elements are contiguous."""
-    info, (copy, *others) = read.info, copies
-    if not isinstance(value, ByteRange):
-        data = checked_data(value)
-        if data is None:
-            raise DamagedChunkError(read, key)
-        scatter(np.frombuffer(data, np.uint8).view(info.dtype).reshape(info.chunks), copies)
-        return []
-    size, needed = info.dtype.itemsize, math.prod(array_boxes.shape_of(copy.source))
-    count, offsets = array_boxes.runs(info.chunks, copy.source, copy.array.shape, copy.target)
-    source_at, target_at = next(offsets)
-    if others or source_at or count != needed:
-        return [Piece(read, value, value, None, info.chunks, copies, key)]
-    target = copy.array.reshape(-1).view(np.uint8)[target_at * size : (target_at + count) * size]
-    return [Piece(read, value, value, target, chunk=key)]
 
 
 def _plan_whole(read: ArrayRead) -> Iterable[Piece]:
     """Return the pieces of a read that is exactly one chunk; copy it at once if it is inline."""
-    ((value, part),) = read.chunks
+    ((value, _),) = read.chunks
     target = read.array.reshape(-1).view(np.uint8)
-    key = part.key if read.info.checksum_nbytes else None
     if isinstance(value, ByteRange):
-        return [Piece(read, value, value, target, chunk=key)]
-    data: Any = value if key is None else checked_data(value)  # type: ignore[arg-type]
-    if data is None:
-        raise DamagedChunkError(read, str(key))
-    target.data[:] = data
+        return [Piece(read, value, value, target)]
+    target.data[:] = value
     return []
 
 

@@ -18,13 +18,14 @@ from flax_ckpt_compat._core.tree import Node
 
 from .build_tree import build_tree
 from .chunk_boxes import BoxLayout
+from .chunk_codecs import UndecodableChunkError
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
 from .leaf_handles import LeafDescriptions, corrupt_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
-from .read_plan import ArrayRead, checked_data
+from .read_plan import ArrayRead
 from .recorded_checksums import Checksums
 from .tree_structure import Structure, read_structure
 
@@ -132,8 +133,7 @@ class OrbaxReader(Reader):
         if not isinstance(leaf, StoredLeaf):
             return super().boxes(handle, nbytes)
         limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
-        splits = leaf.info.raw and not leaf.info.checksum_nbytes
-        return readable_boxes(leaf.shape, self.chunks_of(handle), limit, splits_chunks=splits)
+        return readable_boxes(leaf.shape, self.chunks_of(handle), limit, splits_chunks=leaf.info.raw)
 
     def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
@@ -176,7 +176,7 @@ class OrbaxReader(Reader):
         others, alike = list[int](), dict[StoredLeaf, tuple[list[int], list[bytes]]]()
         for (number, leaf), value in zip(small, found, strict=True):
             data = value
-            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or leaf.checksum_nbytes:
+            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or not leaf.info.raw:
                 data = _inline(leaf, data)
                 if data is None:
                     others.append(number)
@@ -204,7 +204,7 @@ class OrbaxReader(Reader):
             else:
                 numbers, data = alike.setdefault(parts, ([], []))
                 numbers.append(number)
-                data.append(b"".join(pieces))  # type: ignore[arg-type]
+                data.append(b"".join(pieces))
         for parts, (numbers, data) in alike.items():
             copies = [(part.source, part.target) for part in parts.parts]
             packed = memory.pack_chunks(data, parts.shape, parts.info.dtype, parts.info.chunks, copies)
@@ -228,11 +228,14 @@ class OrbaxReader(Reader):
             raise corrupt_leaf(self.path, handle, f"its text is not UTF-8 ({error})") from error
 
 
-def _inline(leaf: StoredLeaf, value: Any) -> bytes | None:
-    """Return the data of a raw chunk if all of it is inline, and intact: `ArrayReader` names a damaged one."""
-    if type(value) is not bytes or len(value) != leaf.chunk_nbytes:
+def _inline(leaf: StoredLeaf, value: Any) -> Any:
+    """Return the data of a chunk if all of it is inline, and intact: `ArrayReader` names a damaged one."""
+    if type(value) is not bytes or (codec := leaf.info.codec) is None:
+        return value if type(value) is bytes and len(value) == leaf.chunk_nbytes else None
+    try:
+        return codec.decode(value, leaf.chunk_nbytes)
+    except UndecodableChunkError:
         return None
-    return checked_data(value) if leaf.info.checksum_nbytes else value
 
 
 def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:

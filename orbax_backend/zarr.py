@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
+
+from .chunk_codecs import ChunkCodec, codec_of
 
 # The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
 _NAMED = frozenset([
@@ -30,7 +31,6 @@ _SPLIT_CHUNK_BYTES = 8 << 20
 _PLAIN_CHUNK_BYTES = 2 << 30
 MAX_RANK = 32  # TensorStore's and (about) numpy's
 _CHECKSUM = {"name": "crc32c"}
-CHECKSUM_NBYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class ArrayInfo:
     dtype: np.dtype[Any]
     chunks: tuple[int, ...]  # shape of one chunk
     driver: str
-    raw: bool  # whether chunks are stored in C order without a codec, but perhaps with a checksum behind
+    raw: bool  # whether chunks are stored in C order without a codec
     has_fill_value: bool  # whether there is a value for missing chunks
     separator: str  # separator of the indices in chunk keys
     prefix: str
-    checksum_nbytes: int = 0  # bytes of the CRC-32C behind each raw chunk, or 0
+    codec: ChunkCodec | None = None  # how chunks are decoded; None if they are raw, or only TensorStore decodes them
     checked: bool = False  # whether a codec checks all bytes of each chunk
 
     @property
@@ -81,8 +81,8 @@ class ArrayInfo:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the stored size of one raw chunk in bytes; zarr also stores those at the edge whole."""
-        return math.prod(self.chunks) * self.dtype.itemsize + self.checksum_nbytes
+        """Return the size of one chunk in bytes, decoded; zarr also stores those at the edge whole."""
+        return math.prod(self.chunks) * self.dtype.itemsize
 
     def cell_of(self, box: tuple[slice, ...]) -> tuple[int, ...] | None:
         """Return the index of the chunk that a box is exactly, or None."""
@@ -175,6 +175,8 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
     """Parse a ``zarr.json`` or ``.zarray``; raise ValueError if it is damaged, or describes an impossible array."""
     try:
         metadata = json.loads(text)
+        if metadata["zarr_format"] != (3 if zarr3 else 2):
+            raise ValueError(f"unknown zarr_format {metadata['zarr_format']!r}")
         info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the array's metadata does not decode ({error!r})") from error
@@ -189,16 +191,18 @@ def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
     name = metadata["dtype"]
     if name not in _NAMED and name not in _TYPESTRS:
         raise ValueError(f"unknown dtype {name!r}")
-    plain = metadata.get("compressor") is None and not metadata.get("filters") and metadata.get("order", "C") == "C"
+    plain = not metadata.get("filters") and metadata.get("order", "C") == "C"
+    compressor = metadata.get("compressor")
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
         dtype=dtype_from_name(name),
         chunks=_lengths(metadata["chunks"]),
         driver="zarr",
-        raw=plain,
+        raw=plain and compressor is None,
         has_fill_value=metadata.get("fill_value") is not None,
         separator=_separator(metadata.get("dimension_separator", ".")),
         prefix="",
+        codec=ChunkCodec(zstd=True) if plain and compressor is not None and compressor["id"] == "zstd" else None,
     )
 
 
@@ -210,21 +214,20 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
         raise ValueError(f"unknown chunk grid {grid['name']!r} or key encoding {encoding['name']!r}")
     default, dtype = encoding["name"] == "default", dtype_from_name(name)
-    codecs = metadata["codecs"]
-    big_endian = name not in _NAMED and (codecs[0].get("configuration") or {}).get("endian") == "big"
-    # Without a package that computes CRC-32C, TensorStore checks it.
-    has_checksum = checksums.crc32c is not None and [codec["name"] for codec in codecs] == ["bytes", "crc32c"]
+    chunks = _lengths(grid["configuration"]["chunk_shape"])
+    codec, is_big = codec_of(metadata["codecs"], chunks)
+    raw = codec == ChunkCodec()
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
-        dtype=dtype.newbyteorder(">") if big_endian else dtype,
-        chunks=_lengths(grid["configuration"]["chunk_shape"]),
+        dtype=dtype.newbyteorder(">") if is_big and name not in _NAMED else dtype,
+        chunks=chunks,
         driver="zarr3",
-        raw=has_checksum,  # Orbax writes only codecs that need decoding
+        raw=raw,
         has_fill_value=metadata.get("fill_value") is not None,
         separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
         prefix="c" if default else "",
-        checksum_nbytes=CHECKSUM_NBYTES if has_checksum else 0,
-        checked=codecs[-1]["name"] == _CHECKSUM["name"],
+        codec=None if raw else codec,
+        checked=codec is not None and codec.checksum,
     )
 
 

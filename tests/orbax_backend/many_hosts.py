@@ -1,4 +1,4 @@
-"""One process that saves as many would, with an index of several levels that is read into arrays."""
+"""One process that saves as many would, with an index of several levels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from unittest import mock
 
-from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_encode
+from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt_encode
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
@@ -28,7 +28,6 @@ def save(folder: str, compression: str | None = None, lost: str | None = None) -
     patches = [
         mock.patch.object(ocdbt_encode, "_NODE_BYTES", 3000),
         mock.patch.object(ocdbt_encode, "_COMPRESS_FROM_BYTES", 3000),
-        mock.patch.object(ocdbt, "_ROWS_FROM", 1),
         mock.patch.object(multiprocess, "_check_done", lose),
         mock.patch.object(scale_play, "WriteOptions", lambda: WriteOptions(compression)),
     ]

@@ -140,21 +140,3 @@ def test_checksums_of_chunks_need_no_tensorstore(tmp_path: Path, monkeypatch: py
     (handle,) = handles(path).values()
     monkeypatch.setattr(ts, "open", None)
     np.testing.assert_array_equal(handle.reader.read([handle])[0], LARGE)
-
-
-@pytest.mark.parametrize("compression", ["crc32c", "zstd"])
-def test_without_a_package_tensorstore_computes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str
-) -> None:
-    """The same files are written and read, and damage is found."""
-    tree = {"w": fill((20, 20), np.dtype(np.float32), 1), "n": 3, "e": np.empty((0, 2)), "large": LARGE}
-    with monkeypatch.context() as patch:
-        patch.setattr("flax_ckpt_compat._core.checksums.crc32c", None)
-        path = save(tmp_path / "c", tree, compression)
-        assert fingerprint(load(path)) == fingerprint(tree)
-    assert fingerprint(load(path)) == fingerprint(tree)
-    assert stored_metadata(path, "w") == stored_metadata(save(tmp_path / "d", tree, compression), "w")
-    monkeypatch.setattr("flax_ckpt_compat._core.checksums.crc32c", None)
-    flipped(path, tree["w"])
-    with pytest.raises(ChecksumError, match=r"'w'.*w/c/0"):
-        load(path)

@@ -5,13 +5,11 @@ import itertools
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import ocdbt, ocdbt_encoding, open_index
+from flax_ckpt_compat.orbax_backend import ocdbt_nodes, open_index
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
@@ -19,7 +17,6 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location, location_of
 from tests.support import ocdbt_files as made
 from tests.support.orbax_trees import load, save
-from tests.support.trees import fingerprint
 
 VALUES = {b"a": b"1", b"b/.zarray": b"{}", b"b/0": bytes(300)}
 ROOT = made.leaf(VALUES)
@@ -36,23 +33,14 @@ def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
 
 
 def _values(path: Path) -> dict[bytes, bytes]:
-    """Every value, also those outside the nodes; in a dict and in arrays."""
-    found, rows = read_entries(location_of(path)), _rows(path)
-    assert len(rows) == len(found)
-    assert list(rows.items()) == sorted(found.items())
-    assert all(rows.get(key + b"x", found.get(key + b"x")) == found.get(key + b"x") for key in found)
+    """Every value, also those outside the nodes."""
+    found = read_entries(location_of(path))
     return {
         key: value
         if isinstance(value, bytes)
         else (path / value.file).read_bytes()[value.offset : value.offset + value.length]
         for key, value in found.items()
     }
-
-
-def _rows(path: Path) -> Any:
-    """What a database of many keys is read into."""
-    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
-        return read_entries(location_of(path))
 
 
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 1}, {"id": "zstd", "level": 9}])
@@ -108,14 +96,6 @@ def test_names_that_end_in_zeros(tmp_path: Path) -> None:
     assert _values(tmp_path) == values
 
 
-def test_frames_that_end_in_an_empty_block() -> None:
-    """RFC 8878, 3.1.1.2: a stream that is closed after its last flush ends so; blocks have a header of 3 bytes."""
-    start, header = bytes.fromhex("28b52ffd 00 50"), (3 << 3).to_bytes(3, "little")
-    assert ocdbt_encoding.decompress_zstd(start + header + b"abc" + b"\1\0\0") == b"abc"
-    with pytest.raises(ValueError, match="the last block of a Zstandard frame was expected, found the end at byte 12"):
-        ocdbt_encoding.decompress_zstd(start + header + b"abc")
-
-
 def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
     """A version without a root has no keys."""
     store = _database(tmp_path, {b"a": b"1"})
@@ -133,14 +113,6 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
         store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
         assert {key: store[key] for key in store.list().result()} == expected
         assert _values(path) == expected
-
-
-def test_the_checksum_is_crc32c() -> None:
-    """The check of RFC 3720, B.4: 32 bytes of zeros, and of ones."""
-    ocdbt_encoding.check_crc32c(bytes(32) + bytes.fromhex("aa36918a"))
-    ocdbt_encoding.check_crc32c(b"\xff" * 32 + bytes.fromhex("43aba862"))
-    with pytest.raises(ValueError, match="8a9136aa"):
-        ocdbt_encoding.check_crc32c(bytes(32) + bytes(4))
 
 
 def test_hosts_that_all_write_alike_are_no_bomb(tmp_path: Path) -> None:
@@ -212,21 +184,20 @@ def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
     """The checksum is right and the content is not: file, expected and found are told."""
     body, told = BODIES[case]
     path = made.write(tmp_path, [made.envelope(made.NODE, body)])
-    for read in (lambda folder: read_entries(location_of(folder)), lambda folder: list(_rows(folder).values())):
-        with pytest.raises(CorruptCheckpointError, match=told) as caught:
-            read(path)
-        assert str(path / "d" / "x") in str(caught.value)
-        assert caught.value.path == str(path / "d" / "x")
+    with pytest.raises(CorruptCheckpointError, match=told) as caught:
+        read_entries(location_of(path))
+    assert str(path / "d" / "x") in str(caught.value)
+    assert caught.value.path == str(path / "d" / "x")
 
 
 ENVELOPES = {
     "newer version": (made.envelope(made.NODE, ROOT, version=1), "version 0 was expected, found 1"),
     "another compression": (made.envelope(made.NODE, ROOT, compression=2), "compression 0 or 1 was expected, found 2"),
-    "no zstd": (made.envelope(made.NODE, ROOT, compression=1), "28b52ffd"),
+    "no zstd": (made.envelope(made.NODE, ROOT, compression=1), "does not decompress"),
     "a manifest": (made.envelope(made.MANIFEST, ROOT), "0x0cdb20de was expected, found 0x0cdb3a2a"),
     "foreign": (b"<html>" * 9, "found 0x3c68746d"),
     "short": (b"\x0c\xdb\x20\xde", "18 bytes were expected, found 4"),
-    "flipped": (made.envelope(made.NODE, ROOT)[:-20] + b"\xff" + made.envelope(made.NODE, ROOT)[-19:], "[Dd]igest"),
+    "flipped": (made.envelope(made.NODE, ROOT)[:-20] + b"\xff" + made.envelope(made.NODE, ROOT)[-19:], "CRC-32C"),
 }
 
 
@@ -254,7 +225,7 @@ def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     run = ((128 << 10) << 3 | 2).to_bytes(3, "little") + b"\0"
     bomb = bytes.fromhex("28b52ffd0038") + run * 10_000 + b"\1\0\0"
     path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
-    with pytest.raises(CorruptCheckpointError, match=f"at most {1 << 28} decompressed bytes"):
+    with pytest.raises(CorruptCheckpointError, match=r"a Zstandard frame|at most"):
         read_entries(location_of(path))
 
 
@@ -310,26 +281,6 @@ def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) 
         (tmp_path / "outside").replace(file)
 
 
-def test_another_text_of_tensorstore_leaves_the_index_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of a node comes from a message; if that changes, checkpoints still restore."""
-    tree = {f"{number:04}": np.arange(50.0) + number for number in range(400)}
-    path = tmp_path / "c"
-    ocp.PyTreeCheckpointer().save(path, tree)  # TensorStore's frames of nodes do not record their length
-    seen = []
-    decode = ocdbt_encoding.decode
-
-    def reworded(data: bytes, codec: str, length: int) -> bytes:
-        try:
-            return decode(data, codec, length)
-        except ValueError as error:
-            seen.append(str(error))
-            raise ValueError("Not enough data, in other words") from error
-
-    monkeypatch.setattr(ocdbt_encoding, "decode", reworded)
-    assert fingerprint(load(path)) == fingerprint(tree)
-    assert seen
-
-
 def _blocks_kept_by(restores: int, path: str) -> int:
     """Memory blocks of Python that this many restores leave behind."""
     gc.collect()
@@ -360,19 +311,9 @@ def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path)
     assert set(asked) == {"manifest.ocdbt", "d/x"}
 
 
-def test_memory_of_columns_is_bounded() -> None:
-    """128 MiB, and 2 KiB more for each byte of nodes: names that share all they can would take far more."""
-    budget = ocdbt_encoding.MemoryBudget()
-    budget.take(128 << 20)
-    budget.grow(3)
-    budget.take(6 << 10)
-    with pytest.raises(ValueError, match="in proportion to the size"):
-        budget.take(1)
-
-
 @pytest.mark.parametrize("bits", [7, 8, 28, 29, 32, 33, 35, 36, 63, 64])
 def test_numbers_of_any_width(bits: int) -> None:
     """Offsets in files of more than 4 GiB take five bytes and more."""
     numbers = [2**bits - 1, 0, 2 ** (bits - 1), 1]
-    found = ocdbt_encoding.Columns(made.column(numbers), ocdbt_encoding.MemoryBudget()).varints(4)
+    found = ocdbt_nodes.Columns(made.column(numbers), ocdbt_nodes.MemoryBudget()).varints(4)
     assert found == numbers

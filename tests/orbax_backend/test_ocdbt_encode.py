@@ -11,13 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import data_file_writer, ocdbt, ocdbt_encode, ocdbt_merge
+from flax_ckpt_compat.orbax_backend import ocdbt, ocdbt_encode, ocdbt_merge
 from flax_ckpt_compat.orbax_backend.files import ByteRange
-from flax_ckpt_compat.orbax_backend.ocdbt_nodes import Rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core import checksums, tensorstore_codecs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made
@@ -41,7 +39,7 @@ def write(path: Path, values: dict[bytes, bytes]) -> None:
     lengths, numbers, offsets = np.array(places, np.int64).T
     inline = [value for value in values.values() if len(value) <= 1024]
     keys = ocdbt_encode.array_of(list(values))
-    rows = Rows(keys, lengths, numbers, offsets, inline, ["d/values"])
+    rows = ocdbt_encode.Rows(keys, lengths, numbers, offsets, inline, ["d/values"])
     nodes = path / "d" / "nodes"
 
     def append(node: bytes) -> ByteRange:
@@ -88,8 +86,6 @@ def test_tensorstore_finds_what_was_put(
         write(path, contents)
     assert by_tensorstore(path) == contents
     assert by_us(path) == contents
-    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
-        assert by_us(path) == contents
     assert dumped(path)["root"]["statistics"] == {
         "num_keys": len(contents),
         "num_tree_bytes": (path / "d" / "nodes").stat().st_size,
@@ -109,7 +105,7 @@ def test_a_tree_of_several_levels(tmp_path: Path) -> None:
 def test_a_node_of_one_entry(tmp_path: Path) -> None:
     """What precedes its key is the whole key; in arrays, too, it is found."""
     contents = {b"a/0": b"1", b"b/0": b"2"}
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 1), mock.patch.object(ocdbt, "_ROWS_FROM", 1):
+    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 1):
         write(tmp_path / "c", contents)
         assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
 
@@ -130,7 +126,9 @@ def test_a_key_twice_is_refused(parts: list[list[bytes]], node_bytes: int) -> No
     rows = []
     for keys in parts:
         columns = np.ones(len(keys), np.int64), np.full(len(keys), -1), np.zeros(len(keys), np.int64)
-        rows.append(ocdbt_encode.in_order(Rows(ocdbt_encode.array_of(keys), *columns, [b"1"] * len(keys), [])))
+        rows.append(
+            ocdbt_encode.in_order(ocdbt_encode.Rows(ocdbt_encode.array_of(keys), *columns, [b"1"] * len(keys), []))
+        )
     with (
         mock.patch.object(ocdbt_encode, "_NODE_BYTES", node_bytes),
         pytest.raises(ValueError, match="'b/0' would be in the index twice"),
@@ -149,7 +147,7 @@ def test_keys_are_sorted_by_their_bytes(names: set[bytes], before: bytes, many: 
     """Eight at a time, or all of them."""
     keys = [before + name for name in names] + [before + name + b"/0" * 7 for name in names]
     random.shuffle(keys)
-    rows = Rows(np.array(keys), *(np.arange(len(keys)),) * 3, [], ["d/x"])
+    rows = ocdbt_encode.Rows(np.array(keys), *(np.arange(len(keys)),) * 3, [], ["d/x"])
     with mock.patch.object(ocdbt_encode, "_MANY_KEYS", many):
         found = ocdbt_encode.in_order(rows)
     assert found.keys.tolist() == sorted(keys)
@@ -197,11 +195,6 @@ def test_the_chunks_of_many_are_merged(name: str, tmp_path: Path) -> None:
     with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 4000):
         expected = _merged(tmp_path / "c", parts)
     assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
-    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
-        entries: Any = ocdbt.read_entries(location_of(tmp_path / "c"))
-    nbytes = [sum(len(key) + len(entries[key]) + 16 for key in leaf) for leaf in entries.leaves]
-    assert max(nbytes) <= 5000 + 100
-    assert len(nbytes) <= 2 * sum(nbytes) / 4000
 
 
 def test_names_that_share_a_zero_are_merged(tmp_path: Path) -> None:
@@ -234,7 +227,7 @@ def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
 def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     """The error names the process, and no index is left that lacks its values."""
     with pytest.MonkeyPatch.context() as patch:
-        real = ocdbt_merge.read_rows
+        real = ocdbt_merge.read_entries
 
         def damaging(location: Any, base: str, locate: Any) -> Any:
             if base == "ocdbt.process_1/":
@@ -242,26 +235,9 @@ def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
                 file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
             return real(location, base, locate)
 
-        patch.setattr(ocdbt_merge, "read_rows", damaging)
+        patch.setattr(ocdbt_merge, "read_entries", damaging)
         with pytest.raises(
             StorageError, match=r"ocdbt\.process_1 could not be merged with those of the other processes"
         ):
             _merged(tmp_path / "c", [{b"a/0": b"1"}, {b"b/0": b"2"}])
     assert sorted(os.listdir(tmp_path / "c")) == ["ocdbt.process_0", "ocdbt.process_1"]
-
-
-@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 16])
-def test_crc32c_by_tensorstore(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no package computes it, its codec does (RFC 3720)."""
-    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    monkeypatch.setattr(checksums, "crc32c", None, raising=False)
-    assert tensorstore_codecs.crc32c(data) == made.crc32c(data)
-
-
-def test_encoded_buffers_are_decoded() -> None:
-    """By the decoder, on several threads, for more sizes than arrays are kept open for."""
-    encoder = tensorstore_codecs.Encoder([{"name": "zstd", "configuration": {"level": 1}}])
-    buffers = [np.arange(size, dtype=np.uint8) for size in (*range(1, 150), 1 << 20)]
-    encoded = data_file_writer.in_parallel(encoder.encode, buffers, 8)
-    for one, buffer in zip(encoded, buffers, strict=True):
-        assert tensorstore_codecs.decode(one, "zstd", len(buffer)) == buffer.tobytes()

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import open_index
-from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
+from flax_ckpt_compat.orbax_backend.ocdbt_nodes import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError

@@ -279,12 +279,3 @@ def test_missing_chunks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(CorruptCheckpointError, match=r"'a'.*chunks are missing"):
             handle.reader.read([handle, handle])
         monkeypatch.undo()
-
-
-def test_a_shape_that_changes_after_the_opening(tmp_path: Path) -> None:
-    """What was planned for one array is not read of another."""
-    handle = stored_by_tensorstore(tmp_path / "c", np.arange(80.0).reshape(8, 10), [2, 10], "zstd")
-    file = tmp_path / "c" / "a" / ".zarray"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": [9, 10]}))
-    with pytest.raises(CorruptCheckpointError, match=r"the shape \(9, 10\) was expected to be \(8, 10\)"):
-        handle.reader.read([ArraySlice(handle, (slice(0, 4), slice(0, 10)))])

@@ -187,13 +187,8 @@ def test_damage_is_told_from_refusal(compression: str | None, bucket: Bucket, tm
     opened = handles(url)
     (data,) = bucket.keys("run/checkpoint_1/d/")
     content = bucket.get(data)
-    for first in (1, 2) if compression else (1,):  # asking for its size, unless it is raw, then for its content
-        counted = iter(range(1, 100))
-        denied = bucket.proxy.failing(
-            lambda method, path, first=first, counted=counted: "403" if next(counted) >= first else ""
-        )
-        with denied, pytest.raises(StorageError, match="AccessDenied"):
-            opened["a"].read()
+    with bucket.proxy.failing(lambda method, path: "403"), pytest.raises(StorageError, match="AccessDenied"):
+        opened["a"].read()
     bucket.put(data, content[:1000])
     with pytest.raises(CorruptCheckpointError, match=r"'a'.*has 1000 bytes, expected at least"):
         opened["a"].read()
