@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import os
 import sys
 import threading
 from typing import Any
 
 from flax_ckpt_compat._core.progress import Callback, Progress
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.text_formatting import printable
 
+_log = logging.getLogger("flax_ckpt_compat")
 BAR = "bar"
 _NAME_WIDTH = 32
 _LOCKED_SECONDS = 1.0
@@ -26,7 +29,10 @@ def callback_of(setting: Any) -> Callback | None:
 
 def is_shown() -> bool:
     """Return whether standard error is a terminal that takes escape sequences, without which there is no bar."""
-    return sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    try:
+        return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    except (AttributeError, ValueError, OSError):  # there is none, or one that is closed, or of a program's own
+        return False
 
 
 def display(**options: Any) -> Any:
@@ -52,13 +58,16 @@ def _bars() -> _Bars:
 
 
 class _Bars:
-    """The bars of this process; they are drawn while a save or restore runs."""
+    """The bars of this process; they are drawn while a save or restore runs.
+
+    The first failure to draw, such as that of a terminal that is gone, ends them: no save or restore fails with it."""
 
     def __init__(self) -> None:
         # Saves in the background report beside restores. A signal handler that saves may have interrupted one of these
         # within a report, so that nobody waits for another for long.
         self._lock = threading.RLock()
         self._display: Any = None
+        self._is_broken = False
         self._tasks: dict[tuple[str, str], Any] = {}
         self._ended = collections.deque[tuple[str, str]]()  # those whose bars are to go
 
@@ -67,13 +76,18 @@ class _Bars:
         key, ends = (report.doing, report.path), report.finished or report.error is not None
         if ends:
             self._ended.append(key)
-        if not self._lock.acquire(timeout=_LOCKED_SECONDS):
+        if self._is_broken or not self._lock.acquire(timeout=_LOCKED_SECONDS):
             return
         try:
             if not ends:
                 self._show(key, report)
             while self._ended:
                 self._end(self._ended.popleft())
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            self._is_broken = True
+            _log.warning("Progress is not shown any more: %r", error)
         finally:
             self._lock.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.text_formatting import format_size, printable
@@ -31,10 +31,10 @@ class Stopwatch:
         """Return the seconds of phases so far, together."""
         return sum(self._phases[phase] for phase in phases)
 
-    def count(self, leaves: Iterable[Any]) -> None:
-        """Take the bytes of arrays or leaf handles, for `log`."""
+    def count(self, nbytes: Callable[[], int]) -> None:
+        """Take the bytes that are read or written, for `log`; they are computed only if somebody listens."""
         if _log.isEnabledFor(logging.INFO):
-            self._nbytes = nbytes_of(leaves)
+            self._nbytes = nbytes()
 
     def log(self, done: str, path: str) -> None:
         """Log what was ``done`` ("Saved" or "Restored") at INFO."""

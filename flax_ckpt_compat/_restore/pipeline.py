@@ -108,13 +108,13 @@ class _Restore:
             runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
             if self.meter.is_on:
                 self.meter.begin(location.path, sum([run.nbytes for run in runs.values()]))
+            watch.count(lambda: sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
                 run = runs.pop(name)
                 run.read(together=location.path if together else "", meter=self.meter)
                 watch.lap("read")
                 values[name] = rebuild(plan, *execute.place(run))
                 watch.lap("place and rebuild")
-        watch.count(leaf.source for plan in plans.items.values() for leaf in plan.leaves)
         return values if plans.is_mapping else next(iter(values.values()))
 
     def unrestored(self) -> Any:

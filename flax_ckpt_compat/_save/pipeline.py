@@ -90,7 +90,7 @@ def _write(
                     if not left:
                         raise
         watch.lap("retain")
-    watch.count(leaf for _, leaf in iter_leaves(tree))
+    watch.count(lambda: nbytes_of(leaf for _, leaf in iter_leaves(tree)))
     watch.log("Saved", request.path)
     if request.shadow:
         shadow.compare(request, tree, watch.seconds("write", "publish"))

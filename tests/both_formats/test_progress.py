@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -294,6 +295,37 @@ def test_the_bar_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(os, "fsync", full_disk)
         save(tmp_path / "c", TREE, format="msgpack", progress="bar")
     assert not progress_bar._bars()._tasks
+
+
+class Broken(Terminal):
+    """A terminal that is gone."""
+
+    def write(self, _: str) -> int:
+        """Fail."""
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def closed() -> io.StringIO:
+    """Return a stream that takes nothing any more."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, object(), closed(), Broken()], ids=["none", "no stream", "closed", "broken"])
+def test_no_work_fails_with_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
+    """Whatever standard error is, what is saved with a bar is restored with one, and again without."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0)
+    progress_bar._bars.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stream)
+        for step in (1, 2):
+            save(tmp_path, TREE, step=step, progress="bar")
+            found = restore(tmp_path, TREE, progress="bar")
+    progress_bar._bars.cache_clear()
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, TREE))
 
 
 def full_disk(*_: Any) -> int:

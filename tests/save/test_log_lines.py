@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, config
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config, rules
 from tests.support.saves import use_flag
 
 TREE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
@@ -33,6 +34,15 @@ def test_lines(flag, tmp_path, caplog, background):
         # Seconds are rounded to thousandths, and the rate to hundredths.
         shortest, longest = max(float(line[2]) - 6e-4, 1e-6), float(line[2]) + 6e-4
         assert 1e-3 / longest - 0.006 <= float(line[3]) <= 1e-3 / shortest + 0.006
+
+
+def test_leaves_of_rules_are_counted(tmp_path, caplog):
+    """Those that a rule cuts from one stored array, by its bytes."""
+    checkpoints.save_checkpoint(tmp_path, {"layers": {"w": np.zeros((4, 250_000), np.float32)}}, 1)
+    with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
+        target = {f"layers_{n}": {"w": np.zeros(250_000, np.float32)} for n in range(4)}
+        flax_ckpt_compat.restore(tmp_path, target, transforms=[rules.unstack("layers", "layers_{}")])
+    assert "4.00 MB" in caplog.records[-1].getMessage()
 
 
 def test_nothing_is_counted_when_nobody_listens(tmp_path, caplog):
