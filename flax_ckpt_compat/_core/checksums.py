@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from crc32c import crc32c as crc32c
+
 from flax_ckpt_compat._core.errors import ChecksumError
 
 try:
@@ -22,36 +24,6 @@ BLOCK_BYTES = 1 << 20
 SUM_BYTES = 4
 # Polynomials, with their bits in reversed order.
 CRC32_POLYNOMIAL, CRC32C_POLYNOMIAL = 0xEDB88320, 0x82F63B78
-
-
-def _find_crc32c() -> Any:
-    try:
-        from crc32c import crc32c
-    except ImportError:
-        try:
-            from google_crc32c import extend
-        except ImportError:
-            return None
-
-        def extended(data: Any, value: int = 0) -> int:
-            import numpy as np  # here, because listings of checkpoints do without it
-
-            # It takes bytes and arrays, but no memoryviews.
-            return int(extend(value, np.frombuffer(data, np.uint8)))
-
-        return extended
-    return crc32c
-
-
-def __getattr__(name: str) -> Any:
-    """Find ``crc32c`` on first use: its packages load a tenth of what a command does.
-
-    ``crc32c(data, value=0)`` is the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer; None
-    where no installed package computes it: TensorStore does so only as a codec.
-    """
-    if name != "crc32c":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, _find_crc32c())
 
 
 class BlockSums:
