@@ -25,12 +25,7 @@ from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
-<<<<<<< HEAD
-from flax_ckpt_compat._core.tensorstore_codecs import Encoder, crc32c
 from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
-=======
-from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
->>>>>>> dec1ee75 (Chunks that Orbax writes are decoded by zstandard, without TensorStore's driver; the index is decoded plainly, and zstd and CRC-32C come from libraries)
 
 from .chunk_codecs import checksum_of, compressed, with_checksum
 from .files import ByteRange
