@@ -106,12 +106,12 @@ def publish_file(path: str, url: str, meter: Meter = OFF, *, new: bool) -> bool:
 
 def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
     """Raise StorageError if the store reports a CRC-32C of the object that is not ours."""
-    stored = client.stored_crc32c(url) if checksums.crc32c is not None else None
+    stored = client.stored_crc32c(url)
     if stored is None:
         return
     found = 0
     for start in range(0, content.nbytes, _COMPARE_BYTES):
-        found = checksums.crc32c(content[start : start + _COMPARE_BYTES], found)
+        found = checksums.crc32c(content[start : start + _COMPARE_BYTES].data, found)
     if found != stored:
         raise StorageError(
             f"{url}: what was uploaded has the CRC-32C {found:08x}, and the store tells {stored:08x}: it was changed "
