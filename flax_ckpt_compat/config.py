@@ -24,21 +24,10 @@ setting                   values (default first)     meaning
 ``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
 ``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
                                                      stored as they are in a local file, private mappings of it
-``read_once``             false, true                in a job of several processes each array that several of them
-                                                     restore is read by one, and exchanged between devices; all
-                                                     processes have to restore the same checkpoint together
 ``checksums``             verify, write, off         record checksums in saves and verify them in restores, only
                                                      record them, or neither
-``shadow``                false, true                each save also writes the other format, reads both back, compares
-                                                     them and records the result beside the checkpoints
 ``compression``           none, crc32c, zstd         codec of array data in Orbax-format checkpoints; with crc32c, which
                                                      does not compress, and zstd every reader checks each chunk
-``oldest_orbax``          0.6, 0.3                   oldest release of Orbax that reads Orbax-format checkpoints; for
-                                                     0.3 to 0.5 they hold the tree in a second form, too
-``reuse_host_memory``     true, false                keep the memory that a background save copies the arrays to for
-                                                     the next one, or free it; the kernel takes it when memory is short.
-                                                     Files are written from it past the page cache.
-                                                     Saves of arrays on GPUs keep page-locked memory, or use none
 ``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
                                                      a progress bar on a terminal, or a function that takes a
                                                      `flax_ckpt_compat.Progress`
@@ -79,17 +68,20 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
     "mapped": (False, True),
-    "read_once": (False, True),
     "checksums": ("verify", "write", "off"),
-    "shadow": (False, True),
     "compression": (None, "crc32c", "zstd"),
-    "oldest_orbax": ("0.6", "0.3"),
-    "reuse_host_memory": (True, False),
     "progress": (None, "bar"),
 }
 _SECONDS = ("coordination_timeout",)
 _FUNCTIONS = ("progress",)  # these may also be one
 _NAMES = (*_VALUES, *_SECONDS)
+# Settings of earlier releases, and what to do instead.
+_REMOVED = {
+    "read_once": "leave it out; each process reads what it restores",
+    "oldest_orbax": "leave it out; Orbax 0.6 and later read all saves; older Flax reads msgpack",
+    "shadow": "leave it out; to compare both formats, `flax-ckpt convert` a checkpoint and `flax-ckpt diff` the two",
+    "reuse_host_memory": "leave it out; background saves keep their memory for the next one",
+}
 _WORDS: dict[str, Any] = {"none": None, "false": False, "0": False, "no": False, "true": True, "1": True, "yes": True}
 
 
@@ -105,12 +97,8 @@ class Settings:
     structure: str = "flax"
     must_exist: bool = False
     mapped: bool = False
-    read_once: bool = False
     checksums: str = "verify"
-    shadow: bool = False
     compression: str | None = None
-    oldest_orbax: str = "0.6"
-    reuse_host_memory: bool = True
     coordination_timeout: float = 600.0
     progress: Callback | str | None = None
 
@@ -126,12 +114,8 @@ class Changes(TypedDict, total=False):
     structure: Literal["flax", "stored"]
     must_exist: bool
     mapped: bool
-    read_once: bool
     checksums: Literal["verify", "write", "off"]
-    shadow: bool
     compression: Literal["crc32c", "zstd"] | None
-    oldest_orbax: Literal["0.6", "0.3"]
-    reuse_host_memory: bool
     coordination_timeout: float
     progress: Callback | Literal["bar"] | None
 
@@ -146,6 +130,8 @@ def _validated(changes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _value(name: str, given: Any) -> Any:
     """Return the value that a setting gets; a 0-d array counts as its value."""
+    if name in _REMOVED:
+        raise SettingError(_removed(name))
     if name not in _NAMES:
         raise SettingError(_unknown(name))
     try:
@@ -164,6 +150,10 @@ def _value(name: str, given: Any) -> Any:
     return _VALUES[name][_VALUES[name].index(value)]
 
 
+def _removed(name: str) -> str:
+    return f"{name} was removed; {_REMOVED[name]}"
+
+
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, _NAMES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -176,7 +166,7 @@ def _from_environment() -> Mapping[str, Any]:
         name, word = variable.removeprefix(_VARIABLE).lower(), text.strip().lower()
         if not variable.startswith(_VARIABLE) or not word:
             continue
-        if variable not in _variables():
+        if variable not in _variables() and name not in _REMOVED:
             _warn_about_unknown(variable)
             continue
         is_word = word in _WORDS and _WORDS[word] in _VALUES.get(name, ())
@@ -297,6 +287,8 @@ class _Module(ModuleType):
     """Module type that refuses assignments without effect: to settings, and to unknown names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _REMOVED:
+            raise SettingError(_removed(name))
         if name in _NAMES:
             raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
         if name not in vars(self) and not name.startswith("__"):

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KE
 
 from .encode_leaves import EncodedLeaf
 from .save_plan import SavePlan
-from .shardings import ShardingEncoder, with_old_entries
+from .shardings import ShardingEncoder
 from .zarr import chunk_shape
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -53,14 +53,12 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
     return json.dumps(value if write_shape is None else {**value, "write_shape": write_shape})
 
 
-def shardings(plan: SavePlan, *, for_old_orbax: bool = False) -> str:
+def shardings(plan: SavePlan) -> str:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts, quoted = ShardingEncoder(), Memo(_text)
     found = {name: text for name, stored in _jax_arrays(plan) if (text := texts.of(stored.sharding)) is not None}
     # Base64 needs no quoting.
     entries = {f'"{base64.urlsafe_b64encode(name.encode()).decode()}"': text for name, text in found.items()}
-    if for_old_orbax:
-        entries = with_old_entries(entries, {_text(name): text for name, text in found.items()})
     return f"{{{', '.join([f'{key}: {quoted[text]}' for key, text in entries.items()])}}}"
 
 

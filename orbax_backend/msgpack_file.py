@@ -7,9 +7,6 @@ Each leaf is its value or a placeholder text. As in real Orbax, what follows the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location
@@ -17,7 +14,7 @@ from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
 from .files import CheckpointFiles
-from .save_plan import EMPTY_MARKERS, Entry, SavePlan
+from .save_plan import EMPTY_MARKERS
 
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
@@ -62,29 +59,6 @@ def open_aggregate(location: Location, open_msgpack: OpenMsgpack) -> Aggregate |
         return None
     CheckpointFiles(location).check(MSGPACK_FILE)
     return Aggregate(open_msgpack(file))
-
-
-def encode_structure(plan: SavePlan) -> bytes:
-    """Return the file of a tree, with a placeholder for every leaf: the values are in the database."""
-    root: list[Any] = []
-    for entry in plan.entries:
-        node: Any = root
-        keys = (("0", True), *entry.keys)
-        for (name, is_index), below in zip(keys, (*keys[1:], None), strict=True):
-            value = _structure_leaf(entry) if below is None else [] if below[1] else {}
-            if not is_index:
-                node = node.setdefault(name, value)
-                continue
-            if int(name) == len(node):
-                node.append(value)
-            node = node[int(name)]
-    return bytes(msgpack.packb(*root))
-
-
-def _structure_leaf(entry: Entry) -> Any:
-    if entry.marker is None:
-        return _PLACEHOLDERS[0] + entry.name
-    return {"Dict": {}, "List": [], "Tuple": []}.get(entry.marker)
 
 
 def _folder_of_spec(node: Node) -> str | None:

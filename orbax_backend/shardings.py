@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.orbax_layout import MESH_OF_ALL, SHARDING
+from flax_ckpt_compat._core.orbax_layout import SHARDING
 
 from .files import Check, read_json
 
@@ -114,15 +114,6 @@ def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
     return all(
         side.start % piece == 0 and side.stop - side.start == piece for side, piece in zip(box, part, strict=True)
     )
-
-
-def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of ``_sharding`` so that Orbax 0.3 to 0.5 read them too (measured).
-
-    Releases 0.5 know devices by jax's old names; earlier ones look for the plain names of arrays, and know only meshes.
-    The keys of both arguments are JSON: encoded names in ``entries``, plain ones in ``shardings``."""
-    plain = {name: MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
-    return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}
 
 
 def read_shardings(location: Location, names: Collection[str], check: Check | None = None) -> dict[str, str]:

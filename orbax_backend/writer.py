@@ -37,7 +37,6 @@ from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 from . import encode_metadata
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
-from .msgpack_file import encode_structure
 from .ocdbt_writer import Database
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
@@ -102,16 +101,11 @@ def _end(path: str) -> None:
 
 
 def encoding_of(options: WriteOptions) -> Encoding:
-    """Return how chunks are stored; raise SettingError if the compression is unknown, or not for the oldest reader."""
+    """Return how chunks are stored; raise SettingError if the compression is unknown."""
     compression = options.compression
     if compression not in _ENCODINGS:
         known = [name for name in _ENCODINGS if name is not None]
         raise SettingError(f"compression={compression!r} is unknown; expected None or one of {known}")
-    if options.for_old_orbax and compression is not None:
-        raise SettingError(
-            f"compression={compression!r} needs zarr v3, which Orbax 0.3 and 0.4 cannot read; set compression=None, or "
-            "oldest_orbax='0.6'"
-        )
     return dataclasses.replace(_ENCODINGS[compression], part_bytes=options.part_bytes)
 
 
@@ -138,14 +132,11 @@ def write_metadata(
 
 def _tree_files(plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
     """Return name → content of the files that describe the tree."""
-    old = options.for_old_orbax
     files = {layout.TREE_METADATA: encode_metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
     if encode_metadata.has_jax_arrays(plan):
-        files[layout.SHARDING] = encode_metadata.shardings(plan, for_old_orbax=old).encode()
+        files[layout.SHARDING] = encode_metadata.shardings(plan).encode()
     if plan.strings:
         files[layout.STRINGS] = json.dumps(plan.strings).encode()
-    if old:
-        files[layout.MSGPACK_FILE] = encode_structure(plan)
     return files
 
 

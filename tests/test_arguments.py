@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "must_exist deleted": (lambda at: restore(at, tree(), must_exist=deleted()), SETTING, "must_exist takes"),
     "dtype": (lambda at: plan_restore(at, tree(), dtype=np.array(["stored", "target"])), SETTING, "dtype takes"),
     "dtype class": (lambda at: plan_restore(at, tree(), dtype=np.float32), SETTING, "dtype takes"),
-    "update": (lambda _: config.update("shadow", TWO), SETTING, "shadow takes"),
+    "update": (lambda _: config.update("must_exist", TWO), SETTING, "must_exist takes"),
     "update seconds": (lambda _: config.update(coordination_timeout=TWO), SETTING, "coordination_timeout takes"),
     "update name": (lambda _: config.update(3, 4), SETTING, "a setting's name and its value"),
     "step type": (lambda at: checkpoints.available_steps(at, step_type=3), STEP, "step_type must be a type .* 3"),

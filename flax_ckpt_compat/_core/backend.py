@@ -192,7 +192,6 @@ class WriteOptions:
     # it.
     compression: str | None = None
     checksums: bool = True  # record checksums of what is written
-    for_old_orbax: bool = False  # also write what Orbax 0.3 to 0.5 read; the msgpack format ignores it
     # No two saves write the same bytes, for stores that tell versions of an object by its bytes; a msgpack file of the
     # same tree is the same all the same.
     unique_files: bool = False

@@ -72,13 +72,6 @@ class Filled(NamedTuple):
         parts = [part for _, part in self.cut(start, stop)]
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
-    def bytes_of(self, start: int, stop: int) -> memoryview:
-        """Return a range that is here, copied if it lies in several pieces."""
-        number = bisect.bisect_right(self.starts, start) - 1
-        first = self.starts[number]
-        data = self.pieces[number][start - first : stop - first]
-        return data if len(data) == stop - start else memoryview(b"".join([part for _, part in self.cut(start, stop)]))
-
 
 Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 # Is shown the bytes of each run, on any thread; raises ChecksumError if they are damaged.

@@ -264,7 +264,7 @@ class MultiprocessSaveError(CheckpointError, RuntimeError):
 
 
 class MultiprocessRestoreError(CheckpointError, RuntimeError):
-    """Processes of a job found different checkpoints, or could not exchange what each had read (``read_once``)."""
+    """Processes of a job found different checkpoints."""
 
 
 class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):

@@ -76,9 +76,6 @@ def ends_in_step(name: str) -> bool:
     return _ENDS_IN_STEP.fullmatch(name) is not None
 
 
-SHADOW_FOLDER = ".flax_ckpt_compat_shadow"  # holds records and copies of shadow mode, which are not checkpoints
-
-
 def is_foreign(name: str) -> bool:
     """Return whether a name is never a checkpoint: temporaries and array folders."""
     return orbax_layout.TEMPORARY in name or orbax_layout.PARTIAL_SAVE in name or name.endswith(ARRAYS_POSTFIX)

@@ -75,7 +75,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                     denied.append(error)
                 else:
                     (found if is_empty_step or _is_checkpoint_or_denied(path) else inside).append(path)
-        yield folder, [] if folder.name == steps.SHADOW_FOLDER else found
+        yield folder, found
         pending += reversed(inside)
 
 

@@ -97,18 +97,12 @@ class ReadLeaves:
         arrays = [one for one in self.reads if isinstance(one, ArraySlice) or one.dtype is not None]
         return sum(map(casting.nbytes_of, arrays))
 
-    def read(self, *, together: str = "", meter: Meter = OFF) -> None:
-        """Read the values; all processes of the job may read each array once.
-
-        ``together`` is then the path of the checkpoint."""
+    def read(self, meter: Meter = OFF) -> None:
+        """Read the values."""
         plan, reads = self.plan, self.reads
         for reader in set(map(bounded_reads.reader_of, reads)) if meter.is_on else ():
             reader.meter = meter
-        if together and jax.process_count() > 1:
-            from flax_ckpt_compat._restore import read_once  # few restores need it
-
-            self.values = read_once.read(plan, reads, self.casts_at_read, self.mapped, together, meter)
-        elif self.casts_at_read or self.mapped:
+        if self.casts_at_read or self.mapped:
             self.values = casting.read(plan.reader, reads, self.casts_at_read, self.mapped)
         elif reads or plan.runs:  # the reader tells of files without checksums
             self.values = dict(zip(reads, plan.reader.read(reads), strict=True))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
-import jax
 from jax import monitoring
 
 from flax_ckpt_compat import config
@@ -57,14 +56,6 @@ def restore(
                 except MultiprocessRestoreError as others:  # this process stops in any case
                     add_sentence(missing, str(others))
             raise
-        except KeyboardInterrupt:
-            one.together = False
-            raise
-        finally:
-            if one.together:  # nothing was opened
-                path = checkpoint_dir.root.path
-                error = CheckpointNotFoundError(f"process {jax.process_index()} finds no such checkpoint in {path}")
-                one.give_up(path, error)
 
 
 class _Restore:
@@ -73,8 +64,6 @@ class _Restore:
     def __init__(self, target: Any, options: RestoreOptions, checkpointer: Any):
         self._target, self._options, self._checkpointer = target, options, checkpointer
         self._start = time.time()
-        # The next attempt reads together with the other processes; a second one is of this process only.
-        self.together = options.settings.read_once and checkpointer is None
         self.agreement: process_agreement.Agreement | None = None
         self.meter = Meter(progress_bar.callback_of(options.settings.progress), "restore")
 
@@ -83,27 +72,25 @@ class _Restore:
         if self.agreement is not None:
             self.agreement.report(location)
         watch = Stopwatch()
-        together, self.together = self.together, False
         with locating.unchanged(location), self._options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
             # All but the result is gone when the pause ends, so that the garbage collector finds few objects.
-            values = self._values(location, pause, watch, together=together)
+            values = self._values(location, pause, watch)
         watch.log("Restored", location.path)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
         return values
 
-    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch, *, together: bool) -> Any:
+    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch) -> Any:
         """Open, plan, read, place and rebuild; end the ``pause`` of the garbage collector before what takes long."""
         values: dict[str, Any] = {}
         with ExitStack() as files:
-            with self._telling_others(location.path, pause) if together else nullcontext():
-                is_for_checkpointer = self._checkpointer is not None and location.isdir()
-                opened = self._open(location, files, is_optional=is_for_checkpointer)
-                watch.lap("open")
-                plans = self._plan(opened, location if is_for_checkpointer else None)
-                watch.lap("plan")
-            # Long reads do not pause the garbage collector, nor do waits for other processes.
-            if together or not all(plan.is_short for plan in plans.items.values()):
+            is_for_checkpointer = self._checkpointer is not None and location.isdir()
+            opened = self._open(location, files, is_optional=is_for_checkpointer)
+            watch.lap("open")
+            plans = self._plan(opened, location if is_for_checkpointer else None)
+            watch.lap("plan")
+            # Long reads do not pause the garbage collector.
+            if not all(plan.is_short for plan in plans.items.values()):
                 pause.close()
             runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
             if self.meter.is_on:
@@ -111,7 +98,7 @@ class _Restore:
             watch.count(lambda: sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
                 run = runs.pop(name)
-                run.read(together=location.path if together else "", meter=self.meter)
+                run.read(self.meter)
                 watch.lap("read")
                 values[name] = rebuild(plan, *execute.place(run))
                 watch.lap("place and rebuild")
@@ -122,22 +109,6 @@ class _Restore:
         if self.agreement is not None:
             self.agreement.report(None)
         return self._target
-
-    def give_up(self, path: str, error: Exception) -> None:
-        """Tell the other processes that this one does not read."""
-        from flax_ckpt_compat._restore import read_once  # few restores need it
-
-        self.together = False
-        read_once.give_up(path, self._options.settings.coordination_timeout, error)
-
-    @contextmanager
-    def _telling_others(self, path: str, pause: ExitStack) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            pause.close()
-            self.give_up(path, error)
-            raise
 
     def _open(self, location: Location, files: ExitStack, *, is_optional: bool) -> opening.Opened | None:
         """Open a checkpoint, and its item if it has one; if it ``is_optional``, None for one of an unknown format.

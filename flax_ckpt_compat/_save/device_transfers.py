@@ -50,8 +50,7 @@ _budget = _Budget(_SHARE * _limit_of_jax())
 class Transfers:
     """A batch of copies of arrays on accelerators: `add` the arrays, then `make` all copies at once."""
 
-    def __init__(self, *, page_locked: bool) -> None:
-        self._is_page_locked = page_locked
+    def __init__(self) -> None:
         self._shards: list[tuple[HostCopy, tuple[slice, ...], Any]] = []
 
     def add(self, array: jax.Array, *, is_whole: bool) -> HostCopy:
@@ -66,7 +65,7 @@ class Transfers:
     def make(self) -> None:
         """Make all copies. The caller blocks until the arrays have been computed and copied, and may donate them."""
         shards, self._shards = self._shards, []
-        values = to_host([data for _, _, data in shards], page_locked=self._is_page_locked)
+        values = to_host([data for _, _, data in shards])
         for (copy, index, _), value in zip(shards, values, strict=True):
             copy.shards = (*copy.shards, Shard(index, value))
 
@@ -83,9 +82,9 @@ def is_on_host(sharding: Any) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def to_host(arrays: Sequence[Any], *, page_locked: bool) -> list[np.ndarray[Any, Any]]:
+def to_host(arrays: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     """Return the values of arrays, each of which lies on one device, in C order and read-only."""
-    lockable = [at for at, array in enumerate(arrays) if _is_lockable(array)] if page_locked else []
+    lockable = [at for at, array in enumerate(arrays) if _is_lockable(array)]
     values: dict[int, np.ndarray[Any, Any]] = {}
     used = 0
     for group in _groups(arrays, lockable):

@@ -66,8 +66,7 @@ def _signature(request: SaveRequest, backend: Backend) -> str:
     options, found = request.options, f"{request.format.value} with overwrite={request.overwrite}"
     if backend.compresses and options.compression is not None:
         found += f", compression={options.compression!r}"
-    found += "" if options.checksums else ", checksums='off'"
-    return found + (", oldest_orbax='0.3'" if options.for_old_orbax and backend.compresses else "")
+    return found + ("" if options.checksums else ", checksums='off'")
 
 
 @dataclasses.dataclass(slots=True)

@@ -24,7 +24,6 @@ from flax_ckpt_compat._save import (
     checkpointer_adapter,
     interrupted_saves,
     multiprocess,
-    shadow,
     snapshot,
     validation,
 )
@@ -92,8 +91,6 @@ def _write(
         watch.lap("retain")
     watch.count(lambda: nbytes_of(leaf for _, leaf in iter_leaves(tree)))
     watch.log("Saved", request.path)
-    if request.shadow:
-        shadow.compare(request, tree, watch.seconds("write", "publish"))
     request.options.meter.settle(in_background=request.async_manager is not None)
 
 

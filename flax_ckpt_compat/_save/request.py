@@ -56,9 +56,7 @@ class SaveRequest:
     format: Format
     options: WriteOptions
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
-    shadow: bool = False  # write the other format too, and compare
     async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
-    reuse_host_memory: bool = True  # the next background save writes its copies to the same memory
     orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
     # Versions of the object of a store that has this path, in which it was found to be a checkpoint.
@@ -145,8 +143,6 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
         options=write_options(settings, fields["checkpoint_dir"].directory, meter, in_background=bool(async_manager)),
         coordination_timeout=settings.coordination_timeout,
-        shadow=settings.shadow,
-        reuse_host_memory=settings.reuse_host_memory,
         **fields,
     )
     normal(request.path)  # raises for characters that stores do not take
@@ -169,11 +165,9 @@ def write_options(
     return WriteOptions(
         settings.compression,
         checksums=settings.checksums != "off",
-        for_old_orbax=settings.oldest_orbax != "0.6",
         unique_files=destination.is_remote,
         part_bytes=_PART_OF_STORE if destination.is_remote else None,
-        # What goes to a store is read again. The memory that is not kept is not laid out for it either.
-        past_cache=in_background and settings.reuse_host_memory and not destination.is_remote,
+        past_cache=in_background and not destination.is_remote,  # what goes to a store is read again
         meter=meter,
     )
 

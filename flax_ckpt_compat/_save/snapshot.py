@@ -54,10 +54,10 @@ class _Snapshot:
         # levels: depth of the tree so far.
         self._request, self.levels, self._replicas = request, 0, replicas
         # Collects the arrays to copy; None copies nothing.
-        self.copies = Copies(reuse=request.reuse_host_memory) if request.async_manager else None
-        self.transfers = Transfers(page_locked=request.reuse_host_memory)
+        self.copies = Copies(request.async_manager) if request.async_manager else None
+        self.transfers = Transfers()
         # A save of several processes in the foreground copies what this one writes, and no more, while it writes.
-        self._may_transfer = self.copies is not None or (request.reuse_host_memory and not request.multiprocess)
+        self._may_transfer = self.copies is not None or not request.multiprocess
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()

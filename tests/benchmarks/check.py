@@ -6,8 +6,7 @@ to a peer that ran in turn with us in the same run: least of several rounds each
 machine only ever add time. A ratio that is too high is measured twice more before it counts.
 
 The default tests, which CI runs before this, hold two costs by exact counts, and this does not measure them again: what
-object stores are asked (`COSTS` of tests/stores/test_rounds.py), and that processes which restore with ``read_once``
-read each byte once (tests/multiprocess/test_read_once.py).
+object stores are asked (`COSTS` of tests/stores/test_rounds.py).
 """
 
 import dataclasses

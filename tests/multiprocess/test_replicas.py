@@ -24,7 +24,6 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts 
         (2, True, {}),
         pytest.param(4, False, {}, marks=pytest.mark.slow),
         pytest.param(2, False, {"compression": "crc32c"}, marks=pytest.mark.slow),
-        pytest.param(2, False, {"oldest_orbax": "0.3"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_work_is_shared(tmp_path: Path, count: int, in_background: bool, settings: dict[str, Any]) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_ckpt_compat as fcc
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints
 from tests.support.team import Team
 
 MESH = (4, 2)
 SPECS = {"xy": ("x", "y"), "both": (("x", "y"),), "part": (None, "x"), "replicated": ()}
 PROCESSES = 2
-SETTINGS = {"0.6": "default", "0.3": "old"}  # value of oldest_orbax → name of the directory
 
 
 def trees() -> dict[str, Any]:
@@ -57,7 +56,7 @@ def sharded() -> dict[str, Any]:
 
 
 def write(root: Path) -> None:
-    """Write every case in both formats, with the setting and without, and as steps of a `CheckpointManager`.
+    """Write every case in both formats, and as steps of a `CheckpointManager`.
 
     What several processes save is in Orbax's format only: Flax restores their msgpack files in several processes only.
     """
@@ -76,9 +75,7 @@ def write(root: Path) -> None:
     finally:
         team.close()
     for folder in root.iterdir():
-        for oldest, name in SETTINGS.items():
-            with config.override(oldest_orbax=oldest):
-                fcc.convert(folder / f"orbax-{name}" / "checkpoint_1", folder / f"manager-{name}", to="manager")
+        fcc.convert(folder / "orbax-default" / "checkpoint_1", folder / "manager-default", to="manager")
 
 
 def save_sharded(folder: str) -> None:
@@ -87,11 +84,9 @@ def save_sharded(folder: str) -> None:
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Save a tree in Orbax's format, with the setting and without."""
+    """Save a tree in Orbax's format."""
     flax.config.update("flax_use_orbax_checkpointing", True)
-    for oldest, name in SETTINGS.items():
-        with config.override(oldest_orbax=oldest):
-            checkpoints.save_checkpoint_multiprocess(folder / f"orbax-{name}", tree, 1)
+    checkpoints.save_checkpoint_multiprocess(folder / "orbax-default", tree, 1)
 
 
 def described(tree: Any, path: str = "") -> dict[str, Any]:

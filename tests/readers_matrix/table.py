@@ -13,12 +13,12 @@ _PLACE = re.compile(
 )
 _COLUMNS = [
     "msgpack",
-    *(f"{way}-{how}" for how in ("default", "old") for way in ("flax", "pytree", "standard", "manager")),
+    *(f"{way}-default" for way in ("flax", "pytree", "standard", "manager")),
 ]
 _HEAD = """\
-| | msgpack file | Orbax's format | | | | with `oldest_orbax="0.3"` | | | |
-|---|---|---|---|---|---|---|---|---|---|
-| Flax, Orbax | Flax | Flax | PyTree | Standard | Manager | Flax | PyTree | Standard | Manager |
+| | msgpack file | Orbax's format | | | |
+|---|---|---|---|---|---|
+| Flax, Orbax | Flax | Flax | PyTree | Standard | Manager |
 """
 _CASES = {
     "whole": "one device: ",
@@ -28,7 +28,7 @@ _CASES = {
 }
 # What the release raised → why.
 _REASONS = {
-    r"structure file does not exist|IsADirectoryError|KeyError": "it needs the structure file, which the setting adds",
+    r"structure file does not exist|IsADirectoryError|KeyError": "it needs a second form of the tree: use msgpack",
     r"Unsupported type: <class 'str'>|NotImplementedError|name/\.zarray\" in OCDBT": "its reader takes no texts",
     r"Sharding of jax.Array cannot be None": "it restores no arrays without a sharding",
     r"not configured to allow OCDBT": "it reads jax arrays once a `PyTreeCheckpointHandler(use_ocdbt=True)` was made",

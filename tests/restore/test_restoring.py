@@ -14,9 +14,9 @@ import tensorstore as ts
 from flax import serialization
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config, errors
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._restore import pipeline, read_once
+from flax_ckpt_compat._restore import pipeline
 from tests.support.interpreters import devices
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
@@ -320,18 +320,6 @@ def test_ctrl_c_in_a_restore_is_raised(flag: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pipeline, "rebuild", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.restore_checkpoint(tmp_path, {"a": 0})
-
-
-def test_the_collector_runs_while_others_are_told_of_a_failure(
-    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That may take as long as they do; meanwhile the program's other threads make garbage."""
-    ran = list[bool]()
-    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
-    monkeypatch.setattr(read_once, "give_up", lambda *_: ran.append(gc.isenabled()))
-    with config.override(read_once=True), pytest.raises(errors.MissingLeavesError):
-        checkpoints.restore_checkpoint(tmp_path, {"b": 0})
-    assert ran == [True]
 
 
 def test_the_collector_runs_when_only_the_result_is_left(flag: bool, tmp_path: Path) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._save import device_transfers
 from tests.support.saves import use_flag
 
@@ -56,7 +52,7 @@ def _arrays() -> list[jax.Array]:
 def test_values_are_those_of_numpy(placed: list[int]) -> None:
     """In C order; what numpy holds in more memory than a device does is not viewed."""
     arrays = _arrays()
-    found = device_transfers.to_host(arrays, page_locked=True)
+    found = device_transfers.to_host(arrays)
     assert placed == [len(arrays) - 1]  # all but int4
     for array, value in zip(arrays, found, strict=True):
         assert value.dtype == array.dtype and value.shape == array.shape
@@ -64,8 +60,7 @@ def test_values_are_those_of_numpy(placed: list[int]) -> None:
         assert value.tobytes() == np.array(array, order="C").tobytes()
 
 
-@pytest.mark.parametrize("page_locked", [False, True])
-def test_arrays_in_another_layout(page_locked: bool) -> None:
+def test_arrays_in_another_layout() -> None:
     """A compiler may choose columns first for what it keeps on a device; the values are in C order all the same."""
     layouts = pytest.importorskip("jax.experimental.layout")
     if not hasattr(layouts, "Format"):
@@ -73,7 +68,7 @@ def test_arrays_in_another_layout(page_locked: bool) -> None:
     array = jnp.arange(12.0).reshape(3, 4)
     array = jax.device_put(array, layouts.Format(layouts.Layout((1, 0)), array.sharding))
     assert not np.asarray(array).flags.c_contiguous
-    (found,) = device_transfers.to_host([array], page_locked=page_locked)
+    (found,) = device_transfers.to_host([array])
     assert found.flags.c_contiguous and found.tolist() == np.arange(12.0).reshape(3, 4).tolist()
 
 
@@ -93,7 +88,7 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
     arrays = [jnp.full(20, number) for number in range(9)]  # of 80 bytes each
     for expected in ([2, 0], [2]):  # the second time, nothing is tried that failed
         placed.clear()
-        found = device_transfers.to_host(arrays, page_locked=True)
+        found = device_transfers.to_host(arrays)
         assert placed == expected
         assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
 
@@ -106,40 +101,9 @@ def test_budget(budget: int, groups: list[int], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
     monkeypatch.setattr(device_transfers, "_budget", device_transfers._Budget(budget))
     arrays = [jnp.full(20, number) for number in range(9)]
-    found = device_transfers.to_host(arrays, page_locked=True)
+    found = device_transfers.to_host(arrays)
     assert placed == groups
     assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_saves_read_page_locked_memory(background: bool, flag: bool, tmp_path: Path, placed: list[int]) -> None:
-    """All arrays are copied once, keys and shards, too; real Flax or Orbax reads what was on the devices."""
-    tree = {str(number): array for number, array in enumerate(_arrays()[:6])} | {"numpy": np.arange(4.0)}
-    manager = checkpoints.AsyncManager() if background else None
-    with use_flag(flag):
-        path = checkpoints.save_checkpoint(tmp_path, tree | {"key": jax.random.key(3)}, 1, async_manager=manager)
-    if manager is not None:
-        manager.wait_previous_save()
-    assert placed == [7]
-    found: Any
-    if flag:
-        with warnings.catch_warnings(action="ignore"):  # of shardings, which it takes from the checkpoint
-            found = ocp.PyTreeCheckpointer().restore(path)
-    else:
-        found = flax.serialization.msgpack_restore(Path(path).read_bytes())
-    assert all(np.array_equal(found[name], value) for name, value in tree.items())
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_memory_that_may_not_be_kept(background: bool, tmp_path: Path, placed: list[int]) -> None:
-    """jax keeps what it locks, so ``reuse_host_memory`` forbids it."""
-    manager = checkpoints.AsyncManager() if background else None
-    with config.override(reuse_host_memory=False):
-        checkpoints.save_checkpoint(tmp_path, {"a": jnp.arange(5)}, 1, async_manager=manager)
-        if manager is not None:
-            manager.wait_previous_save()
-    assert placed == []
-    assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_arrays_in_host_memory_are_copied(tmp_path: Path, placed: list[int]) -> None:

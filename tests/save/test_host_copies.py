@@ -29,7 +29,7 @@ def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], piece: int
         patch.setattr(host_copies, "_PIECE_BYTES", piece)
         patch.setattr(host_copies, "_MIN_PARALLEL_BYTES", 0)
         patch.setattr(host_copies, "_THREADS", threads)
-        copies = Copies()
+        copies = Copies(None)
         made = [copies.add(source) for source in sources]
         copies.make()
     for source, copy in zip(sources, made, strict=True):
@@ -42,7 +42,7 @@ def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], piece: int
 def test_views_of_jax_arrays_are_copied() -> None:
     """What numpy shows of an array on the CPU is a view, which donating the array would give to others."""
     array = jnp.arange(3_000_000.0)
-    copies = Copies()
+    copies = Copies(None)
     copy = copies.add(np.asarray(array))
     copies.make()
     jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(array).block_until_ready()
@@ -51,7 +51,7 @@ def test_views_of_jax_arrays_are_copied() -> None:
 
 def test_copies_are_not_summed_or_copied_again() -> None:
     """Nobody else holds them, so nobody changes them: they are read-only, with the memory that they are in."""
-    copies = host_copies.Copies()
+    copies = Copies(None)
     for number in range(2):  # a batch, and one after it
         found = [copies.add(np.full(size, number, np.float32)) for size in (3, 1000, 20 * 2**20)]
         copies.make()

@@ -14,7 +14,6 @@ import pytest
 from flax_ckpt_compat.legacy import format
 
 from flax_ckpt_compat import Progress, checkpoints, config, verify
-from flax_ckpt_compat._core import memory
 from tests.benchmarks import disk
 from tests.support.interpreters import devices, run_python
 from tests.support.saves import use_flag
@@ -117,31 +116,6 @@ def test_little_of_it_is_in_the_page_cache(disk_path: Path, flag: bool) -> None:
     with use_flag(flag):
         assert share_in_cache(save(disk_path / "background", state())) < 0.05
         assert share_in_cache(save(disk_path / "foreground", state(), in_background=False)) > 0.98
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_memory_that_is_not_kept_is_written_through_the_cache(disk_path: Path, flag: bool) -> None:
-    """So a program that reads each checkpoint on the same machine finds it there."""
-    with use_flag(flag), config.override(reuse_host_memory=False):
-        assert share_in_cache(save(disk_path, state())) > 0.98
-
-
-def test_large_arrays_go_to_the_disk_from_their_copies(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Orbax's format, which has room between values, no second copy is made of them."""
-    given: list[int] = []
-    real = os.writev
-
-    def noted(descriptor: int, pieces: list[memoryview]) -> int:
-        given.extend(len(piece) for piece in pieces if len(piece) > MIB // 2)
-        return real(descriptor, pieces)
-
-    monkeypatch.setattr(os, "writev", noted)
-    tree = state()
-    with use_flag(True):
-        save(disk_path, tree)
-    large = [leaf.nbytes for leaf in jax.tree.leaves(tree) if getattr(leaf, "nbytes", 0) >= memory.PAGED_FROM]
-    assert len(large) >= 6
-    assert sum(given) >= 0.98 * sum(large)
 
 
 @pytest.mark.parametrize("flag", FLAGS)

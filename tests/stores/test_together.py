@@ -14,7 +14,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import verify
 from flax_ckpt_compat._core.object_store import removal
 from flax_ckpt_compat.errors import CorruptCheckpointError
-from tests.multiprocess import jobs, once_jobs, real_jobs, store_jobs
+from tests.multiprocess import jobs, real_jobs, store_jobs
 from tests.stores.test_overwrites import from_change
 from tests.support import s3
 from tests.support.s3 import Bucket, Proxy
@@ -114,34 +114,6 @@ def test_overwriting_and_other_formats(bucket: Bucket) -> None:
     with use_flag(False):
         ours.save_checkpoint(root, {"n": 9}, 4, overwrite=True)
     assert bucket.keys("run/") == ["run/checkpoint_4"]
-
-
-@pytest.mark.parametrize("kind", ["replicated", pytest.param("split", marks=pytest.mark.slow)])
-def test_each_byte_is_asked_for_once(orbax: bool, kind: str, bucket: Bucket, proxies: list[Proxy]) -> None:
-    """With ``read_once`` two processes get about half of the bytes each, and restore every bit."""
-    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
-    team.call(once_jobs.save, root, orbax)
-    stored = sum(len(bucket.get(key)) for key in bucket.keys("run/"))
-    for proxy in proxies:
-        proxy.log.clear()
-    # A msgpack object has one checksum, which is verified only where all of it is read.
-    settings = {} if orbax else {"checksums": "write"}
-    assert team.call(once_jobs.restore_with, root, kind, settings) == [[], []]
-    sent = [sum(asked.sent for asked in proxy.log if asked.is_get) for proxy in proxies]
-    more = len(proxies) * 2**18  # headers, and the index
-    assert 0.99 * stored < sum(sent) < stored + more
-    assert max(sent) < stored / 2 + stored / 16 + more
-
-
-def test_each_process_verifies_a_msgpack_object(bucket: Bucket, proxies: list[Proxy]) -> None:
-    """Where checksums are verified, each process reads all of it, so that ``read_once`` changes nothing."""
-    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
-    team.call(once_jobs.save, root, False)
-    for proxy in proxies:
-        proxy.log.clear()
-    assert team.call(once_jobs.restore, root, "replicated") == [[], []]
-    stored = len(bucket.get("run/checkpoint_1"))
-    assert all(sum(asked.sent for asked in proxy.log if asked.is_get) >= stored for proxy in proxies)
 
 
 @IN_ONE_FORMAT
