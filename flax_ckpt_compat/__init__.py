@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._convert.convert import convert
     from flax_ckpt_compat._convert.jobs import Conversion
     from flax_ckpt_compat._core.progress import Progress
-    from flax_ckpt_compat._patching import install, installed, uninstall
+    from flax_ckpt_compat._patching import install, installed, installed_in_flax, uninstall
     from flax_ckpt_compat._suggest import Suggestion
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
     from flax_ckpt_compat._view.diff import diff
@@ -44,15 +44,17 @@ __all__ = [
     "Checkpoint", "CheckpointRecord", "Conversion", "Diff", "LeafDifference", "Plan", "PlannedLeaf", "Progress",
     "RestoreArgs", "RestoreTransform", "Suggestion", "Transform", "Verification", "VerifiedCheckpoint", "VerifiedLeaf",
     "__version__", "apply_transformations", "checkpoints", "config", "convert", "diff", "errors", "install",
-    "installed", "intersect_trees", "iter_checkpoints", "merge_trees", "open_checkpoint", "plan_restore", "restore",
-    "rules", "save", "transforms", "uninstall", "verify",
+    "installed", "installed_in_flax", "intersect_trees", "iter_checkpoints", "merge_trees", "open_checkpoint",
+    "plan_restore", "restore", "rules", "save", "transforms", "uninstall", "verify",
 ]  # fmt: skip
 
 _NAMES = {
     "_convert.convert": ("convert",),
     "_convert.jobs": ("Conversion",),
     "_core.progress": ("Progress",),
-    "_patching": ("install", "installed", "load_ipython_extension", "uninstall", "unload_ipython_extension"),
+    "_patching": (
+        "install", "installed", "installed_in_flax", "load_ipython_extension", "uninstall", "unload_ipython_extension",
+    ),
     "_suggest": ("Suggestion",),
     "_view.checkpoint_view": ("Checkpoint", "open_checkpoint"),
     "_view.diff": ("diff",),

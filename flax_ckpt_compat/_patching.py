@@ -120,6 +120,15 @@ def installed() -> Iterator[None]:
             _restore_if_unused()
 
 
+def installed_in_flax() -> bool:
+    """Return whether programs get our functions from ``flax.training.checkpoints`` here; import it to see."""
+    try:
+        saves = importlib.import_module(_TARGET).save_checkpoint
+    except ImportError:
+        return False
+    return str(saves.__module__).startswith("flax_ckpt_compat.")
+
+
 def load_ipython_extension(ipython: object) -> None:  # noqa: ARG001 - IPython calls it so
     """Run ``install()`` for ``%load_ext flax_ckpt_compat``."""
     install()

@@ -211,5 +211,5 @@ def test_commands(run: Run, tmp_path: Path) -> None:
     for words, (code, output), (expected_code, text) in zip(expected, results, expected.values(), strict=True):
         assert (code, text in output) == (expected_code, True), (words, code, output)
     patched = run("-m", "flax_ckpt_compat", "run", "-m", "flax_ckpt_compat", "doctor").stdout
-    assert "patched: ours" in patched
+    assert "ours: the shim is active" in patched
     assert "orbax-checkpoint             not installed" in patched

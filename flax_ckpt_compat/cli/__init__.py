@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import io
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from flax_ckpt_compat import __version__
 
-from ._command_base import reporting_closed_pipe
+from ._command_base import escape_what_cannot_be_shown, reporting_closed_pipe
 
 _COMMANDS = {  # with what the help of all commands says of each, for which none is loaded
     "clean": "Remove what interrupted saves left.",
@@ -22,6 +20,7 @@ _COMMANDS = {  # with what the help of all commands says of each, for which none
     "doctor": "Print what a bug report needs.",
     "ls": "List the checkpoints in a directory.",
     "plan": "Preview a restore into your state.",
+    "rm": "Remove checkpoints, whole.",
     "run": "Run a program unchanged, with the shim installed.",
     "scan": "Find what breaks in a program.",
     "show": "Show the tree of a checkpoint.",
@@ -50,9 +49,7 @@ class _LazyGroup(click.Group):
         return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets an escape
-                stream.reconfigure(errors="backslashreplace")
+        escape_what_cannot_be_shown()
         with reporting_closed_pipe():  # of the help
             return super().make_context(*args, **kwargs)
 

@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from flax_ckpt_compat._view.report import Line, Report, Table
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
+# Libraries of stores, and absl for what they and TensorFlow's file functions say.
+_TALKATIVE = ("absl", "adlfs", "aiobotocore", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
 _MAX_FOLDERS = 200  # that are searched for hints: a tree of runs may be large, and its disk slow
 
 
@@ -74,6 +78,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         """Run the command; translate what it raises."""
         debug = ctx.params.pop("debug")
+        for name in () if debug else _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # their failures are ours, in one paragraph
         if os.environ.get("NO_COLOR"):  # rich knows it, click does not
             ctx.color = False
         try:
@@ -110,7 +116,7 @@ def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
         if is_terminal(sys.stderr if is_error else sys.stdout):
             make_console(stderr=is_error).print(line, crop=False)
         else:
-            click.echo(str(line), err=is_error)
+            click.echo(str(line), file=sys.stderr if is_error else sys.stdout)
 
 
 def echo(
@@ -131,6 +137,21 @@ def make_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
 
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors, stderr=stderr)
+
+
+def escape_what_cannot_be_shown() -> None:
+    """Let the standard streams print an escape for a character that their encoding lacks, instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):  # of a file that was replaced by a pipe
+                stream.reconfigure(errors="backslashreplace")
+
+
+def may_remove(*, yes: bool, dry_run: bool, as_json: bool = False) -> bool:
+    """Return whether to remove what was listed; ask, unless an option answers."""
+    if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
+        raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
+    return not dry_run and (yes or click.confirm("Remove them?"))
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:

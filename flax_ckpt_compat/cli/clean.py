@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import click
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, FailedError, echo, is_terminal, json_option, path_argument, print_report
+from ._command_base import Command, echo, json_option, may_remove, path_argument, print_report
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._save.interrupted_saves import Leftover
@@ -54,9 +53,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: b
     print_report(Report(lines, lambda: value), as_json=as_json)
     if not going:
         return False
-    if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
-        raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
-    if dry_run or not (yes or click.confirm("Remove them?")):
+    if not may_remove(yes=yes, dry_run=dry_run, as_json=as_json):
         return True
     left = 0
     for one in going:

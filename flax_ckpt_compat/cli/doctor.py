@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import hints
+from flax_ckpt_compat._patching import installed_in_flax
 from flax_ckpt_compat._view.report import Line, Report
 
 from ._command_base import Command, json_option, path_argument, print_report
@@ -23,7 +24,6 @@ from ._command_base import Command, json_option, path_argument, print_report
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
 _OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors")
 _FLAG = "FLAX_USE_ORBAX_CHECKPOINTING"
-_LEGACY = "flax.training.checkpoints"
 
 
 @click.command(
@@ -37,14 +37,15 @@ flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
 @path_argument("paths", metavar="[PATH]...", nargs=-1)
 @json_option("JSON")
 def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
-    """Print what a bug report needs: versions, Flax's flag, settings, what is patched, and whether PATHs can be listed.
+    """Say whether the shim is active here; then versions, Flax's flag, settings, and whether PATHs can be listed.
 
     Exit code 1 if something is wrong: a library is missing or fails to import, an environment variable has a value that
     its setting does not take, or a PATH does not exist or cannot be listed.
     """
     problems: list[str] = []
     settings = _settings(problems)
-    sections = {"Versions": _versions(problems), "Flax": _flax(problems), "Settings": settings}
+    flax = _flax(problems)  # first, whether the shim is active
+    sections = {"Flax": flax, "Versions": _versions(problems), "Settings": settings}
     if paths:
         sections["Paths"] = {path: _listed(path, problems) for path in paths}
     lines = []
@@ -82,18 +83,21 @@ def _versions(problems: list[str]) -> dict[str, str]:
 def _flax(problems: list[str]) -> dict[str, str]:
     try:
         is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
-        found = {"flax_use_orbax_checkpointing": f"{_flag()} ({is_set})"}
-        try:
-            saves = importlib.import_module(_LEGACY).save_checkpoint
-            # Importing ours to compare would take a fifth of the start.
-            is_ours = saves.__module__.startswith("flax_ckpt_compat.")
-            found[_LEGACY] = "patched: ours" if is_ours else "Flax's own; not patched"
-        except ImportError as error:
-            found[_LEGACY] = f"cannot be imported ({error}); install() puts ours in its place"
+        return {"flax.training.checkpoints": _shim(), "flax_use_orbax_checkpointing": f"{_flag()} ({is_set})"}
     except Exception as error:  # noqa: BLE001 - reported
         problems.append(f"{type(error).__name__} when Flax was imported: {error}")
         return {}
-    return found
+
+
+def _shim() -> str:
+    """Return whose functions a program gets that is started like this one."""
+    if installed_in_flax():
+        return "ours: the shim is active in this environment"
+    try:
+        importlib.import_module("flax.training.checkpoints")
+    except ImportError as error:
+        return f"cannot be imported ({error}); install() puts ours in its place"
+    return "Flax's own: the shim is not active here; flax-ckpt run, PYTHONPATH or install() activates it"
 
 
 def _flag() -> str:

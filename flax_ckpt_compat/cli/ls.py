@@ -78,7 +78,9 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
         folders = _folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
         folder = _folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)
-        folders = [folder._replace(others=not_found.of_other_prefixes(checkpoint_dir) if folder.rows else ())]
+        others = not_found.of_other_prefixes(checkpoint_dir) if folder.rows else ()
+        listed = {os.path.basename(row.record.path) for row in folder.rows}  # the steps of a manager, too
+        folders = [folder._replace(others=[name for name in others if name not in listed])]
     has_any = any(one.rows or one.strangers for one in folders)
     # Raises for what is not a directory of checkpoints.
     empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)

@@ -14,6 +14,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat.cli import main
 from tests.support import interpreters
 
+NOT_ACTIVE = "Flax's own: the shim is not active here; flax-ckpt run, PYTHONPATH or install() activates it"
 DOCTOR = ["-m", "flax_ckpt_compat", "doctor"]
 
 
@@ -39,7 +40,7 @@ def test_report(tmp_path):
     assert sections["Versions"]["python"] == f"{platform.python_version()} ({sys.executable})"
     assert sections["Flax"] == {
         "flax_use_orbax_checkpointing": "True (FLAX_USE_ORBAX_CHECKPOINTING=true)",
-        "flax.training.checkpoints": "Flax's own; not patched",
+        "flax.training.checkpoints": NOT_ACTIVE,
     }
     assert sections["Settings"] == {"dtype": "target"}
     assert sections["Paths"] == {str(tmp_path): "reachable, 1 name", missing: "does not exist"}
@@ -53,7 +54,7 @@ def test_a_wrong_setting_is_a_problem():
     assert found.stderr.splitlines()[-1].startswith(problem)
     sections = json.loads(found.stdout)
     assert sections["Settings"] == {"all": "cannot be read"}
-    assert sections["Flax"]["flax.training.checkpoints"] == "Flax's own; not patched"
+    assert sections["Flax"]["flax.training.checkpoints"] == NOT_ACTIVE
 
 
 def test_a_flax_that_cannot_be_used_is_a_problem(monkeypatch):
@@ -86,4 +87,4 @@ def test_patched_and_unreachable(is_run):
     else:
         with interpreters.start_python(UNDER_RUN) as program:
             (printed, told), code = program.communicate(60), program.wait()
-    assert code == 1 and "patched: ours" in printed and "Problem: ftp://host/run" in told
+    assert code == 1 and "ours: the shim is active" in printed and "Problem: ftp://host/run" in told

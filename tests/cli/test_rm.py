@@ -1,0 +1,81 @@
+"""`flax-ckpt rm`: what is certainly one checkpoint goes, whole; everything else is refused before anything goes."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from flax_ckpt_compat import save
+from flax_ckpt_compat.cli import main
+from tests.support.peers import ocp
+
+TREE = {"w": np.ones(3)}
+
+
+def rm(*words: str, answer: str | None = None) -> Result:
+    """The outcome of the command."""
+    return CliRunner().invoke(main, ["rm", *words], input=answer)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of both formats, with arrays beside one checkpoint and unfinished steps; the steps of a real manager."""
+    for step, format in ((1, "msgpack"), (2, "orbax"), (3, "msgpack")):
+        save(str(tmp_path / "run"), TREE, step=step, keep=9, format=format)  # type: ignore[arg-type]
+    (tmp_path / "run/checkpoint_3_gda/w").mkdir(parents=True)
+    (tmp_path / "run/checkpoint_8").touch()
+    (tmp_path / "run/checkpoint_9").mkdir()
+    with ocp.CheckpointManager(tmp_path / "managed") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(TREE))
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "data/images").mkdir(parents=True)
+    (tmp_path / "data/images/1.png").write_bytes(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        (("run/checkpoint_1", "run/checkpoint_2"), {"run/checkpoint_1", "run/checkpoint_2"}),
+        (("run", "--step", "3"), {"run/checkpoint_3", "run/checkpoint_3_gda"}),
+        (("run/checkpoint_8", "run/checkpoint_9"), {"run/checkpoint_8", "run/checkpoint_9"}),
+        (("managed", "--step", "1"), {"managed/1"}),
+        (("managed/2",), {"managed/2"}),
+    ],
+)
+def test_checkpoints_go_whole(words: tuple[str, ...], gone: set[str], run: Path) -> None:
+    """With the arrays beside them; a dry run and a no leave all."""
+    before = {str(path.relative_to(run)) for folder in ("run", "managed") for path in (run / folder).iterdir()}
+
+    def left() -> set[str]:
+        return {str(path.relative_to(run)) for folder in ("run", "managed") for path in (run / folder).iterdir()}
+
+    assert rm(*words, "--dry-run").exit_code == 1
+    without_answer = rm(*words)
+    assert (without_answer.exit_code, "pass --yes" in without_answer.stderr, left()) == (2, True, before)
+    done = rm(*words, "--yes")
+    assert (done.exit_code, left()) == (0, before - gone), done.output
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("run", "is a directory of checkpoints"),
+        (".", "is a directory of checkpoints"),
+        ("managed", "is a directory of checkpoints"),
+        ("managed/2/default", "is a part of a checkpoint"),
+        ("run/checkpoint_3_gda", "is a part of a checkpoint"),
+        ("notes.txt", "a text file"),
+        ("data", "no checkpoint of Flax or Orbax"),
+        ("nowhere", "does not exist"),
+    ],
+)
+def test_everything_else_is_refused(path: str, why: str, run: Path) -> None:
+    """And then nothing goes, of no path."""
+    before = sorted(os.walk(run))
+    refused = rm("run/checkpoint_1", path, "--yes")
+    assert (refused.exit_code, why in refused.stderr, sorted(os.walk(run))) == (2, True, before), refused.output
