@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, layouts, lost_parts, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import Layout
-from flax_ckpt_compat._discovery.orbax_items import Item
+from flax_ckpt_compat._discovery.orbax_items import Item, check_record
 from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
 
 _NEVER_WRITTEN = (None, Layout.T5X, Layout.ARRAYS, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
@@ -198,6 +198,7 @@ def checkpoint_at(path: Location) -> Contents:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
         raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
+    check_record(path, names_in(path))
     return found
 
 

@@ -6,11 +6,12 @@ import dataclasses
 import enum
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import MissingPathError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery.orbax_trees import FINISHED, ITEMS_MARKERS, TREE_MARKERS, is_array, is_tree, names_in
@@ -48,19 +49,35 @@ def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | st
     """Return the handlers that a step's metadata records: of each item, or of the one tree; empty without a record.
 
     Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
-    if layout.STEP_METADATA not in names:
-        return {}
-    file = path / layout.STEP_METADATA
-    if not file.isfile():
-        return {}
-    try:
-        content = json.loads(file.read(0, _MAX_RECORD_BYTES))
-    except (ValueError, RecursionError, MissingPathError):  # Orbax takes what does not decode as missing
-        return {}
-    handlers = content.get("item_handlers") if isinstance(content, dict) else None
+    handlers = (_record(path, names) or {}).get("item_handlers")
     if isinstance(handlers, dict):
         return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
     return handlers if isinstance(handlers, str) else {}
+
+
+def check_record(path: Location, names: set[str]) -> None:
+    """Raise CorruptCheckpointError if a step's metadata does not decode: nothing tells then what the step had."""
+    if _record(path, names) is None:
+        raise CorruptCheckpointError(
+            f"{path / layout.STEP_METADATA} does not decode, so nothing tells whether all of {path} is there; restore "
+            "that file from a backup, or another step",
+            path=path.path,
+        )
+
+
+def _record(path: Location, names: set[str]) -> Mapping[str, Any] | None:
+    """Return a step's metadata, empty without any; None if they do not decode."""
+    file = path / layout.STEP_METADATA
+    if layout.STEP_METADATA not in names or not file.isfile():
+        return {}
+    try:
+        text = file.read(0, _MAX_RECORD_BYTES)
+        content = json.loads(text) if len(text) < _MAX_RECORD_BYTES else {}
+    except MissingPathError:  # removed meanwhile
+        return {}
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def kind_of_handler(handler: str) -> ItemKind:
