@@ -6,7 +6,6 @@ Both sources read one version of the checkpoint, even if it is replaced meanwhil
 from __future__ import annotations
 
 import os
-import sys
 from typing import NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -20,7 +19,6 @@ from .read_ahead import Buffers, Guesses
 
 _CACHE_LIMIT = 64 * 2**20  # bytes
 _AT_ONCE = 64  # requests, most of them for some kB
-_DONTCACHE = 0x80  # RWF_DONTCACHE, of Linux 6.14 and newer
 
 
 class WindowSizes(NamedTuple):
@@ -50,36 +48,14 @@ class File(LocalFile):
             raise
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
-        self._can_read_uncached = sys.platform == "linux"
 
     def look(self, length: int, offset: int) -> bytes:
         """Read bytes of the structure; fewer only at the end."""
-        data = self._read_once(length, offset)
+        data = os.pread(self._fd, length, offset)
         if (missing := min(length, self.size - offset) - len(data)) > 0:  # a system call returns at most 2 GiB
             rest = bytearray(missing)
             data += rest[: self.fill([memoryview(rest)], offset + len(data))]
         return data
-
-    def _read_once(self, length: int, offset: int) -> bytes:
-        if length <= self.window_sizes.tiny and self._can_read_uncached:
-            try:
-                return self._read_uncached(length, offset)
-            except OSError:  # no support; or the file cannot be read, as the next call reports
-                self._can_read_uncached = False
-        return os.pread(self._fd, length, offset)
-
-    def _read_uncached(self, length: int, offset: int) -> bytes:
-        """Read bytes without leaving new pages in the page cache.
-
-        Single cached pages between large arrays make the system read the arrays in small parts: of a file that was
-        not cached, in three times as many requests (measured)."""
-        target = bytearray(length)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing ahead
-        try:
-            count = os.preadv(self._fd, [target], offset, _DONTCACHE)
-        finally:
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
-        return bytes(target[:count])
 
 
 class StoredObject(Source):

@@ -1,11 +1,9 @@
 """Looking ahead in few bytes finds the same leaves, and reads little."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from flax import serialization
 from flax_ckpt_compat.legacy.reader import MsgpackReader
 from flax_ckpt_compat.legacy.sequential_reader import last_key
@@ -16,7 +14,6 @@ from flax_ckpt_compat import open_checkpoint
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER
 from flax_ckpt_compat._core.tree import iter_leaves, map_leaves
-from tests.benchmarks import disk
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 
@@ -61,27 +58,6 @@ def test_opening_a_file_of_large_arrays_reads_little(tmp_path: Path) -> None:
     with open_checkpoint(path) as opened:
         assert len(opened.leaves()) == 600
     assert _bytes_read() - before < path.stat().st_size / 40
-
-
-@pytest.mark.slow  # quick ones may be in memory, where there is no page cache
-def test_opening_a_cold_file_leaves_its_cache_as_it_was(tmp_path: Path) -> None:
-    """Or the kernel would read the arrays in parts, between the pages that it has."""
-    path = tmp_path / "file"
-    path.write_bytes(serialization.to_bytes({f"layer_{n}": np.ones(2**18) for n in range(40)}))
-    if not _can_read_uncached(path) or not disk.drop_cache(str(tmp_path)):
-        pytest.skip("this system cannot read around its page cache, or not say what is in it")
-    with open_checkpoint(path) as opened:
-        cached = disk.cached(str(path))
-        assert cached is not None and cached < 40 * 4096
-        assert sum(float(array.sum()) for array in opened.read().values()) == 40 * 2**18
-
-
-def _can_read_uncached(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            return os.preadv(file.fileno(), [bytearray(1)], 0, 0x80) == 1  # RWF_DONTCACHE
-        except OSError:
-            return False
 
 
 def _bytes_read() -> int:
