@@ -130,8 +130,7 @@ def _validated(changes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _value(name: str, given: Any) -> Any:
     """Return the value that a setting gets; a 0-d array counts as its value."""
-    if name in _REMOVED:
-        raise SettingError(_removed(name))
+    _check_not_removed(name)
     if name not in _NAMES:
         raise SettingError(_unknown(name))
     try:
@@ -150,8 +149,9 @@ def _value(name: str, given: Any) -> Any:
     return _VALUES[name][_VALUES[name].index(value)]
 
 
-def _removed(name: str) -> str:
-    return f"{name} was removed; {_REMOVED[name]}"
+def _check_not_removed(name: str) -> None:
+    if name in _REMOVED:
+        raise SettingError(f"{name} was removed; {_REMOVED[name]}")
 
 
 def _unknown(name: str) -> str:
@@ -263,9 +263,10 @@ def use_orbax_format() -> bool:
     from flax import config as flax_config
 
     try:
-        return bool(flax_config.flax_use_orbax_checkpointing)
+        value = flax_config.flax_use_orbax_checkpointing
     except AttributeError:  # a later Flax without the flag; the environment still has the user's choice
         return _flag_in_environment()
+    return arguments.flag(value, "Flax's flag flax_use_orbax_checkpointing")
 
 
 def _flag_in_environment() -> bool:
@@ -287,8 +288,7 @@ class _Module(ModuleType):
     """Module type that refuses assignments without effect: to settings, and to unknown names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _REMOVED:
-            raise SettingError(_removed(name))
+        _check_not_removed(name)
         if name in _NAMES:
             raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
         if name not in vars(self) and not name.startswith("__"):

@@ -1,12 +1,13 @@
 """Settings: where they come from, how far they reach, and what they refuse."""
 
 import threading
+from pathlib import Path
 
 import flax
 import pytest
 
-from flax_ckpt_compat import config
-from flax_ckpt_compat.errors import SettingError
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat.errors import ArgumentError, SettingError
 from tests.support.saves import run_python, start_python, use_flag
 
 PRINT = "from flax_ckpt_compat import config; print(config.current())"
@@ -213,6 +214,14 @@ def test_flax_flag_is_read_afresh() -> None:
     for value in (True, False, True):
         with use_flag(value):
             assert config.use_orbax_format() is value is bool(flax.config.flax_use_orbax_checkpointing)
+
+
+@pytest.mark.parametrize("text", ["false", "True", ""])
+def test_a_flag_that_is_text_is_refused(text: str, tmp_path: Path) -> None:
+    """``bool("false")`` is True, so a save would write the other format."""
+    with use_flag(text), pytest.raises(ArgumentError, match="flax_use_orbax_checkpointing must be True or False"):
+        checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_flag_in_the_environment_that_is_neither(monkeypatch):

@@ -46,11 +46,11 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return whether a flag is true, as ``if`` takes it; raise ArgumentError for arrays that are neither."""
-    try:
-        return bool(value)
-    except Exception as error:
-        raise ArgumentError(f"{name} must be True or False, {found(value)}") from error
+    """Return the value of a flag; 0, 1 and arrays of one element count, and None as False."""
+    given = False if value is None else number(value, name, of_any_rank=True)
+    if not isinstance(given, bool | int | float) or given not in (0, 1):
+        raise ArgumentError(f"{name} must be True or False, {found(value)}")
+    return bool(given)
 
 
 def item_name(value: Any) -> str | None:

@@ -286,8 +286,7 @@ class Coordinator:
                 raise self._mismatch(index, content["signature"], signature, hint)
         trees = {index: content["tree"] for index, (_, content) in here.items()}
         differs = summary is not None and summary.warn_of_differences(self._path, trees)
-        is_same = summary is None or (summary.shares_alike(trees) and not differs)
-        self.agrees = is_same and all(content["proposal"] == proposal for _, content in here.values())
+        self.agrees = not differs and all(content["proposal"] == proposal for _, content in here.values())
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:
         return MultiprocessSaveError(

@@ -44,7 +44,7 @@ def save(request: SaveRequest, target: Any) -> None:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
         own.prepared = own.backend.prepare(tree, coordinator.process)
-        summary = TreeSummary(tree, replicas.holders() if own.backend.splits_replicas else None)
+        summary = TreeSummary(tree)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     staging_json = coordinator.join(

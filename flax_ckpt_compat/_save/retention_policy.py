@@ -33,6 +33,8 @@ def check_every(every: Any) -> float | None:
 def _number(value: Any, name: str) -> float:
     """Return a number, or the one value of an array; infinity for an int beyond every float."""
     one = arguments.number(value, name, of_any_rank=True)
+    if one is True or isinstance(one, str) or (one is False and name == "keep"):
+        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")
     try:
         return float(one)
     except OverflowError:

@@ -1,8 +1,7 @@
 """Compare the trees of processes that save one checkpoint together, by small digests.
 
-Three rules: arrays spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
-process 0's are saved (`TreeSummary.warn_of_differences`); arrays whose writing is shared out must hold the same bytes,
-or process 0 writes them all (`TreeSummary.shares_alike`).
+Two rules: arrays spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
+process 0's are saved (`TreeSummary.warn_of_differences`).
 
 In large trees leaves are grouped by a checksum of their names, so that messages stay small and a leaf of one process
 alone changes one group only.
@@ -10,11 +9,10 @@ alone changes one group only.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,8 +21,7 @@ import numpy as np
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.keyed_cache import Memo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, iter_leaves, show_path
-from flax_ckpt_compat._save.replica_checksums import sums_of
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, iter_leaves, show_path
 from flax_ckpt_compat._trees import prng_keys
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -33,8 +30,7 @@ _GROUPS = 64
 _MAX_EXACT_LEAVES, _EXACT_GROUPS = 128, 2**24
 # Digest the values of about so many leaves; all of 5,000 would take as long as saving them.
 _SAMPLED_LEAVES = 1024
-# Digest all bytes of a small array, else evenly spaced elements; of a large one on an accelerator, nothing. Arrays that
-# are shared out are digested whole: a checkpoint must not mix what two processes hold.
+# Digest all bytes of a small array, else evenly spaced elements; of a large one on an accelerator, nothing.
 _SMALL_BYTES, _SAMPLED_ELEMENTS = 4096, 64
 _warned: set[tuple[str, str]] = set()
 
@@ -42,8 +38,8 @@ _warned: set[tuple[str, str]] = set()
 class TreeSummary:
     """Digest of one process's tree, sent to process 0."""
 
-    def __init__(self, tree: Node, shared: Mapping[Path, Collection[int]] | None = None):
-        """Sample the leaves, but take all arrays whose writing is shared: ``shared`` has the processes of each."""
+    def __init__(self, tree: Node):
+        """Sample the leaves."""
         self._names: dict[str, list[str]] = defaultdict(list)
         described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
         spread: dict[str, int] = defaultdict(int)
@@ -54,8 +50,7 @@ class TreeSummary:
         groups = _EXACT_GROUPS if self._is_exact else _GROUPS
         # A mask: processes whose trees differ by a few leaves sample the same ones, or a superset.
         skip_mask = (1 << (len(leaves) // _SAMPLED_LEAVES).bit_length()) - 1
-        number, names, shared = 0, 0, shared or {}
-        sums = sums_of({path: leaf for path, leaf in leaves if path in shared and not is_placeholder(leaf)})
+        number, names = 0, 0
         with jax.transfer_guard_device_to_host("allow"):
             for path, leaf in leaves:
                 name = show_path(path)
@@ -68,9 +63,9 @@ class TreeSummary:
                     layout = described.of((array.sharding, array.shape, array.dtype))
                     spread[group] += zlib.crc32(layout.encode(), checksum)
                 self._names[group].append(name)
-                if checksum >> 8 & skip_mask and path not in sums:
+                if checksum >> 8 & skip_mask:
                     continue
-                of, digest = (b"all of it", sums[path]) if path in sums else _digest(array)
+                of, digest = _digest(array)
                 held[group] += zlib.crc32(of, checksum)
                 values[group] += zlib.crc32(digest, checksum)
         whole = zlib.crc32(repr(sorted(spread.items())).encode())
@@ -78,14 +73,12 @@ class TreeSummary:
         self.spread = f"{number} arrays spread over processes (names, shapes, dtypes and shardings: {whole:08x})"
         # JSON-serializable digests by group. ``spread`` has to be the same in all processes; ``values`` is "<what is
         # held> <its values>", whose values should agree between processes that hold the same; ``leaves`` is the number
-        # and a sum of the names; ``shared``, by processes that hold them, all bytes of arrays that these share out.
+        # and a sum of the names.
         self.details: dict[str, Any] = {
             "spread": {group: f"{total % 2**16:x}" for group, total in spread.items()},
             "values": {group: f"{held[group] % 2**16:x} {total % 2**16:x}" for group, total in values.items()},
         }
         self.details["leaves"] = [len(leaves), names % 2**32]
-        if sums:
-            self.details["shared"] = _by_processes(sums, shared)
 
     def why_spread_differs(self, theirs: Mapping[str, Any]) -> str:
         """Name arrays that another process, with these `details`, spreads differently, for an error; '' for none."""
@@ -93,13 +86,6 @@ class TreeSummary:
         groups = [group for group in mine.keys() | other.keys() if mine.get(group) != other.get(group)]
         names = sorted(name for group in groups for name in self._names.get(group, ()))
         return f"; look at {'' if self._is_exact else 'some of '}{one_line(names)}" if names else ""
-
-    def shares_alike(self, others: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Return whether all processes hold the same bytes of the arrays whose writing is shared out."""
-        mine = self.details.get("shared", {})
-        return all(
-            mine[of] == sums for found in others.values() for of, sums in found.get("shared", {}).items() if of in mine
-        )
 
     def warn_of_differences(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> bool:
         """Warn once of leaves that other processes hold with other values, or alone; return whether values differ.
@@ -153,15 +139,6 @@ class TreeSummary:
                 ", ".join(map(str, found.values())),
                 count,
             )
-
-
-def _by_processes(sums: Mapping[Path, bytes], shared: Mapping[Path, Collection[int]]) -> dict[str, str]:
-    """Return one digest of the sums for all arrays that the same processes hold."""
-    digests: dict[str, Any] = defaultdict(hashlib.sha256)
-    for path, total in sorted(sums.items()):
-        text = repr((path, total)).encode("utf-8", "surrogatepass")
-        digests[",".join(map(str, shared[path]))].update(text)
-    return {of: digest.hexdigest()[:16] for of, digest in digests.items()}
 
 
 def spans_processes(array: Any) -> bool:

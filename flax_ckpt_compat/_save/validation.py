@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 
 import jax
@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError, StorageError
+from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
@@ -20,6 +21,7 @@ from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, o
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -162,15 +164,25 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = steps.step_of(request.name, checkpoint_dir.prefix)
     if step is None:
         return
-    last = saved_steps.newest_step(checkpoint_dir, step, but=saved_prefixes.saved_by_other_prefixes(checkpoint_dir))
+    others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
+    last = saved_steps.newest_step(checkpoint_dir, step, but=others)
     if last is not None:
         state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
-        removed = "" if request.replace_only_checkpoints else " and to remove the steps that are not older"
+        removed = "" if request.replace_only_checkpoints else _removed(checkpoint_dir, step, others)
         raise _invalid(
             request,
             f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
             f"pass overwrite=True to save it anyway{removed}.",
         )
+
+
+def _removed(checkpoint_dir: CheckpointDir, since: float, others: Container[str]) -> str:
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
+    prefix = checkpoint_dir.prefix
+    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
+    named = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
+    doomed = [name for name, may_be in saved_steps.counted_steps(checkpoint_dir, named).items() if may_be]
+    return f" and to remove {one_line(doomed)}" if doomed else ""
 
 
 def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:

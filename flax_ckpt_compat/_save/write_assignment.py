@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 # Smaller arrays are left to process 0: they are written together.
 _MIN_BYTES = 2**20
 
 
 class _Replicated(NamedTuple):
-    nbytes: int
     holders: tuple[int, ...]
     dtype: str
     shape: tuple[int, ...]
@@ -25,24 +25,17 @@ class Replicas:
     def __init__(self) -> None:
         self._arrays: dict[Path, _Replicated] = {}
 
-    def holders(self) -> dict[Path, tuple[int, ...]]:
-        """Return the processes that hold each."""
-        return {path: array.holders for path, array in self._arrays.items()}
-
     def add(self, path: Path, array: Any, holders: Collection[int]) -> None:
         """Add a ``jax.Array``, and the processes that hold it."""
         if array.nbytes >= _MIN_BYTES and len(holders) > 1:
-            self._arrays[path] = _Replicated(array.nbytes, tuple(sorted(holders)), str(array.dtype), array.shape)
+            self._arrays[path] = _Replicated(tuple(sorted(holders)), str(array.dtype), array.shape)
 
     def writers(self) -> dict[Path, int]:
-        """Return which process writes each array, about as many bytes each: the same for the same arrays."""
-        loads: dict[int, int] = {}
-        found = {}
-        for path, (nbytes, holders, *_) in sorted(self._arrays.items(), key=lambda item: (-item[1].nbytes, item[0])):
-            writer = min(holders, key=lambda process: (loads.get(process, 0), process))
-            loads[writer] = loads.get(writer, 0) + nbytes
-            found[path] = writer
-        return found
+        """Return which process writes each array, by a hash of its name."""
+        return {
+            path: array.holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(array.holders)]
+            for path, array in self._arrays.items()
+        }
 
     def digest(self) -> str:
         """Return what has to be the same in all processes that share out the work."""

@@ -1,4 +1,4 @@
-"""Saves in Orbax's format of arrays that all processes hold: each process writes about as much."""
+"""Saves in Orbax's format of arrays that all processes hold: each array is written by one of them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts 
     ],
 )
 def test_the_work_is_shared(tmp_path: Path, count: int, in_background: bool, settings: dict[str, Any]) -> None:
-    """Of 9 MiB that all hold each writes its part, and process 0 the rest; real Orbax reads it."""
+    """Of 9 MiB that all hold each array is written by one, and process 0 writes 2 MiB more; real Orbax reads it."""
     team = team_of(count)
-    first, *others = team.call(replica_jobs.save, str(tmp_path), "", in_background, settings)
-    share = 9 * MIB / count
-    # The host's array of 2 MiB, and metadata.
-    assert share - MIB < first - 2 * MIB < share + 1.2 * MIB
-    assert all(share - MIB < other < share + 1.2 * MIB for other in others)
+    written = team.call(replica_jobs.save, str(tmp_path), "", in_background, settings)
+    assert 11 * MIB < sum(written) < 12.2 * MIB
+    assert max(written) < 11 * MIB
     team.call(replica_jobs.restore, str(tmp_path))
     team.call(replica_jobs.restore_with_orbax, str(tmp_path))
     team_of(1).call(replica_jobs.restore_with_orbax, str(tmp_path))
 
 
 @linux
-@pytest.mark.parametrize("kind", ["diverged", "nudged", "turned", "lacking"])
+@pytest.mark.parametrize("kind", ["diverged", "turned", "lacking"])
 def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
-    """Then process 0 writes all, so that no checkpoint mixes what two processes hold."""
+    """Where a sample of their values differs, process 0 writes all."""
     team = team_of(2)
     first, other = team.call(replica_jobs.save, str(tmp_path), kind)
     assert first > 11 * MIB
@@ -53,9 +51,9 @@ def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
 @linux
 @needs_arrays_without_shards
 def test_arrays_that_one_process_does_not_hold(tmp_path: Path) -> None:
-    """Those that hold them share the work, and the third one has none."""
+    """Those that hold them write them, and the third one has none."""
     written = team_of(3).call(replica_jobs.save_on_some, str(tmp_path))
-    assert all(3.5 * MIB < share < 5.7 * MIB for share in written[:2]), written
+    assert sum(written[:2]) < 10.4 * MIB, written
     assert written[2] < MIB // 4
 
 

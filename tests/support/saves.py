@@ -27,7 +27,7 @@ Save = Callable[..., str]
 
 
 @contextlib.contextmanager
-def use_flag(value: bool) -> Iterator[None]:
+def use_flag(value: bool | str) -> Iterator[None]:
     """Flax's flag with this value; legacy Flax's deprecation warning kept quiet."""
     before: Any = flax.config.flax_use_orbax_checkpointing
     flax.config.update("flax_use_orbax_checkpointing", value)
