@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
     from flax_ckpt_compat._core.location import Location
     from flax_ckpt_compat._view.report import Line, Report, Table
+    from flax_ckpt_compat._view.stored_leaves import Begin, Count
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 # Libraries of stores, and absl for what they and TensorFlow's file functions say.
 _TALKATIVE = ("absl", "adlfs", "aiobotocore", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
+_BY_OWN_PATH = (".safetensors", ".npz", ".msgpack")  # endings of files that hold a tree without a step
 _MAX_FOLDERS = 200  # that are searched for hints: a tree of runs may be large, and its disk slow
 
 
@@ -145,6 +147,36 @@ def escape_what_cannot_be_shown() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # of a file that was replaced by a pipe
                 stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def progress_shown(*, as_json: bool) -> Iterator[Begin]:
+    """Yield what begins a bar on standard error, if both streams are a terminal; else it counts nothing."""
+    from flax_ckpt_compat._core import progress_bar
+    from flax_ckpt_compat._view.stored_leaves import uncounted
+
+    if as_json or not (is_terminal(sys.stdout) and progress_bar.is_shown()):
+        yield uncounted
+        return
+    with progress_bar.display() as display:
+
+        def begin(total: Callable[[], int]) -> Count:
+            task = display.add_task("", total=total())
+            return lambda nbytes: display.advance(task, nbytes)
+
+        yield begin
+
+
+def tell_passed_over(path: str, found: Collection[str]) -> None:
+    """Name the files below a path that are read by their own path only, which no search of a directory finds."""
+    from flax_ckpt_compat._core.location import of_text
+    from flax_ckpt_compat._discovery import hints
+
+    root, inside = of_text(path), tuple(f"{one}/" for one in found)
+    files = [] if root.path in found else [name for name in root.files_below() if name.endswith(_BY_OWN_PATH)]
+    others = [other for name in files if not (other := (root / name).path).startswith(inside) and other not in found]
+    if others:
+        echo(f"Passed over: {hints.some(others)}. Such files are read by their own path: pass it.", err=True)
 
 
 def may_remove(*, yes: bool, dry_run: bool, as_json: bool = False) -> bool:

@@ -18,7 +18,16 @@ from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, echo, is_terminal, json_option, path_argument, print_report, wrapped
+from ._command_base import (
+    Command,
+    echo,
+    is_terminal,
+    json_option,
+    path_argument,
+    print_report,
+    tell_passed_over,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._convert.jobs import Conversion, Job
@@ -125,6 +134,8 @@ def command(
     jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
     start = time.monotonic()
     results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, as_json=as_json)
+    if not steps:
+        tell_passed_over(src, {job.source for job in jobs})
     return print_report(_report(results, to, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
 
 

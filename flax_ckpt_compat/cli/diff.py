@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report
+from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report, progress_shown
 
 
 @click.command(
@@ -38,8 +38,6 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     """
     from flax_ckpt_compat._view import diff_report
     from flax_ckpt_compat._view.diff import run
-
-    from ._progress_bar import progress_shown
 
     with progress_shown(as_json=as_json) as begin:
         found = run(a, b, **options, begin=begin)

@@ -37,9 +37,11 @@ def command(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry
     """
     found: dict[str, Location] = {}
     for path in paths:
-        for location in _steps(path, chosen, prefix) if chosen else [of_text(path)]:
-            found[location.path] = _checked(location)
-    sizes = [_size(location) for location in found.values()]
+        checkpoint_dir = saved_steps.checkpoint_dir(path, prefix)
+        located = (locating.find(checkpoint_dir, step) for step in chosen)  # raises for a step that is not there
+        named = [one.location.unlisted() for one in located if isinstance(one, locating.LocatedCheckpoint)]
+        found |= {one.path: _checked(one) for one in named or [of_text(path)]}
+    sizes = [one.total_size() + one.sibling(steps.ARRAYS_POSTFIX).total_size() for one in found.values()]
     for location, nbytes in zip(found.values(), sizes, strict=True):
         echo(f"{format_size(nbytes):>8}  {printable(location.path, one_line=True)}")
     echo(f"{counted(len(found), 'checkpoint')} to remove, {format_size(sum(sizes))}.")
@@ -54,12 +56,6 @@ def command(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry
                 break
     echo(f"Removed {len(found) - left} of {len(found)}.")
     return left > 0
-
-
-def _steps(path: str, chosen: tuple[str, ...], prefix: str) -> list[Location]:
-    checkpoint_dir = saved_steps.checkpoint_dir(path, prefix)
-    located = (locating.find(checkpoint_dir, step) for step in chosen)  # raises for a step that is not there
-    return [one.location.unlisted() for one in located if isinstance(one, locating.LocatedCheckpoint)]
 
 
 def _checked(location: Location) -> Location:
@@ -79,7 +75,3 @@ def _checked(location: Location) -> Location:
     elif found.may_be_removed or (found.state is State.INCOMPLETE and steps.ends_in_step(location.name)):
         return location
     raise UnrecognizedFormatError(f"{location} {why}", path=location.path)
-
-
-def _size(location: Location) -> int:
-    return location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()

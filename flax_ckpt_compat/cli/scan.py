@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.markup import escape
-from rich.text import Text
 
 from flax_ckpt_compat._core.text_formatting import counted
 from flax_ckpt_compat._scan import ScanReport, scan
@@ -58,8 +56,12 @@ def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, ve
     if do_fix and not as_json:
         is_fixed = _fix(report, yes=yes)
         report = scan(code)
-        if is_fixed:
-            _tell_of_flax(report)
+        left = [_where(found) for found in report.findings if found.kind == "import" and found.cell is None]
+        if is_fixed and left:
+            echo(
+                f"Still Flax's own module, so not this library: {', '.join(left)}. "
+                "Put `import flax_ckpt_compat; flax_ckpt_compat.install()` before these lines."
+            )
     print_report(Report(lines_of(report, verbose=verbose), functools.partial(_to_json, report)), as_json=as_json)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
@@ -90,16 +92,6 @@ def _fix(report: ScanReport, *, yes: bool) -> bool:
     return True
 
 
-def _tell_of_flax(report: ScanReport) -> None:
-    """Name the lines that still use Flax's own module after all imports that can be were changed."""
-    left = [found for found in report.findings if found.kind == "import" and found.cell is None]
-    if left:
-        echo(
-            f"Still Flax's own module, so not this library: {', '.join(map(_where, left))}. "
-            "Put `import flax_ckpt_compat; flax_ckpt_compat.install()` before these lines."
-        )
-
-
 def _replace(path: Path, text: str) -> None:
     """Write a file in its encoding and with its mode and line ends, atomically."""
     with path.open("rb") as file:
@@ -115,11 +107,11 @@ def lines_of(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
     for action, (heading, style) in _HEADINGS.items():
         found = sorted((one for one in report.findings if one.action == action), key=lambda one: kinds.index(one.kind))
         if found:
-            yield _line(f"[bold {style}]{heading}[/]")
+            yield Line(heading, f"bold {style}")
         for kind, places in itertools.groupby(found, key=lambda one: one.kind):
             yield from _of_kind(kind, list(places), list_all=verbose or action != NOTHING)
     for path, reason in report.unreadable:
-        yield _line(f"[yellow]Not read:[/] {escape(path)}: {escape(reason)}")
+        yield Line(f"Not read: {path}: {reason}", "yellow", hang=2)
     numbers = {action: sum(one.action == action for one in report.findings) for action in _HEADINGS}
     uses = (
         f"{counted(len(report.findings), 'use')} in {len({one.path for one in report.findings})}; "
@@ -132,20 +124,13 @@ def lines_of(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
 
 def _of_kind(kind: str, places: list[Finding], *, list_all: bool) -> Iterator[Line]:
     about = KINDS[kind]
-    yield _line(f"  [bold]{about.title}[/] [dim]({kind}, {len(places)})[/]")
-    if about.flax != about.shim:
-        yield _line(f"    [dim]flag on, Flax alone:[/] {escape(about.flax)}")
-        yield _line(f"    [dim]with flax_ckpt_compat:[/] {escape(about.shim)}")
-    else:
-        yield _line(f"    [dim]flag on:[/] {escape(about.flax)}")
-    if about.remedy:
-        yield _line(f"    [dim]instead:[/] {escape(about.remedy)}")
-    yield from (Line(f"      {_where(place)}  {place.code}") for place in (places if list_all else []))
-
-
-def _line(markup: str) -> Line:
-    text = Text.from_markup(markup)
-    return Line(text.plain)
+    yield Line(f"  {about.title} ({kind}, {len(places)})", "bold", hang=4)
+    effects = {"flag on, Flax alone": about.flax, "with flax_ckpt_compat": about.shim}
+    effects = effects if about.flax != about.shim else {"flag on": about.shim}
+    for word, text in [*effects.items(), ("instead", about.remedy)]:
+        if text:
+            yield Line(f"    {word}: {text}", hang=8)
+    yield from (Line(f"      {_where(place)}  {place.code}", hang=None) for place in (places if list_all else []))
 
 
 def _where(finding: Finding) -> str:

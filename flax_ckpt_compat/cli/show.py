@@ -13,6 +13,7 @@ from ._command_base import (
     json_option,
     path_argument,
     print_report,
+    progress_shown,
 )
 
 
@@ -53,8 +54,6 @@ def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_j
     Exit code 2 if the checkpoint cannot be read, or no leaf matches.
     """
     from flax_ckpt_compat._view import report, show
-
-    from ._progress_bar import progress_shown
 
     with progress_shown(as_json=as_json or not stats) as begin:
         found = show.contents(path, stats=stats, begin=begin, **options)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import Command, json_option, path_argument, prefix_option, print_lines, print_report
+from ._command_base import (
+    Command,
+    json_option,
+    path_argument,
+    prefix_option,
+    print_lines,
+    print_report,
+    progress_shown,
+    tell_passed_over,
+)
 
 
 @click.command(
@@ -34,8 +43,6 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     """
     from flax_ckpt_compat._view import verify, verify_report
 
-    from ._progress_bar import progress_shown
-
     def show_one(checkpoint: verify_report.VerifiedCheckpoint) -> None:
         print_lines(() if as_json else verify_report.lines_of(checkpoint))
 
@@ -48,4 +55,6 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
             )
             for root, inside in places
         ]
+    for root, inside in places if step is None else ():
+        tell_passed_over(root.path, {one.path for one in inside})
     return print_report(verify_report.report(found, strict=strict), as_json=as_json)

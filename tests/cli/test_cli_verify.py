@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
+from flax_ckpt_compat import save
 from flax_ckpt_compat.cli import main
 
 TREE = {f"block_{n}": {"kernel": np.arange(1000.0, dtype=np.float32)} for n in range(30)}
@@ -83,3 +84,18 @@ def test_help() -> None:
     result = run("--help")
     assert "  flax-ckpt verify runs                        of all runs\n" in result.stdout
     assert "Exit code 1" in result.stdout
+
+
+@pytest.mark.parametrize("words", [("verify", "run"), ("convert", "run", "out", "--to", "orbax")])
+def test_files_that_are_passed_over_are_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory's search finds no file that is read by its own path only; parts of checkpoints are no such files."""
+    monkeypatch.chdir(tmp_path)
+    save("run", {"w": np.ones(2)}, step=1, format="orbax")
+    for name in ("model.safetensors", "weights.npz", "checkpoint_1/part.npz", "notes.txt"):
+        (tmp_path / "run" / name).write_bytes(b"x")
+    told = CliRunner().invoke(main, list(words)).stderr
+    (line,) = [line for line in told.splitlines() if line.startswith("Passed over")]
+    assert all(name in line for name in ("model.safetensors", "weights.npz"))
+    assert "part.npz" not in line and "notes.txt" not in line
