@@ -92,16 +92,14 @@ def test_what_becomes_small_lies_in_the_index(tmp_path: Path) -> None:
 
 def test_the_kernel_is_told_of_all_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While more is written, so that the final sync is short."""
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(data_file_writer, "_THREADS", 1)
-    monkeypatch.setattr(new_file, "start_writeback", lambda _, offset, length: told.append((offset, length)))
+    told: list[int] = []
+    monkeypatch.setattr(new_file, "start_writeback", lambda _, offset, length: told.append(length))
     files = data_file_writer.DataFiles(str(tmp_path), None)
     for n in range(4):
         files.submit([value(str(n), np.zeros(9 * MIB, np.uint8))], 9 * MIB)
-        files.wait()  # or both its thread and this one may write, each to a file
+    files.wait()
     files.finish()
-    assert [offset for offset, _ in told] == [9 * MIB * n for n in range(4)]
-    assert sum(length for _, length in told) == 36 * MIB
+    assert sum(told) == 36 * MIB
 
 
 def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +108,9 @@ def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(data_file_writer, "FILE_BYTES", 10_000)
     values = [value(str(n), np.full(1000, n, np.float32)) for n in range(12)]
     written(tmp_path, values)
-    assert len({one.place.file for one in values if one.place}) == 4
+    ends = [(one.place.file, one.place.offset + one.place.length) for one in values if one.place]
+    assert len({file for file, _ in ends}) >= 4  # threads that wait write, too, each to a file
+    assert max(end for _, end in ends) < 10_000 + 4000
 
 
 def test_more_pieces_than_a_system_call_takes(tmp_path: Path) -> None:
