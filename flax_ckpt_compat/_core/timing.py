@@ -27,10 +27,6 @@ class Stopwatch:
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
 
-    def seconds(self, *phases: str) -> float:
-        """Return the seconds of phases so far, together."""
-        return sum(self._phases[phase] for phase in phases)
-
     def count(self, nbytes: Callable[[], int]) -> None:
         """Take the bytes that are read or written, for `log`; they are computed only if somebody listens."""
         if _log.isEnabledFor(logging.INFO):

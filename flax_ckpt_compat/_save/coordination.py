@@ -43,10 +43,6 @@ class Coordinator:
     nothing, so a process that skipped a save is not one behind for ever. All later keys have a prefix of this save.
     """
 
-    root = "flax_ckpt_compat"  # prefix of all keys
-    # Words of its errors.
-    verb, outcome, call = "saves", "nothing was saved", "call save_checkpoint_multiprocess"
-
     def __init__(self, path: str, timeout: float):
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
         self.process = ProcessInfo(jax.process_index(), jax.process_count())
@@ -55,10 +51,10 @@ class Coordinator:
         self.is_aborted = self.agrees = False
         self._short = min(timeout, _GRACE_SECONDS)
         self._id = f"{self.process.index}-{next(_registration_ids):020}"
-        self._prefix = f"{self.root}/{self._id}"
-        self._registered, self._results = f"{self.root}/registrations", f"{self.root}/results"
+        self._prefix = f"flax_ckpt_compat/{self._id}"
+        self._registered, self._results = "flax_ckpt_compat/registrations", "flax_ckpt_compat/results"
         # Holds the failure of process 0 for processes that register for this path later.
-        self._failure_folder = f"{self.root}/failures/{path.encode('utf-8', 'surrogateescape').hex()}/"
+        self._failure_folder = f"flax_ckpt_compat/failures/{path.encode('utf-8', 'surrogateescape').hex()}/"
         _running.add(self)
 
     def join(
@@ -218,7 +214,7 @@ class Coordinator:
         return here, others
 
     def _running_paths(self) -> list[str]:
-        return sorted({one._path for one in list(_running) if one.root == self.root})
+        return sorted({one._path for one in list(_running)})
 
     def _is_crossed(self, content: Mapping[str, Any]) -> bool:
         """Return whether a process waits at another path, and neither does anything at the path of the other."""
@@ -269,7 +265,7 @@ class Coordinator:
         for index, report in sorted(reports.items()):
             if report["error"] is not None:
                 raise MultiprocessSaveError(
-                    f"{self._path}: process {index} failed at {stage!r}, so {self.outcome}: "
+                    f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: "
                     f"{report['error']['message']}",
                     path=self._path,
                 )
@@ -290,21 +286,21 @@ class Coordinator:
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:
         return MultiprocessSaveError(
-            f"{self._path}: process {index} {self.verb} {theirs}, process 0 {mine}{hint}; {self.call} with the same "
-            "arguments in all processes",
+            f"{self._path}: process {index} saves {theirs}, process 0 {mine}{hint}; call "
+            "save_checkpoint_multiprocess with the same arguments in all processes",
             path=self._path,
         )
 
     def _timeout_error(self, stage: str, missing: list[int]) -> ProcessTimeoutError:
         shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it stopped answering.
-        outcome = f"so {self.outcome}"
+        outcome = "so nothing was saved"
         if missing == [0] and stage in ("commit", "published"):
             outcome = "so it is not known here whether the checkpoint was saved"
         return ProcessTimeoutError(
             f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "
             f"{waited:g} s, {outcome}. It may have exited, hang, or run other code: all processes have to "
-            f"{self.call}. If it only needs more time, raise the setting coordination_timeout.",
+            "call save_checkpoint_multiprocess. If it only needs more time, raise the setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),
         )

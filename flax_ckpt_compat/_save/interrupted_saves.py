@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,11 @@ from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
+
+_REMOVED_MEANWHILE = (
+    "If another program removed the unfinished save meanwhile, as orbax's CheckpointManager does with "
+    "cleanup_tmp_directories=True: create such a manager before you save, or save to another directory."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,11 +71,13 @@ def _remove(folder: Location, name: str, *, force: bool) -> None:
 
 
 @contextmanager
-def named_on_full_disk(location: Location) -> Iterator[None]:
-    """Let the error of a full disk say what interrupted saves left where this checkpoint is written, and its bytes."""
+def explaining_failures(location: Location) -> Iterator[None]:
+    """Let an error say what interrupted saves left on a full disk, or who may have removed what was being written."""
     try:
         yield
     except StorageError as error:
+        if error.errno == errno.ENOENT and location.parent.isdir():
+            add_sentence(error, _REMOVED_MEANWHILE)
         if error.errno in FULL_DISK:
             with suppress(CheckpointError, OSError):
                 folder = of_text(os.path.dirname(location.storage.temporary_path(location.path)))

@@ -150,7 +150,7 @@ class _OwnSave:
 
     @contextmanager
     def _writing(self, staged: Staging) -> Iterator[None]:
-        with interrupted_saves.named_on_full_disk(self.request.location), writing(self.request.path, staged.path):
+        with interrupted_saves.explaining_failures(self.request.location), writing(self.request.path, staged.path):
             yield
 
     def start(self, manager: SaveManager, staging_json: str) -> None:

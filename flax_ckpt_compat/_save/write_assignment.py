@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -13,31 +13,25 @@ from flax_ckpt_compat._core.tree import Path, show_path
 _MIN_BYTES = 2**20
 
 
-class _Replicated(NamedTuple):
-    holders: tuple[int, ...]
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Replicas:
     """Arrays of one save that are replicated over processes, process 0 among them."""
 
     def __init__(self) -> None:
-        self._arrays: dict[Path, _Replicated] = {}
+        self._arrays: dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]] = {}  # holders, dtype and shape
 
     def add(self, path: Path, array: Any, holders: Collection[int]) -> None:
         """Add a ``jax.Array``, and the processes that hold it."""
         if array.nbytes >= _MIN_BYTES and len(holders) > 1:
-            self._arrays[path] = _Replicated(tuple(sorted(holders)), str(array.dtype), array.shape)
+            self._arrays[path] = tuple(sorted(holders)), str(array.dtype), array.shape
 
     def writers(self) -> dict[Path, int]:
         """Return which process writes each array, by a hash of its name."""
         return {
-            path: array.holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(array.holders)]
-            for path, array in self._arrays.items()
+            path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
+            for path, (holders, _, _) in self._arrays.items()
         }
 
     def digest(self) -> str:
         """Return what has to be the same in all processes that share out the work."""
-        text = repr([(path, tuple(array)) for path, array in sorted(self._arrays.items())])
+        text = repr(sorted(self._arrays.items()))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

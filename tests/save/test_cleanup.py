@@ -10,11 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import config, errors
+from flax_ckpt_compat._core import progress
 from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import names, tree, use_flag
 
@@ -239,3 +242,18 @@ def test_in_a_shared_directory_another_users_step_stays_whole(tmp_path: Path) ->
         assert sorted(path.name for path in run.iterdir()) == ["checkpoint_1", "checkpoint_2"]
     finally:
         shutil.rmtree(top)
+
+
+def test_a_manager_that_removes_unfinished_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real Orbax takes a save in progress for one of its own that was interrupted; the error says so."""
+    made = list[Any]()
+
+    def make(_: Any) -> None:
+        if not made:
+            options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, enable_background_delete=False)
+            made.append(ocp.CheckpointManager(tmp_path, options=options))
+
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    with use_flag(True), config.override(progress=make), pytest.raises(errors.StorageError, match="cleanup_tmp_dir"):
+        ours.save_checkpoint(tmp_path, {"a": np.ones(3_000_000)}, 1)
+    assert made and ours.available_steps(tmp_path) == []
