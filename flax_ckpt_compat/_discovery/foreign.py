@@ -232,7 +232,7 @@ def msgpack_file_in(path: Location) -> Location | None:
     """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
     names = [name for name in path.listdir() if name.endswith(MSGPACK_SUFFIXES)]
     name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
-    return None if name is None else (path / name)
+    return None if name is None or is_lfs_pointer(path / name) else path / name
 
 
 def foreign_remedy(path: Location) -> str:

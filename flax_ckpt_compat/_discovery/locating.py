@@ -97,7 +97,7 @@ def _find(checkpoint_dir: CheckpointDir, last: bool) -> LocatedCheckpoint | Abse
         return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
         return LocatedCheckpoint(root, named=True)
-    absence = not_found.of_checkpoints(checkpoint_dir)
+    absence = not_found.of_checkpoints(checkpoint_dir, directory.names)
     return dataclasses.replace(absence, lost=step_lookup.newest_lost(directory))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -75,8 +76,10 @@ def no_directory(path: Location) -> Absence:
     return of_directory(path)
 
 
-def of_checkpoints(checkpoint_dir: CheckpointDir) -> Absence:
-    """Explain that a directory holds no checkpoint of its prefix; name other prefixes."""
+def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = None) -> Absence:
+    """Explain that a directory holds no checkpoint of its prefix; name other prefixes.
+
+    ``listed`` are the names on which that was decided: others may have been saved since."""
     directory = checkpoint_dir.directory
     if not directory.isdir():
         if directory.exists():
@@ -87,7 +90,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir) -> Absence:
         return Absence(f"{none}, as {why}", "shorten the prefix")
     if outer := hints.checkpoint_around(directory):
         return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
-    names = saved_steps.names_in(checkpoint_dir)
+    names = saved_steps.names_in(checkpoint_dir) if listed is None else listed
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
         head = checkpoint_dir.given_prefix.removesuffix(checkpoint_dir.prefix)
@@ -96,7 +99,8 @@ def of_checkpoints(checkpoint_dir: CheckpointDir) -> Absence:
         return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
     if (file := foreign.msgpack_file_in(directory)) is not None:
         return Absence(f"{none}, but looks like {foreign.folder_looks_like(directory)}", f"restore {file}")
-    if below := hints.checkpoints_below(directory):
+    nearby = hints.checkpoints_below(directory) or []
+    if below := [path for path in nearby if os.path.relpath(path, directory.path).partition(os.sep)[0] in names]:
         remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
         return Absence(f"{none}; there are checkpoints at {hints.some(below)}", remedy)
     is_start = all(map(_is_unrelated, names))

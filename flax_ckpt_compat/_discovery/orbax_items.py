@@ -155,8 +155,11 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
         for name in inside
         if name not in whole and (item := _item((path / name), inside[name], handlers.get(name, "")))
     }
-    if whole and not is_marked:
-        for name in _items_that_look_like_steps(path, found, {one: inside[one] for one in whole}):
+    if whole:
+        # A tree that a checkpointer of its own saved into a finished step is an item of it, as for real Orbax.
+        named = {name for name in whole if not steps.ends_in_step(name)}
+        others = {one: inside[one] for one in whole}
+        for name in named if is_marked else _items_that_look_like_steps(path, found, others):
             if (item := _item((path / name), inside[name], "")) is not None:
                 found[name] = item
     return dict(sorted(found.items()))

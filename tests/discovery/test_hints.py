@@ -14,7 +14,7 @@ from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._discovery import hints
+from flax_ckpt_compat._discovery import hints, not_found, saved_steps
 from tests.support.saves import tree
 
 TARGET = {"nothing": 0}
@@ -198,3 +198,17 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalStorage, "listdir", refuse)
     for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
         assert not look(location_of("s3://bucket/run"))
+
+
+def test_what_was_saved_since_the_look(tmp_path: Path) -> None:
+    """A message names nothing that was not there when it was decided that there is no checkpoint."""
+    save(tmp_path, tree(1), step=1, format="orbax")
+    absence = not_found.of_checkpoints(saved_steps.checkpoint_dir(str(tmp_path), "checkpoint_"), [])
+    assert "checkpoint_1" not in str(absence)
+
+
+def test_pointers_of_git_lfs(tmp_path: Path) -> None:
+    """A model file that git-lfs never fetched is not announced as a checkpoint."""
+    (tmp_path / "flax_model.msgpack").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    assert "flax_model.msgpack:" not in error_of(restore, tmp_path)
+    assert f"restore {tmp_path}" not in error_of(restore, tmp_path)

@@ -272,6 +272,12 @@ def _json_by_its_own_checkpointer(path: Path) -> None:
     _orbax(path / "state")
 
 
+def _item_by_its_own_checkpointer(path: Path) -> None:
+    """A step of a manager into which another checkpointer saved a tree, beside the item of the manager."""
+    _manager(path, state=ocp.args.PyTreeSave(TREE))
+    _orbax(path / "ema", EMA)
+
+
 class _WordsHandler(ocp.CheckpointHandler):
     """A user's own handler: one text file."""
 
@@ -545,6 +551,7 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "manager, custom item": lambda path: _manager(path, state=ocp.args.PyTreeSave(TREE), vocabulary=_Words("of mine")),
     "manager, custom item alone": lambda path: _manager(path, vocabulary=_Words("of mine")),
     "custom": lambda path: _custom(path),
+    "manager, an item of its own": _item_by_its_own_checkpointer,
     "JSON of its own": _json_by_its_own_checkpointer,
     "JSON alone": lambda path: _json_alone(path),
     "v1": lambda path: ocp_v1.save(path, TREE),
@@ -620,6 +627,7 @@ def values() -> dict[str, dict[str, Any]]:
         "bare number, zarr3": {"this": 6},
         "manager, items": items,
         "v1, items": items,
+        "manager, an item of its own": {"this": {"ema": EMA, "state": TREE}},
         "manager, JSON": noted,
         "JSON of its own": noted,
         "JSON alone": {"this": NOTES},
