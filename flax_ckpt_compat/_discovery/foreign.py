@@ -46,7 +46,7 @@ _ENTRIES = 4  # of a map, to look at
 _MAX_SHOWN = 3
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
 STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
-_SOMETHING_ELSE = "a folder of something else"
+_SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
 _HUGGING_FACE = re.compile(
@@ -95,7 +95,7 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
         return "a tar archive (unpack it first)"
     if _begins_like_container(first):
         return None
-    return _text_looks_like(first) or f"a file of another program (it begins with the bytes {first[:6].hex(' ')})"
+    return _text_looks_like(first) or f"{_UNKNOWN_FILE} (it begins with the bytes {first[:6].hex(' ')})"
 
 
 def _begins_like_other(first: bytes) -> str | None:
@@ -219,8 +219,8 @@ def names_look_like(found: Collection[str]) -> str:
 
 
 def is_unknown_look(look: str) -> bool:
-    """Return whether a look of `names_look_like` tells no more than names."""
-    return look.startswith(_SOMETHING_ELSE)
+    """Return whether a look tells no more than names, or bytes."""
+    return look.startswith((_SOMETHING_ELSE, _UNKNOWN_FILE))
 
 
 def _shown(names: Sequence[str]) -> str:

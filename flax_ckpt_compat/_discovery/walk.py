@@ -61,7 +61,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             if not path.isdir():
                 split = steps.split_step(name)
                 is_named = _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX)
-                if (is_named or (split and prefixes[split[0]])) and contents_of(path).state is not State.FOREIGN:
+                if (is_named or (split and prefixes[split[0]])) and _may_be_checkpoint(contents_of(path)):
                     found.append(path)
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
@@ -77,6 +77,11 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
                     (found if is_empty_step or _is_checkpoint_or_denied(path) else inside).append(path)
         yield folder, found
         pending += reversed(inside)
+
+
+def _may_be_checkpoint(found: contents.Contents) -> bool:
+    """Return whether a file with a checkpoint's name is one, or may be one whose first bytes are damaged."""
+    return found.state is not State.FOREIGN or foreign.is_unknown_look(found.why)
 
 
 def _is_checkpoint(path: Location) -> bool:
