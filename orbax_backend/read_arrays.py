@@ -1,4 +1,4 @@
-"""Read stored arrays into new memory: raw chunks by ranged reads in threads, others by `driver_reads`."""
+"""Read stored arrays into new memory: by ranged reads in threads; unknown codecs by `driver_reads`."""
 
 from __future__ import annotations
 

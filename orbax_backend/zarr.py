@@ -173,9 +173,10 @@ def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
     """Parse a ``zarr.json`` or ``.zarray``; raise ValueError if it is damaged, or describes an impossible array."""
+    expected = 3 if zarr3 else 2
     try:
         metadata = json.loads(text)
-        if metadata["zarr_format"] != (3 if zarr3 else 2):
+        if metadata.get("zarr_format", expected) != expected:
             raise ValueError(f"unknown zarr_format {metadata['zarr_format']!r}")
         info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
