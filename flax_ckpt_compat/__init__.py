@@ -20,14 +20,11 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._patching import install, installed, installed_in_flax, uninstall
     from flax_ckpt_compat._suggest import Suggestion
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
-    from flax_ckpt_compat._view.diff import diff
-    from flax_ckpt_compat._view.diff_report import Diff, LeafDifference
+    from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
     from flax_ckpt_compat._view.plan import plan_restore
-    from flax_ckpt_compat._view.plan_report import Plan
-    from flax_ckpt_compat._view.plan_rows import PlannedLeaf
-    from flax_ckpt_compat._view.verify import verify
-    from flax_ckpt_compat._view.verify_report import Verification, VerifiedCheckpoint, VerifiedLeaf
+    from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
+    from flax_ckpt_compat._view.verify import Verification, VerifiedCheckpoint, VerifiedLeaf, verify
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.transforms import (
         RestoreArgs,
@@ -57,14 +54,11 @@ _NAMES = {
     ),
     "_suggest": ("Suggestion",),
     "_view.checkpoint_view": ("Checkpoint", "open_checkpoint"),
-    "_view.diff": ("diff",),
-    "_view.diff_report": ("Diff", "LeafDifference"),
+    "_view.diff": ("Diff", "LeafDifference", "diff"),
     "_view.inventory": ("CheckpointRecord", "iter_checkpoints"),
     "_view.plan": ("plan_restore",),
-    "_view.plan_report": ("Plan",),
-    "_view.plan_rows": ("PlannedLeaf",),
-    "_view.verify": ("verify",),
-    "_view.verify_report": ("Verification", "VerifiedCheckpoint", "VerifiedLeaf"),
+    "_view.plan_report": ("Plan", "PlannedLeaf"),
+    "_view.verify": ("Verification", "VerifiedCheckpoint", "VerifiedLeaf", "verify"),
     "api": ("restore", "save"),
     "transforms": (
         "RestoreArgs", "RestoreTransform", "Transform", "apply_transformations", "intersect_trees", "merge_trees",

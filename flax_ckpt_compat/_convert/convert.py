@@ -38,7 +38,8 @@ def convert(
     """Convert a checkpoint, a directory of steps, or a tree of runs; never touch the source.
 
     Each result is read back and compared with its source before it gets its name. The memory needed is that of the
-    largest array, besides buffers, for each checkpoint that is converted at the same time.
+    largest array, twice if it is one compressed chunk, besides buffers, for each checkpoint that is converted at the
+    same time; safetensors files are built in memory.
 
     Args:
         src: one checkpoint of any format, or a directory; all checkpoints below it are converted.

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import output_writers
-from flax_ckpt_compat._convert.compare import checksums_of_reads, compare
+from flax_ckpt_compat._convert.compare import compare, counted
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._convert.output_trees import Output, output_of
 from flax_ckpt_compat._core import standard_streams
@@ -86,9 +86,9 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
     standard_streams.occupy()
     final.parent.prepare_directory()
     with final.temporary(locked=True) as temporary:
-        with checksums_of_reads(output, progress) as crcs:
-            output_writers.write(temporary, job.to, output, prepared, final)
-        compare(Location(temporary, LOCAL), job.to, output, progress, crcs)
+        counted(output, progress)
+        output_writers.write(temporary, job.to, output, prepared, final)
+        compare(Location(temporary, LOCAL), job.to, output, progress)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

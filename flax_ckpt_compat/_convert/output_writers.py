@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
-from flax_ckpt_compat._core.tree import Path, iter_leaves
+from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
@@ -169,13 +169,12 @@ def copy_root_metadata(jobs: Iterable[Job]) -> None:
 
 
 @contextmanager
-def reading(location: Location, to: str, output: Output) -> Iterator[dict[tuple[str, Path], Any]]:
-    """Open a written checkpoint: (item, key path) → `LeafHandle`, None or empty container."""
+def reading(location: Location, to: str, output: Output) -> Iterator[dict[str, Node]]:
+    """Open a written checkpoint: item → tree of `LeafHandle`s; the only tree of a layout without items is ''."""
     if to == "safetensors":
         with closing(SafetensorsReader(location)) as reader:
-            yield {("", keys): leaf for keys, leaf in iter_leaves(reader.tree)}
+            yield {"": reader.tree}
         return
     with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
         opaque = output.copies.keys() - output.copied_trees.keys()
-        items = {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
-        yield {(item, keys): leaf for item, tree in items.items() for keys, leaf in iter_leaves(tree)}
+        yield {name: opened.reader(name).tree for name in opened.trees if name not in opaque}

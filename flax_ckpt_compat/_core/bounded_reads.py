@@ -17,12 +17,12 @@ def handles_of(reader: Reader) -> list[LeafHandle]:
     return [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
 
 
-def batches(handles: Sequence[LeafHandle]) -> Iterator[list[LeafHandle]]:
+def batches(handles: Sequence[LeafHandle], limit: int | None = None) -> Iterator[list[LeafHandle]]:
     """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
     batch: list[LeafHandle] = []
-    nbytes = 0
+    nbytes, limit = 0, BATCH_BYTES if limit is None else limit
     for handle in handles:
-        if batch and (nbytes + handle.nbytes > BATCH_BYTES or len(batch) == _MAX_BATCH):
+        if batch and (nbytes + handle.nbytes > limit or len(batch) == _MAX_BATCH):
             yield batch
             batch, nbytes = [], 0
         batch.append(handle)

@@ -1,12 +1,15 @@
-"""Compare two checkpoints of any formats, leaf by leaf, in bounded memory: `diff`."""
+"""Compare two checkpoints of any formats, leaf by leaf, in bounded memory: `diff`, and what it reports."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
@@ -15,17 +18,146 @@ from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
+from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.location import Location, as_text
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._view.array_values import Values
-from flax_ckpt_compat._view.diff_report import Diff, Kind, LeafDifference
-from flax_ckpt_compat._view.stored_leaves import Begin, Count, StoredLeaves, describe, uncounted, wait_for_pending_saves
+from flax_ckpt_compat._view.metadata import (
+    Begin,
+    Count,
+    StoredLeaves,
+    describe,
+    leaves_of,
+    uncounted,
+    wait_for_pending_saves,
+)
+from flax_ckpt_compat._view.report import Line, Report, _Shown
+
+Kind = Literal["only in a", "only in b", "type", "shape", "values"]
+_MARKS = {"only in a": "-", "only in b": "+"}
+_COLORS = {"-": "red", "+": "green", "~": "yellow"}
+_FOLD_FROM, _MAX_LINES = 12, 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafDifference:
+    """A leaf that differs.
+
+    Attributes:
+        path: its key path, joined with ``/``.
+        kind: ``only in a``, ``only in b``, ``shape``, ``type`` (another dtype or kind), or ``values``.
+        a: what the first checkpoint has: ``float32[3,4]``, ``int 7``, ``str 'adam'``; empty if it has no such leaf.
+        b: likewise.
+        values: how the values differ; None if the shapes differ or the leaves are not numbers.
+    """
+
+    path: str
+    kind: Kind
+    a: str
+    b: str
+    values: Values | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diff(_Shown):
+    """Result of `diff`; prints as text.
+
+    Attributes:
+        a, b: the two checkpoints, as absolute paths or URLs.
+        formats: their formats, ``msgpack`` or ``orbax``.
+        identical: number of leaves with equal types, shapes and bits.
+        tolerated: number of leaves with equal types and shapes, and values within the tolerances.
+        differences: all others.
+    """
+
+    a: str
+    b: str
+    formats: tuple[str, str]
+    identical: int
+    tolerated: int
+    differences: tuple[LeafDifference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Return whether nothing differs."""
+        return not self.differences
+
+    def _report(self) -> Report:
+        return report(self)
+
+
+def report(found: Diff) -> Report:
+    """Return what is shown of a `Diff`."""
+    return Report(_lines(found), functools.partial(to_json, found), found=not found.same)
+
+
+def _lines(found: Diff) -> Iterator[Line]:
+    for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
+        yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
+    yield from lines_of(found.differences)
+    yield Line(_summary(found))
+
+
+def lines_of(differences: Sequence[LeafDifference]) -> Iterator[Line]:
+    """Yield a line for each difference, or for those of numbered layers; the first character is -, + or ~."""
+    by_path = {one.path: one for one in differences}
+    rows = [Row((one.path,), (one.kind, _types(one))) for one in differences]
+    folded = fold_with_members(rows) if len(rows) > _FOLD_FROM else [(row, [row]) for row in rows]
+    for row, members in folded[:_MAX_LINES]:
+        kind, types = row.detail
+        numbers = numbers_of([by_path[member.names[0]].values for member in members])
+        text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
+        yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
+    if left := sum(row.count for row, _ in folded[_MAX_LINES:]):
+        yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
+
+
+def _types(one: LeafDifference) -> str:
+    return one.a or one.b if one.kind.startswith("only") else one.a if one.a == one.b else f"{one.a} → {one.b}"
+
+
+def numbers_of(values: Sequence[Values | None]) -> str:
+    """Return how values differ: the elements of all, and the largest differences of any."""
+    there = [one for one in values if one is not None]
+    if not there:
+        return ""
+    other, size, nan = (sum(getattr(one, name) for one in there) for name in ("other_values", "size", "only_one_nan"))
+    if not other:
+        return "the same values, of other bits (-0.0, NaN)" if any(one.other_bits for one in there) else ""
+    absolute = [one.max_abs for one in there if one.max_abs is not None]
+    relative = [one.max_rel for one in there if one.max_rel is not None]
+    if size == len(there) and not nan and len(there) == 1:  # a scalar, whose values are shown
+        return ""
+    words = [f"{other} of {size} elements"]
+    words += [f"max {name} {max(found):.3g}" for name, found in (("abs", absolute), ("rel", relative)) if found]
+    return ", ".join([*words, f"{nan} NaN in one only"] if nan else words)
+
+
+def _summary(found: Diff) -> str:
+    """Return the last line: how many leaves are equal, and how many differ in what."""
+    kinds = Counter(one.kind for one in found.differences)
+    words = [f"{count_of_leaves(found.identical)} identical"]
+    words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
+    words += [f"{count} {kind if kind.startswith('only') else f'of other {kind}'}" for kind, count in kinds.items()]
+    return ", ".join(words) + "."
+
+
+def to_json(found: Diff) -> dict[str, Any]:
+    """Return a `Diff` as what JSON holds; infinite numbers are texts."""
+    differences = [dataclasses.asdict(one) for one in found.differences]
+    for one in differences:
+        for name, value in (one["values"] or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                one["values"][name] = str(value)
+    return {**dataclasses.asdict(found), "same": found.same, "differences": differences}
+
 
 _Pair = tuple[Path, LeafHandle, LeafHandle]
-_AT_ONCE = 2
+_AT_ONCE, _PART = 2, 8 << 20  # so many parts of both, in bytes
 _MAX_TEXT = 40
 
 
@@ -79,7 +211,7 @@ def run(
     atol: float | None,
     begin: Begin = uncounted,
 ) -> Diff:
-    """Compare as `diff`; ``begin`` is that of `stored_leaves`."""
+    """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
     first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (path_a, path_b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
@@ -91,8 +223,8 @@ def run(
             both = [files.enter_context(closing(_opened(each, name))) for each in (one, other)]
             if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
                 raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
-            a, b = (StoredLeaves(opened) for opened in both)
-            return _Comparison(a, b, tolerance).result(begin)
+            a, b = map(leaves_of, both)
+            return Comparison(a, b, tolerance).result(begin)
 
     def with_first(one: Location) -> Diff:
         return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
@@ -118,17 +250,17 @@ def _tolerance(name: str, value: Any) -> float:
     return found
 
 
-class _Comparison:
+class Comparison:
     """The comparison of two open checkpoints."""
 
     def __init__(self, a: StoredLeaves, b: StoredLeaves, tolerance: tuple[float, float] | None):
         self._a, self._b, self._tolerance = a, b, tolerance
-        self._formats = a.format, b.format
         self._found: dict[Path, LeafDifference] = {}
         self._tolerated = 0
         self._count: Count
 
     def result(self, begin: Begin) -> Diff:
+        """Compare; ``begin`` is that of `metadata`."""
         a, b = self._a, self._b
         self._compare_structure()
         pairs = [(path, handle, b.leaves[path]) for path, handle in a.leaves.items() if path in b.leaves]
@@ -137,14 +269,14 @@ class _Comparison:
         order = {path: number for number, path in enumerate([*a.leaves, *a.empty, *b.leaves, *b.empty])}
         found = tuple(self._found[path] for path in sorted(self._found, key=order.__getitem__))
         same = sum(path not in self._found for path, _, _ in pairs) - self._tolerated
-        return Diff(a.path, b.path, self._formats, same, self._tolerated, found)
+        return Diff(a.path, b.path, (a.format, b.format), same, self._tolerated, found)
 
     def _compare_structure(self) -> None:
         a, b = self._a, self._b
         here: dict[Path, Any] = {**a.leaves, **a.empty}
         there: dict[Path, Any] = {**b.leaves, **b.empty}
         # The formats do not keep alike what an empty node was.
-        same_format = self._formats[0] == self._formats[1]
+        same_format = bool(a.format) and a.format == b.format
         for path, node in here.items():
             other = there.get(path)
             if other is None:
@@ -173,7 +305,7 @@ class _Comparison:
             self._count(a.nbytes)
             return
         # Chunks that decode only as a whole make fewer boxes.
-        boxes = min((list(one.reader.boxes(one, bounded_reads.BATCH_BYTES)) for one in (a, b)), key=len)
+        boxes = min((list(one.reader.boxes(one, _PART)) for one in (a, b)), key=len)
         self._compare(path, a, b, (self._read_both(a, b, box) for box in boxes))
 
     def _read_both(self, a: LeafHandle, b: LeafHandle, box: Box) -> tuple[Any, Any]:
@@ -211,7 +343,7 @@ class _Comparison:
 def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
     left = iter(pairs)
-    for batch in bounded_reads.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs]):
+    for batch in bounded_reads.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs], _PART):
         yield [next(left) for _ in batch]
 
 

@@ -1,17 +1,86 @@
-"""Read a checkpoint's metadata: times, custom metadata, items, writer."""
+"""Read what an open checkpoint holds beside the values: its leaves and their types, times, custom metadata, items."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Count = Callable[[int], None]  # takes numbers of bytes, in any thread
+# Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
+Begin = Callable[[Callable[[], int]], Count]
+
+
+class StoredLeaves:
+    """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
+
+    def __init__(self, path: str, format: str):
+        self.path, self.format = path, format
+        self.leaves: dict[Path, LeafHandle] = {}
+        self.empty: dict[Path, str] = {}
+
+    def add(self, tree: Node, at: Path) -> None:
+        """Add the leaves of a tree at a key path."""
+        for path, leaf in iter_leaves(tree, at):
+            if isinstance(leaf, LeafHandle):
+                self.leaves[path] = leaf
+            else:
+                self.empty[path] = _empty(leaf)
+
+
+def leaves_of(opened: Opened) -> StoredLeaves:
+    """Return the leaves of what a restore returns, and of JSON items beside the only tree."""
+    found = StoredLeaves(opened.path, opened.format)
+    for name in opened.parts:
+        found.add(opened.reader(name).tree, (name,) if opened.is_mapping else ())
+    for name in [one for one in opened.items if one not in opened.parts]:
+        is_taken = any(path[:1] == (name,) for path in (*found.leaves, *found.empty))
+        found.add(opened.reader(name).tree, (f"{name} (JSON)" if is_taken else name,))
+    return found
+
+
+def _empty(node: Node) -> str:
+    return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
+
+
+def describe(node: LeafHandle | str) -> str:
+    """Return the type of a leaf: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node, what it is."""
+    return node if isinstance(node, str) else _type(node.kind, node.shape, node.dtype)
+
+
+@functools.lru_cache(maxsize=1024)  # numpy takes microseconds to name a dtype, and thousands of leaves share few
+def _type(kind: LeafKind, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -> str:
+    if kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        return f"{'' if kind is LeafKind.ARRAY else 'key '}{dtype}[{','.join(map(str, shape))}]"
+    return str(dtype) if kind is LeafKind.NUMPY_SCALAR else kind.value
+
+
+def uncounted(_: Callable[[], int]) -> Count:
+    """Show no progress: the default of ``begin``."""
+    return lambda _: None
+
+
+def wait_for_pending_saves(checkpoint_dir: CheckpointDir) -> None:
+    """Wait for background saves into a directory, without importing what they need, jax included."""
+    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
+        async_saves.wait_for_pending_saves(checkpoint_dir)
+
 
 _log = logging.getLogger("flax_ckpt_compat")
 _OURS = "flax_ckpt_compat"

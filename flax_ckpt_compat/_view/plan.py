@@ -22,8 +22,7 @@ from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
-from flax_ckpt_compat._view.plan_report import Plan
-from flax_ckpt_compat._view.plan_rows import PlannedLeaf
+from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
 
 Owners = dict[Reader, str]  # reader of an item → its name
 

@@ -5,7 +5,7 @@ Text is the same everywhere. Terminals, notebooks and pages of HTML get it from 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from flax_ckpt_compat._core.errors import SettingError
@@ -82,7 +82,7 @@ class Report:
 
     lines: Iterable[Line | Table]
     value: Callable[[], Any]
-    problems: Sequence[Line] = ()
+    problems: list[Line] = dataclasses.field(default_factory=list)
     found: bool = False
 
     def __str__(self) -> str:
@@ -145,13 +145,8 @@ def write_page(file: str, title: str, parts: Iterable[str]) -> None:
             if stream.read(len(_DOCTYPE)) not in ("", _DOCTYPE):
                 raise SettingError(f"{file} exists, and is not an HTML page: choose another FILE")
             stream.truncate(0)
-            stream.writelines(_page(escape(title), parts))
+            stream.write(f'{_DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>')
+            stream.write('<meta name="viewport" content="width=device-width"></head><body>')
+            stream.writelines([*parts, "</body></html>\n"])
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"cannot write the page to {file}: {error}; choose another FILE") from None
-
-
-def _page(title: str, parts: Iterable[str]) -> Iterator[str]:
-    yield f'{_DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-    yield '<meta name="viewport" content="width=device-width"></head><body>'
-    yield from parts
-    yield "</body></html>\n"

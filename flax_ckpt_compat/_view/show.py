@@ -21,7 +21,6 @@ from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
 from flax_ckpt_compat._core.fold_names import Row, fold_with_members
-from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -29,8 +28,15 @@ from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
+from flax_ckpt_compat._view.metadata import (
+    Begin,
+    StoredLeaves,
+    describe,
+    leaves_of,
+    uncounted,
+    wait_for_pending_saves,
+)
 from flax_ckpt_compat._view.report import Line, Report, Table
-from flax_ckpt_compat._view.stored_leaves import Begin, StoredLeaves, describe, uncounted, wait_for_pending_saves
 
 _AT_ONCE = 2
 _HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
@@ -92,7 +98,7 @@ def contents(
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
-    paths, or from the root if it begins with ``^``. ``begin`` is that of `stored_leaves`."""
+    paths, or from the root if it begins with ``^``. ``begin`` is that of `metadata`."""
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     wait_for_pending_saves(checkpoint_dir)
 
@@ -111,11 +117,10 @@ def contents_of(
     begin: Begin = uncounted,
 ) -> Contents:
     """Return what is in an open checkpoint; the arguments are those of `contents`."""
-    stored = StoredLeaves(opened)
+    stored = leaves_of(opened)
     chosen, empty = _chosen(stored, pattern)
     values = _stats(chosen, begin) if stats else {}
-    names: Memo[str] = Memo(str)
-    leaves = tuple(_shown(path, handle, names, values.get(handle)) for path, handle in chosen.items())
+    leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
     nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
     return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
 
@@ -137,8 +142,8 @@ def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafH
     return leaves, {path: what for path, what in stored.empty.items() if path in matching}
 
 
-def _shown(path: Path, handle: LeafHandle, names: Memo[str], stats: Stats | None) -> ShownLeaf:
-    dtype = None if handle.dtype is None else names[handle.dtype]
+def _shown(path: Path, handle: LeafHandle, stats: Stats | None) -> ShownLeaf:
+    dtype = None if handle.dtype is None else str(handle.dtype)
     return ShownLeaf(
         path, describe(handle), handle.kind.value, handle.shape, dtype, handle.nbytes, handle.sharding, stats
     )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flax_ckpt_compat._core.location import Location
+    from flax_ckpt_compat._view.metadata import Begin, Count
     from flax_ckpt_compat._view.report import Line, Report, Table
-    from flax_ckpt_compat._view.stored_leaves import Begin, Count
 
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 # Libraries of stores, and absl for what they and TensorFlow's file functions say.
@@ -153,7 +153,7 @@ def escape_what_cannot_be_shown() -> None:
 def progress_shown(*, as_json: bool) -> Iterator[Begin]:
     """Yield what begins a bar on standard error, if both streams are a terminal; else it counts nothing."""
     from flax_ckpt_compat._core import progress_bar
-    from flax_ckpt_compat._view.stored_leaves import uncounted
+    from flax_ckpt_compat._view.metadata import uncounted
 
     if as_json or not (is_terminal(sys.stdout) and progress_bar.is_shown()):
         yield uncounted

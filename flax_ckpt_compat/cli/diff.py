@@ -36,9 +36,8 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
 
     Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
     """
-    from flax_ckpt_compat._view import diff_report
-    from flax_ckpt_compat._view.diff import run
+    from flax_ckpt_compat._view import diff
 
     with progress_shown(as_json=as_json) as begin:
-        found = run(a, b, **options, begin=begin)
-    return print_report(diff_report.report(found), as_json=as_json)
+        found = diff.run(a, b, **options, begin=begin)
+    return print_report(diff.report(found), as_json=as_json)

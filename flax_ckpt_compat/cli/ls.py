@@ -143,11 +143,11 @@ def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
     if not leaves or not record.complete:
         return row
     from flax_ckpt_compat._discovery.opening import Opened
-    from flax_ckpt_compat._view.stored_leaves import StoredLeaves
+    from flax_ckpt_compat._view.metadata import leaves_of
 
     try:
         with closing(Opened(of_text(record.path), verify=False)) as opened:
-            return row._replace(leaves=len(StoredLeaves(opened).leaves))
+            return row._replace(leaves=len(leaves_of(opened).leaves))
     except CheckpointError as error:
         return row._replace(problem=str(error))
 

@@ -41,10 +41,10 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
 
     Exit code 1 if anything is damaged or unreadable, 2 if there is no checkpoint at PATH.
     """
-    from flax_ckpt_compat._view import verify, verify_report
+    from flax_ckpt_compat._view import verify
 
-    def show_one(checkpoint: verify_report.VerifiedCheckpoint) -> None:
-        print_lines(() if as_json else verify_report.lines_of(checkpoint))
+    def show_one(checkpoint: verify.VerifiedCheckpoint) -> None:
+        print_lines(() if as_json else verify.lines_of(checkpoint))
 
     with progress_shown(as_json=as_json) as begin:
         places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
@@ -57,4 +57,4 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
         ]
     for root, inside in places if step is None else ():
         tell_passed_over(root.path, {one.path for one in inside})
-    return print_report(verify_report.report(found, strict=strict), as_json=as_json)
+    return print_report(verify.report(found, strict=strict), as_json=as_json)

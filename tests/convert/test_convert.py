@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import stat
-import time
-import types
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -502,39 +500,6 @@ def test_other_dtypes_of_the_same_bytes_are_found(tmp_path: Path, size: int, mon
     monkeypatch.setattr(output_writers, "write", other)
     with pytest.raises(errors.ConversionError, match=rf"a is int32\[{size}\], expected float32\[{size}\]"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
-
-
-@pytest.mark.parametrize("to", ["orbax", "msgpack", "safetensors"])
-def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
-    """Large arrays of the source are read to write them, and not again to verify the result."""
-    from flax_ckpt_compat._core.backend import LeafHandle
-
-    tree = {"in_parts": np.arange(5 << 19), "at_once": np.arange(1 << 16)}
-    flax_ckpt_compat.save(tmp_path / "src", tree, step=1, format="orbax")
-    reads: list[Any] = []
-    read = LeafHandle.read
-    monkeypatch.setattr(LeafHandle, "read", lambda handle: reads.append(handle.path) or read(handle))
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
-    assert sorted(reads) == [("at_once",), ("in_parts",)]
-
-
-def test_a_checksum_that_takes_long_holds_one_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next array is not read before the checksum of the one before is known, which needs its memory."""
-    from flax_ckpt_compat._convert import compare
-    from flax_ckpt_compat._core.backend import LeafHandle
-
-    flax_ckpt_compat.save(tmp_path / "src", {name: np.ones(1 << 16) for name in "abc"}, format="msgpack")
-    seen, read, crc32 = list[str](), LeafHandle.read, compare.checksums.crc32
-
-    def slow(data: memoryview) -> int:
-        time.sleep(0.05)
-        seen.append("summed")
-        return crc32(data)
-
-    monkeypatch.setattr(compare, "checksums", types.SimpleNamespace(crc32=slow, combine=compare.checksums.combine))
-    monkeypatch.setattr(LeafHandle, "read", lambda handle: seen.append("read") or read(handle))
-    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
-    assert seen == ["read", "summed"] * 3 + ["summed"] * 3  # those of the results at the end
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")

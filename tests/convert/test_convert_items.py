@@ -753,7 +753,8 @@ def test_a_damaged_tree_of_a_users_own_handler_stays_damaged(
     (source / "network" / "_METADATA").write_text("not JSON")
     for path in (source, tmp_path / "run"):
         assert flax_ckpt_compat.verify(path).state == "damaged"
-    with pytest.raises(errors.CorruptCheckpointError, match="_METADATA"):
+    lost = errors.CorruptCheckpointError, errors.IncompleteCheckpointError  # of the second, a database was never merged
+    with pytest.raises(lost, match=r"_METADATA|manifest\.ocdbt"):
         flax_ckpt_compat.restore(source)
 
 

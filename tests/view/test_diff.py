@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
-from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.fold_names import Row, fold, fold_with_members
 from flax_ckpt_compat._view import array_values
 from flax_ckpt_compat._view.array_values import Values
@@ -219,7 +218,7 @@ def test_the_largest_difference_is_of_all_blocks(monkeypatch: pytest.MonkeyPatch
 
 def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are compared in slices, those of another format too; all differences are found."""
-    monkeypatch.setattr(bounded_reads, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr("flax_ckpt_compat._view.diff._PART", 2**20)
     tree = {"large": np.ones((8, 2**20), np.float32)}
     with use_flag(True):
         a = checkpoints.save_checkpoint(tmp_path / "a", tree, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat import checkpoints, diff
-from flax_ckpt_compat._view import diff_report
+from flax_ckpt_compat._view import diff as diff_report
 
 
 def values(**known: Any) -> Any:
