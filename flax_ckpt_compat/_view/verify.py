@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
@@ -196,7 +195,6 @@ def _to_json(found: Verification) -> dict[str, Any]:
 
 _AT_ONCE = 4
 _ROUNDS = 3
-_REMOVAL_SECONDS = 0.05  # in which a removal under way deletes another file
 # They tell nothing about the bytes.
 _NO_DAMAGE = (StorageError, OutOfMemoryError)
 
@@ -284,45 +282,23 @@ def _found(checkpoint_dir: saved_steps.CheckpointDir, step: Any) -> list[Locatio
 def _verify(location: Location, *, is_named: bool, count: Callable[[int], None]) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
     for left in reversed(range(_ROUNDS)):
-        before = _paths_in(location)
         try:
             listed = location.listed()
             with locating.unchanged(listed), locating.reporting_removal(listed):
                 found = _verify_files(listed, count, is_named=is_named)
-            if is_named or found.state in ("ok", "unverified") or not _is_being_removed(location, before):
-                return found
-        except UnrecognizedFormatError as error:
+            return found if is_named or found.state in ("ok", "unverified") or locating.is_there(location) else None
+        except ReplacedError as error:
+            if not left:
+                return _unopened(location, error)
+        except CheckpointError as error:
             if is_named:
+                raise
+            if not locating.is_there(location):
+                return None
+            if not isinstance(error, UnrecognizedFormatError):
                 raise
             return _unopened(location, error)
-        except ReplacedError as error:
-            if not left and (is_named or not _is_being_removed(location, before)):
-                return _unopened(location, error)
-        except CheckpointNotFoundError:
-            if is_named:
-                raise
-        except CheckpointError:  # of an item that is not there any more
-            if is_named or not _is_being_removed(location, before):
-                raise
     return None
-
-
-def _paths_in(location: Location) -> set[str]:
-    """Return all paths in a local directory; none elsewhere, where a removal shows first in the commit file."""
-    inside = () if location.is_remote else os.walk(location.path)
-    return {os.path.join(folder, name) for folder, folders, files in inside for name in (*folders, *files)}
-
-
-def _is_being_removed(location: Location, before: set[str]) -> bool:
-    """Return whether paths in a directory vanish, as where a manager removes an old step; wait until that has ended."""
-    is_removed, after = False, _paths_in(location)
-    while not before <= after:
-        time.sleep(_REMOVAL_SECONDS)
-        is_removed, before, after = True, after, _paths_in(location)
-    if not is_removed:
-        time.sleep(_REMOVAL_SECONDS)
-        is_removed = not after <= _paths_in(location)
-    return is_removed or not locating.is_there(location)
 
 
 def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import threading
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -373,29 +371,3 @@ def test_values_that_are_not_what_the_structure_says(
         "shape": ("damaged", "float64[2, 3], found float64[3, 2]"),
         "dtype": ("damaged", "float64[3], found float32[3]"),
     }
-
-
-def test_a_step_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -> None:
-    """A live manager removes an old step file by file: what is left of it is neither damage nor an error."""
-    with ocp.CheckpointManager(tmp_path / "saved") as manager:
-        for step in (1, 2):
-            manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(TREE), notes=ocp.args.JsonSave({"a": 1}))
-            )
-            manager.wait_until_finished()
-
-    def remove() -> None:
-        for path in sorted((root / "1").rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-            time.sleep(0.003)
-        (root / "1").rmdir()
-
-    for number in range(3):
-        root = tmp_path / f"run{number}"
-        shutil.copytree(tmp_path / "saved", root)
-        remover = threading.Thread(target=remove)
-        remover.start()
-        while remover.is_alive():
-            found = verify(root)
-            assert not found.damaged, str(found)
-        remover.join()
