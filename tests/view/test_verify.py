@@ -223,7 +223,8 @@ def test_metadata_that_contradicts_the_array(tmp_path: Path) -> None:
 )
 def test_what_was_written_at_once(write_shape: Any, fits: bool) -> None:
     """It is a part of the array, and at least one of its chunks."""
-    info = zarr.parse_array_metadata(b'{"dtype": "<f4", "shape": [6, 4], "chunks": [3, 4]}', zarr3=False)
+    described = b'{"zarr_format": 2, "dtype": "<f4", "shape": [6, 4], "chunks": [3, 4]}'
+    info = zarr.parse_array_metadata(described, zarr3=False)
     assert inspection._fits(write_shape, info) == fits
 
 
