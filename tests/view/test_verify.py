@@ -250,7 +250,9 @@ def test_a_tree_of_runs(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "runs" / "b") as manager:
         manager.save(3, args=ocp.args.StandardSave({"w": np.ones(3)}))
     (tmp_path / "runs" / "c").mkdir()
-    (tmp_path / "runs" / "c" / "gan_1").write_bytes(path.read_bytes())
+    for step in (1, 2):
+        (tmp_path / "runs" / "c" / f"gan_{step}").write_bytes(path.read_bytes())
+    flip(tmp_path / "runs" / "c" / "gan_2", 0, 7)  # its first byte no longer looks like a checkpoint
     (tmp_path / "runs" / "a" / "checkpoint_4").mkdir()
     (tmp_path / "runs" / "a" / "events.out.tfevents.17000.host.1").write_bytes(b"\x18\0\0\0\0\0\0\0")
     (tmp_path / "runs" / "a" / "config.json").write_text("{}")
@@ -264,6 +266,7 @@ def test_a_tree_of_runs(tmp_path: Path) -> None:
         "runs/a/checkpoint_10": "unverified",
         "runs/b/3": "unverified",
         "runs/c/gan_1": "unverified",
+        "runs/c/gan_2": "damaged",
     }
 
 
