@@ -12,16 +12,19 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.local.temporaries import Use
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import RemoteStorage, Source, Storage
+from flax_ckpt_compat._core.storage import Source, Storage
 from flax_ckpt_compat._core.storage_errors import translated
+
+if TYPE_CHECKING:
+    from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
@@ -161,11 +164,6 @@ class Location:
         return self.storage.holds_nothing(self.path, self.listing)
 
     @_looks()
-    def content_root(self) -> Location:
-        """Return the folder with the files of the checkpoint that is here."""
-        return self.at(self.storage.content_root(self.path, self.listing))
-
-    @_looks()
     def why_unfinished(self, names: Collection[str]) -> str | None:
         """Return why this folder, which has these names, is incomplete by the rules of its storage, or None."""
         return self.storage.why_unfinished(self.path, names)
@@ -202,11 +200,6 @@ class Location:
         """Open one version of this file, to read parts of it."""
         return self.storage.open_file(self.path)
 
-    def prefetch_sizes(self, names: Iterable[str]) -> None:
-        """Ask for the sizes of many files below this folder at once, where a listing can keep them."""
-        if self.listing is not None:
-            self.storage.prefetch_sizes([(self / name).path for name in names], self.listing)
-
     def prefetch_heads(self, names: Iterable[str]) -> None:
         """Ask at once for the first bytes of the files of these names in this folder, where a listing can keep them."""
         if self.listing is not None:
@@ -242,11 +235,9 @@ class Location:
             atomic.remove_temporary(found)
             raise
 
-    def publish(
-        self, temporary: str, *, new: bool = False, after: AfterCommit | None = None, meter: Meter = OFF
-    ) -> None:
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         """Give a finished temporary this path; see `Storage.publish`."""
-        self.storage.publish(temporary, self.path, new=new, listing=self.listing, after=after, meter=meter)
+        self.storage.publish(temporary, self.path, new=new, meter=meter)
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         """Remove checkpoints of these names from this folder durably; return name → failure."""
@@ -290,20 +281,16 @@ def of_text(path: str) -> Location:
 
 @functools.lru_cache(maxsize=64)
 def _storage_of(scheme: str) -> RemoteStorage:
-    """Return the storage of a scheme; that of object stores also refuses those that none has."""
+    """Return the storage of a scheme."""
     # Here, because few programs need them.
-    from flax_ckpt_compat._core.object_store.schemes import SCHEMES
+    from flax_ckpt_compat._core.epath_store import hub, storage
+    from flax_ckpt_compat._core.object_store.client import SCHEMES
     from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 
-    if scheme in SCHEMES:
-        return ObjectStorage()
-    from flax_ckpt_compat._core.epath_store import files
-
-    if (found := files.files_of(scheme)) is None:
-        return ObjectStorage()
-    from flax_ckpt_compat._core.epath_store.storage import EpathStorage
-
-    return EpathStorage(scheme, found)
+    if scheme == "hf":
+        return hub.HubStorage()
+    # Unknown schemes get ObjectStorage, which raises.
+    return storage.EpathStorage(scheme) if scheme not in SCHEMES and storage.is_known(scheme) else ObjectStorage()
 
 
 def resolved(path: str) -> Location:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.upload import Upload
 
 # What is read with the request that opens a file.
 HEAD_BYTES = 64 * 2**10
-_SLASHES_OF_BUCKET = 2
 
 
 class Source(abc.ABC):
@@ -67,14 +66,11 @@ class Storage(abc.ABC):
     Attributes:
         is_remote: each look-up is a request, which a `Listing` saves. There are no links, locks or descriptors, and
             other libraries cannot open a path as a file.
-        has_client: TensorStore reads and writes it. Else `kvstore` is a local copy, for reads alone, and several
-            processes cannot save one checkpoint.
         names_processes: names of temporaries tell which process writes them, so that a live writer is noticed.
         sets_aside: what a rename cannot replace is first renamed itself; `restore_set_aside` puts it back.
     """
 
     is_remote: bool
-    has_client: bool = True
     names_processes: bool
     sets_aside: bool
 
@@ -159,10 +155,6 @@ class Storage(abc.ABC):
         """Delete one file."""
 
     @abc.abstractmethod
-    def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
-        """Ask for the sizes of many files at once, for `Listing.sizes`."""
-
-    @abc.abstractmethod
     def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
         """Ask at once for the first bytes of those of many paths that are files, for `Listing.heads`."""
 
@@ -171,10 +163,6 @@ class Storage(abc.ABC):
         """Read many small files at once, for `Listing.contents`."""
 
     # Checkpoints: how they come and go as a whole.
-
-    @abc.abstractmethod
-    def content_root(self, path: str, listing: Listing | None = None) -> str:
-        """Return the folder with a checkpoint's files: in a store, while it is replaced, one inside of it."""
 
     @abc.abstractmethod
     def why_unfinished(self, path: str, names: Collection[str]) -> str | None:
@@ -209,14 +197,11 @@ class Storage(abc.ABC):
         path: str,
         *,
         new: bool = False,
-        listing: Listing | None = None,
-        after: AfterCommit | None = None,
         meter: Meter = OFF,
     ) -> None:
         """Publish a finished temporary under its final name; no reader sees a part of it.
 
-        With ``new`` a checkpoint that has this name by now is not replaced. ``listing`` is one of the folder that was
-        just made, ``after`` takes what those who come next can use, and ``meter`` the bytes that are sent."""
+        With ``new`` a checkpoint that has this name by now is not replaced. ``meter`` counts the bytes."""
 
     @abc.abstractmethod
     def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
@@ -255,41 +240,3 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
         """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""
-
-
-class RemoteStorage(Storage):
-    """A store: paths are URLs, and a folder exists while a file is below it."""
-
-    is_remote = True
-    names_processes = sets_aside = False
-    max_key, max_inside = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
-
-    @abc.abstractmethod
-    def normal(self, path: str) -> str:
-        """Return a URL with a lower-case scheme, without ``.``, ``..`` and redundant slashes."""
-
-    @abc.abstractmethod
-    def discard_one(self, path: str, listing: Listing | None) -> None:
-        """Remove one checkpoint; raise StorageError on failure."""
-
-    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
-        failures = {}
-        for path in doomed:
-            try:
-                self.discard_one(path, listing)
-            except StorageError as error:
-                failures[path] = error
-        return failures
-
-    def resolve(self, path: str) -> str:
-        return path
-
-    def can_hold(self, path: str) -> bool:
-        return path.count("/") > _SLASHES_OF_BUCKET
-
-    def identity(self, path: str) -> None:
-        """Return None: folders have no identity, and files are compared by their version."""
-
-    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:  # noqa: ARG002
-        """Return nothing: nothing is set aside."""
-        return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection
 
-from flax_ckpt_compat._core.listing import AfterCommit
 from flax_ckpt_compat._core.progress import OFF, Meter
 
 
@@ -54,7 +53,7 @@ class Upload(abc.ABC):
         """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
 
     @abc.abstractmethod
-    def publish(self, staged: str, *, new: bool, after: AfterCommit | None = None) -> None:
+    def publish(self, staged: str, *, new: bool) -> None:
         """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Storage.publish`."""
 
     @abc.abstractmethod

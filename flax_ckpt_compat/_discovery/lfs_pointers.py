@@ -44,7 +44,6 @@ def _first_pointer(path: Location) -> Location | None:
             return None
         path = path.unlisted().listed()
         names = sorted(path.files_below())[:_MAX_FILES]
-        path.prefetch_sizes(names)
         for name in names:
             file = path / name
             with suppress(OSError, StorageError):

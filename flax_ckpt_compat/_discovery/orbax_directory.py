@@ -92,7 +92,7 @@ def describe(path: Location, names: set[str]) -> Description:
     if is_tree(path, names):
         kind = Layout.T5X if is_t5x(path, names) else Layout.TREE
         why = missing_in_tree(path, names)
-        items = {"": Item(Format.ORBAX, path.content_root())}
+        items = {"": Item(Format.ORBAX, path)}
         return Description(kind, why or "", items)
     is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
     if not names.intersection((*FINISHED, *PARTS)) and (is_one_array or is_folder_of_arrays(path, names)):

@@ -12,7 +12,7 @@ from jax import monitoring
 from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.location import LOCAL, Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
 from flax_ckpt_compat._core.storage_errors import writing
@@ -80,23 +80,20 @@ def _write(
     with request.options.meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
         for left in reversed(range(_TRIALS)):
-            with AfterCommit(request.directory.path) as after:
-                _publish(request, backend, prepared, tree, watch, None if request.step is None else after)
-                try:
-                    retain(request, after.listing)
-                    break
-                except ConcurrentWriteError:
-                    if not left:
-                        raise
+            _publish(request, backend, prepared, tree, watch)
+            try:
+                retain(request)
+                break
+            except ConcurrentWriteError:
+                if not left:
+                    raise
         watch.lap("retain")
     watch.count(lambda: nbytes_of(leaf for _, leaf in iter_leaves(tree)))
     watch.log("Saved", request.path)
     request.options.meter.settle(in_background=request.async_manager is not None)
 
 
-def _publish(
-    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, after: AfterCommit | None
-) -> None:
+def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
     location, meter = request.location, request.options.meter
     if meter.is_on:
         nbytes = nbytes_of(leaf for _, leaf in iter_leaves(tree))
@@ -110,7 +107,7 @@ def _publish(
             meter.begin_rest(LOCAL.total_size(temporary))
 
         def publish(location: Location, new: bool) -> None:
-            location.publish(temporary, new=new, after=after, meter=meter)
+            location.publish(temporary, new=new, meter=meter)
 
         validation.publish(request, publish)
     watch.lap("publish")

@@ -14,7 +14,6 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
@@ -30,10 +29,8 @@ _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
 
-def retain(request: SaveRequest, listing: Listing | None = None) -> None:
+def retain(request: SaveRequest) -> None:
     """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
-
-    ``listing`` is one of the directory that the commit made.
 
     Raises:
         ConcurrentWriteError: in a store, where nothing can be locked: this save and one of a newer step removed each
@@ -45,7 +42,7 @@ def retain(request: SaveRequest, listing: Listing | None = None) -> None:
             _check_there(request)
         if request.step is not None:
             saved_prefixes.record(request.checkpoint_dir, request.name)
-            _remove_others(request, listing)
+            _remove_others(request)
     finally:  # the checkpoint is saved even if the clean-up failed
         monitoring.record_event_duration_secs(
             "/jax/checkpoint/write/duration_since_last_checkpoint_secs", request.start - _last_saved
@@ -53,14 +50,14 @@ def retain(request: SaveRequest, listing: Listing | None = None) -> None:
         _last_saved = request.start
 
 
-def _remove_others(request: SaveRequest, listing: Listing | None) -> None:
+def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
     checkpoint_dir, failures, lost, is_gone = request.checkpoint_dir, list[StorageError](), False, False
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
         others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
-        listed = checkpoint_dir.listed_with(checkpoint_dir.directory.with_listing(listing)).listed()
+        listed = checkpoint_dir.listed()
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names = saved_steps.names_in(listed := checkpoint_dir.listed())  # a listing misses what is being replaced

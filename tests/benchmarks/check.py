@@ -5,8 +5,6 @@ are the same on every machine: Python calls for each leaf, files opened, bytes r
 to a peer that ran in turn with us in the same run: least of several rounds each, because other programs on the
 machine only ever add time. A ratio that is too high is measured twice more before it counts.
 
-The default tests, which CI runs before this, hold two costs by exact counts, and this does not measure them again: what
-object stores are asked (`COSTS` of tests/stores/test_rounds.py).
 """
 
 import dataclasses

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flax_ckpt_compat._core.epath_store import mirror
-from flax_ckpt_compat._core.epath_store.files import FileInfo, PathFiles
+from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.listing import Stat
+from flax_ckpt_compat._core.location import location_of
 from tests.support.interpreters import start_python
 from tests.support.shelf import Shelf
 
@@ -18,32 +19,31 @@ def test_what_is_there_is_copied_once(shelf: Shelf) -> None:
     """The same files are the same folder; what changed is copied anew, and the old copy stays for who reads it."""
     shelf.put("run/a/b", b"1")
     shelf.put("run/c", b"")
-    first = mirror.copy_of(PathFiles(), f"{shelf.url}/run")
+    first = location_of(f"{shelf.url}/run").kvstore()["path"]
     assert {str(path.relative_to(first)): path.read_bytes() for path in Path(first).rglob("*") if path.is_file()} == {
         "a/b": b"1",
         "c": b"",
     }
-    assert mirror.copy_of(PathFiles(), f"{shelf.url}/run") == first
+    assert location_of(f"{shelf.url}/run").kvstore()["path"] == first
     shelf.put("run/c", b"longer")
-    second = mirror.copy_of(PathFiles(), f"{shelf.url}/run")
+    second = location_of(f"{shelf.url}/run").kvstore()["path"]
     assert second != first
     assert Path(second, "c").read_bytes() == b"longer" and Path(first, "c").read_bytes() == b""
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_names_that_lead_out_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_lead_out_are_refused(name: str) -> None:
     """Nothing is written outside of the copy, whatever a store lists."""
-    monkeypatch.setattr(PathFiles, "below", lambda *_: {name: FileInfo(1, "1")})
     with pytest.raises(CorruptCheckpointError, match="do not use it"):
-        mirror.copy_of(PathFiles(), "shelf://x/run")
+        copies.copy_of("shelf://x/run", {name: Stat(1, "1")}, lambda path: location_of(path).open_file())
 
 
 def test_copies_go_with_their_process(tmp_path: Path) -> None:
     """The end of a forked process leaves those of its parent."""
     program = """
 import os, sys
-from flax_ckpt_compat._core.epath_store import mirror
-root = mirror._root()
+from flax_ckpt_compat._core.epath_store import copies
+root = copies._root()
 child = os.fork()
 if not child:
     sys.exit()

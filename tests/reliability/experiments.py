@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, late, network, power, processes, reads, removed, stores
+from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, reads, removed, stores
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
@@ -78,20 +78,6 @@ WITHOUT_SHIM = (
     ),
     Experiment("overwrites s3", "the same, on `s3://`", stores.on("s3", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("overwrites gs", "the same, on `gs://`", stores.on("gs", concurrent.overwrites), SYSTEMS[:2]),
-    Experiment(
-        "late s3",
-        "a store executes deletions late, or twice, while the step is saved again: `s3://` with the extra `s3`",
-        late.deletions("s3"),
-        SYSTEMS[:2],
-    ),
-    Experiment(
-        "late s3 alone",
-        "the same, on `s3://` without the extra",
-        late.deletions("s3", with_botocore=False),
-        SYSTEMS[:2],
-        is_promised=False,
-    ),
-    Experiment("late gs", "the same, on `gs://`", late.deletions("gs"), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
     Experiment("cleaner", "saved while another program removes temporaries", removed.beside_a_cleaner),
     Experiment(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from tests.support import az, gs, s3
 from tests.support.az import AzBucket, AzProxy
 from tests.support.gs import GsBucket, GsProxy
@@ -70,8 +69,6 @@ def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     """An empty bucket of gs://, to which the environment leads the library through a proxy without faults."""
     for name, value in gs.environment(gs_server).items():
         monkeypatch.setenv(name, value)
-    # Else a test that made the JSON API unreachable would cost the next ones more requests, for five minutes.
-    monkeypatch.setattr(gs_scheme, "_cache", {})
     gs_server.log.clear()
     yield gs.new_bucket(gs_server)
     gs_server.rule = lambda method, path: ""
@@ -94,7 +91,6 @@ def az_bucket(az_server: AzProxy, monkeypatch: pytest.MonkeyPatch) -> AzBucket:
     for name, value in az.environment(az_server).items():
         monkeypatch.setenv(name, value)
     az_server.proxy.log.clear()
-    az.forget_clients()
     return az.new_bucket(az_server)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import ssl
-import types
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +12,6 @@ import pytest
 
 from flax_ckpt_compat import config, restore, save
 from flax_ckpt_compat._core.errors import ChecksumError, StorageError
-from flax_ckpt_compat._core.object_store import gs, retrying, uploads
 from tests.support.gs import GsBucket
 from tests.support.s3 import Answer, Bucket, Proxy
 from tests.support.trees import fingerprint
@@ -79,12 +74,11 @@ def flipping_bodies(proxy: Proxy, method: str, times: int) -> Iterator[list[str]
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any) -> None:
     """The store tells the CRC-32C of what arrived."""
-    monkeypatch.setattr(uploads, "_COMPARE_BYTES", 1 << 20)  # less than there is
     with (
         flipping_bodies(gs_bucket.proxy, "POST", times=1),
-        pytest.raises(StorageError, match=r"was changed on its way.*overwrite=True"),
+        pytest.raises(StorageError, match=r"were changed on their way.*overwrite=True"),
     ):
         save(f"{gs_bucket.url}/c", TREE, format=format)
     save(f"{gs_bucket.url}/c", TREE, format=format, overwrite=True)
@@ -105,52 +99,8 @@ def test_gs_changed_downloads_are_read_again(gs_bucket: GsBucket) -> None:
             assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
 
 
-def test_gs_without_a_checksum_is_unverified(gs_bucket: GsBucket) -> None:
-    """Where the JSON API tells nothing, saves and restores work."""
-    with gs_bucket.proxy.failing(lambda _, path: "403" if "fields=crc32c" in path else ""):
-        save(f"{gs_bucket.url}/c", TREE, format="msgpack")
-        assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
-    asked = len([one for one in gs_bucket.proxy.log if "fields=crc32c" in one.path])
-    with gs_bucket.proxy.failing(lambda _, path: "refuse" if "fields=crc32c" in path else ""):
-        for _ in range(3):
-            assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
-    assert len([one for one in gs_bucket.proxy.log if "fields=crc32c" in one.path]) == asked + 1
-    del gs._cache["unreachable"]
-
-
-def test_gs_trusts_whom_tensorstore_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests over TLS verify the server by the certificates of TENSORSTORE_CA_BUNDLE; loopback needs none."""
-    sent = dict[str, Any]()
-
-    def send(request: urllib.request.Request, timeout: float, context: Any) -> Any:
-        sent[request.type] = context
-        return contextlib.nullcontext(types.SimpleNamespace(status=200, read=lambda: b"{}"))
-
-    monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", "/certificates.pem")
-    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: f"context of {cafile}")
-    monkeypatch.setattr(urllib.request, "urlopen", send)
-    gs._ssl_context.cache_clear()
-    for scheme in ("http", "https"):
-        assert gs._send(urllib.request.Request(f"{scheme}://store/b"), timeout=1) == (200, {})
-    gs._ssl_context.cache_clear()
-    assert sent == {"http": None, "https": "context of /certificates.pem"}
-
-
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_s3_refuses_changed_uploads_and_they_are_sent_again(bucket: Bucket, format: str) -> None:
-    """Each upload is signed with its SHA-256; what S3 refuses for that is a failure of the network."""
-    with flipping_uploads(bucket.proxy, times=2) as changed:
-        save(f"{bucket.url}/c", TREE, format=format)
-    assert len(changed) == 2
-    assert fingerprint(restore(f"{bucket.url}/c", None)) == fingerprint(TREE)
-
-
-def test_uploads_that_always_change_are_an_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is saved, and the message says what happened."""
-    monkeypatch.setattr(retrying, "_FIRST_PAUSE", 0.01)
-    with (
-        flipping_uploads(bucket.proxy, times=99),
-        pytest.raises(StorageError, match=r"SHA256Mismatch.*changed in transit"),
-    ):
+def test_s3_refuses_changed_uploads(bucket: Bucket) -> None:
+    """Each upload is signed with its SHA-256: nothing is saved, and the message says what happened."""
+    with flipping_uploads(bucket.proxy, times=99), pytest.raises(StorageError, match="could not be written"):
         save(f"{bucket.url}/c", TREE, format="msgpack")
     assert bucket.keys() == []

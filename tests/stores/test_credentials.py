@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core.object_store import request_errors
 from flax_ckpt_compat.errors import StorageError
 from tests.support.s3 import Answer, Bucket
 
@@ -110,8 +108,7 @@ def test_variables_that_are_set_anew(bucket: Bucket, keys: list[str], monkeypatc
     assert ours.available_steps(f"{bucket.url}/run") == []
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_answers_without_a_word(format: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_a_word(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A HEAD with an expired key is answered HTTP 400 and nothing else; so is one for another region."""
     store = bucket.proxy.store
     monkeypatch.setattr(
@@ -120,18 +117,5 @@ def test_answers_without_a_word(format: Any, bucket: Bucket, monkeypatch: pytest
         lambda method, *rest: (400, [], b"") if method == "HEAD" else store(method, *rest),
     )
     with pytest.raises(StorageError, match=r"credentials may have expired: renew them; or .* region: set AWS_REGION"):
-        flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format=format)
+        flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format="orbax")
     assert ours.available_steps(f"{bucket.url}/run") == []
-
-
-@pytest.mark.parametrize(
-    ("told", "remedy"),
-    [
-        ("Malformed List response: missing <ListBucketResult>", "not an answer of a store: check the proxy"),
-        ("UNKNOWN: CURL error SSL peer certificate or SSH remote key was not OK", "set TENSORSTORE_CA_BUNDLE"),
-    ],
-)
-def test_what_lies_between(told: str, remedy: str) -> None:
-    """The error names the proxy, or the certificate, and not credentials."""
-    translate: Callable[..., Exception] = request_errors.translate_error
-    assert remedy in str(translate("s3://bucket/run", "listed", ValueError(told)))

@@ -12,7 +12,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.object_store import retrying as store_retrying
+from flax_ckpt_compat._core.object_store import s3 as s3_client
 from flax_ckpt_compat._core.object_store import storage as store
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
@@ -120,7 +120,7 @@ def test_an_error_is_not_its_own_cause(bucket: Bucket) -> None:
         leaf = opened.tree["w"]
         with bucket.proxy.failing(from_request(0, "403")), pytest.raises(StorageError) as raised:
             leaf.read()
-    assert isinstance(raised.value.__cause__, ValueError)
+    assert raised.value.__cause__ is not raised.value
 
 
 @pytest.mark.slow
@@ -129,8 +129,9 @@ def test_a_store_that_does_not_answer(
     compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting ends, with an error that says so."""
-    monkeypatch.setattr(store_retrying, "_TIMEOUT", 0.2)
-    monkeypatch.setattr(store_retrying, "_MIN_RATE", 2**40)  # no time for the bytes that a whole object may have
+    monkeypatch.setattr(s3_client, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(s3_client, "_TRIES", 2)
+    monkeypatch.setenv("AWS_PROFILE", "")  # so that a new client is made
     monkeypatch.setattr(store, "_TIMEOUT", 0.2)
     save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")

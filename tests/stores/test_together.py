@@ -12,10 +12,10 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import verify
-from flax_ckpt_compat._core.object_store import removal
+from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import CorruptCheckpointError
 from tests.multiprocess import jobs, real_jobs, store_jobs
-from tests.stores.test_overwrites import from_change
+from tests.stores.test_rules_crash import from_change
 from tests.support import s3
 from tests.support.s3 import Bucket, Proxy
 from tests.support.saves import use_flag
@@ -276,7 +276,7 @@ def test_what_dead_processes_left_is_removed_after_a_day(bucket: Bucket) -> None
     bucket.put(f"run/checkpoint_1/_begun.{old}.{tag}", b"")
     bucket.put(f"run/checkpoint_1/_begun.{old}.{'0' * 32}", b"")
     bucket.put(f"run/checkpoint_1/ocdbt.process_0.{'0' * 32}/d/1", b"stray")
-    removal.remove_stale(root)
+    location_of(root).prepare_directory()
     assert bucket.keys() == whole
     assert team.call(jobs.restore_small, root) == [1, 1]
 
@@ -287,8 +287,8 @@ def test_arrays_without_a_file_are_removed_after_a_day(bucket: Bucket) -> None:
     team.call(jobs.save_small, root, False, 1)
     bucket.put(f"run/checkpoint_1_gda/_begun.{int(time.time()) - 25 * 3600}.{'0' * 32}", b"")
     before = bucket.keys()
-    assert removal.remove_stale(root) == []
+    location_of(root).prepare_directory()
     assert bucket.keys() == before
     bucket.delete("run/checkpoint_1")
-    assert removal.remove_stale(root) == ["checkpoint_1_gda"]
+    location_of(root).prepare_directory()
     assert bucket.keys() == []

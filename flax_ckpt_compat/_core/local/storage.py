@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
+from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic, directories, presence
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
@@ -31,9 +31,6 @@ class LocalStorage(Storage):
 
     def listing(self, path: str) -> None:
         """Return None: see `Storage.listing`."""
-
-    def content_root(self, path: str, listing: Listing | None = None) -> str:  # noqa: ARG002
-        return path
 
     def files_below(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
         return directories.files_below(path)
@@ -161,8 +158,6 @@ class LocalStorage(Storage):
         path: str,
         *,
         new: bool = False,
-        listing: Listing | None = None,  # noqa: ARG002
-        after: AfterCommit | None = None,  # noqa: ARG002
         meter: Meter = OFF,  # noqa: ARG002  (a rename takes no time)
     ) -> None:
         atomic.publish(temporary, path, new=new)
@@ -180,11 +175,11 @@ class LocalStorage(Storage):
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
         atomic.remove_stale(path, names)
 
-    def prefetch_sizes(self, paths: Collection[str], listing: Listing) -> None:
+    def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
         """Raise: without listings there is nothing to prefetch for."""
         raise AssertionError(paths, listing)
 
-    prefetch_heads = prefetch_contents = prefetch_sizes
+    prefetch_contents = prefetch_heads
 
     def open_file(self, path: str) -> Source:
         from flax_ckpt_compat._core.local.local_file import LocalFile  # here, because listings do without numpy

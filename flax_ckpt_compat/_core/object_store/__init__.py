@@ -1,1 +1,1 @@
-"""Read, upload and commit objects of ``s3://`` and ``gs://``."""
+"""Read, write and commit objects of ``s3://``, ``gs://`` and ``az://`` by the clients of fsspec."""

@@ -1,308 +1,248 @@
-"""Access object stores (``s3://``, ``gs://``) as folders of objects.
+"""Define `Client`, the few requests that stores are sent, through the asynchronous clients of fsspec.
 
-A URL is ``scheme://bucket/key``. A missing object is a FileNotFoundError, as in a file system; every other failure is
-a `StorageError` with a remedy. Idempotent requests are retried: reads, lists, deletions, and writes of whole objects.
+A URL is ``scheme://bucket/key``. Requests retry by themselves, run on the event loop of fsspec, and may be sent from
+several threads at once.
 """
 
 from __future__ import annotations
 
-import functools
+import abc
+import asyncio
 import importlib
+import os
 import posixpath
-from collections.abc import Callable, Iterable
-from typing import Any
+import queue
+import re
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, ClassVar
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
-from flax_ckpt_compat._core.object_store import size_probing, visible_objects
-from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
-from flax_ckpt_compat._core.object_store.request_errors import OutOfRangeError, store_error
-from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
-from flax_ckpt_compat._core.object_store.schemes import SCHEMES
-from flax_ckpt_compat._core.orbax_layout import MANIFEST
-from flax_ckpt_compat._core.storage_errors import not_found
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.listing import Stat
+from flax_ckpt_compat._core.object_store.request_errors import ConflictError, has_expired, translate
+from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 
-# TensorStore's version of a missing object (measured).
-NO_OBJECT = b"\x02"
-_DOTS = {".", ".."}
-HEAD_BYTES = 32  # enough to tell a msgpack tree from most other files
-# Assumed size of objects that are read whole (JSON and the like), for timeouts.
-_SMALL_BYTES = 64 * 2**20
+SCHEMES = ("s3", "gs", "az")
+ABSENT = ""  # the version of an object that is not there
+PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
+CONNECT_SECONDS, ANSWER_SECONDS = 10, 30  # without a byte, before a request is tried again
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
+_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 
-def scheme_of(url: str) -> StoreScheme:
-    """Return what the scheme of a URL has of its own."""
-    return _scheme(split(url)[0])
+def split(url: str) -> tuple[str, str, str]:
+    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
+    match = _URL.fullmatch(url)
+    scheme = match[1].lower() if match else ""
+    if match is None or scheme not in SCHEMES:
+        known = "s3://, gs://, az:// and hf:// URLs, those of path classes registered with epath, and local paths"
+        raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
+    if not match[2]:
+        raise StorageError(f"{url} names no bucket; write {scheme}://bucket/folder", path=url)
+    return scheme, match[2], match[3].removeprefix("/")
 
 
-@functools.cache
-def _scheme(name: str) -> StoreScheme:
-    module, _, kind = SCHEMES[name].implementation.rpartition(".")
-    found: StoreScheme = getattr(importlib.import_module(module), kind)()
-    return found
+def normal(url: str) -> str:
+    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
+    scheme, bucket, key = split(url)
+    if found := _REFUSED.search(url):
+        message = f"{url!a} has the character {found[0]!a}, with which stores take no name, or change it; leave it out"
+        raise StorageError(message, path=url)
+    return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
 
-def bucket_store(url: str, context: Any = None) -> Any:
-    """Open the bucket of a URL as a TensorStore ``KvStore``; see `StoreScheme.open`."""
-    return scheme_of(url).open(split(url)[1], context)
+class Client(abc.ABC):
+    """Requests to the stores of one scheme.
 
+    A missing object is a FileNotFoundError, an object of another version a ConflictError, and any other failure a
+    StorageError with a remedy.
 
-def spec(url: str) -> dict[str, Any]:
-    """Return TensorStore's spec of the folder ``url``, as the base of an array or of a database."""
-    _, bucket, key = split(url)
-    found, folder = scheme_of(url).bucket_spec(bucket), visible_objects.parent(key)
-    if folder is not None:  # the manifest is the only file of a database whose name another one has too
-        manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{MANIFEST}"}, "exact": MANIFEST}
-        data = {"base": found | {"path": f"{folder}/"}}
-        return {"driver": "kvstack", "layers": [data, manifest | {"strip_prefix": len(MANIFEST)}], "path": ""}
-    return found | {"path": key.removesuffix("/") + "/"} if key else found
+    Attributes:
+        package, extra: what has fsspec's client, and our extra that installs it.
+        variables: names of the environment variables that choose the store and the credentials.
+        needs_commit_file: a folder without ``commit_success.txt`` is incomplete, as for real Orbax.
+        has_driver: TensorStore reads this store.
+    """
 
+    package: ClassVar[str]
+    extra: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]]
+    needs_commit_file: ClassVar[bool]
+    has_driver: ClassVar[bool] = True
 
-def listing(url: str) -> Listing:
-    """List all keys below a folder."""
-    found = fresh_keys(url)
-    return Listing(url, found, visible_objects.visible(found))
+    def __init__(self) -> None:
+        """Connect on first use."""
+        self._connected: tuple[Any, Any] = (None, None)
 
+    # Requests.
 
-def watch(url: str, known: Listing | None = None) -> Callable[[], bool]:
-    """Return a function that lists a folder, and returns whether its checkpoint was replaced since it was listed."""
-    before = known_or_fresh_keys(url, known)
-    return lambda: is_replaced(url, before)
+    def list(self, url: str) -> dict[str, Stat]:
+        """Return all objects below a folder by their names relative to it, in order."""
+        key = split(url)[2]
+        prefix = f"{key}/" if key else ""
+        found = self._run(url, "listed", lambda store, bucket, _: self._list(store, bucket, prefix))
+        names = {name[len(prefix) :]: stat for name, stat in found.items()}
+        # Consoles and tools create an empty object for a folder. Keys with . or .. would reach other objects.
+        return {name: names[name] for name in sorted(names) if name and name[-1] != "/" and not _has_dots(name)}
 
+    def stat(self, url: str) -> Stat:
+        """Return size and version of an object."""
+        found: Stat = self._run(url, "found", self._stat)
+        return found
 
-def is_replaced(url: str, before: list[str]) -> bool:
-    """Return whether a folder's checkpoint was replaced since it had these keys."""
-    # An object is read in one version; of an empty folder, nothing is.
-    return bool(before) and visible_objects.is_replaced(before, fresh_keys(url))
-
-
-def keys(url: str, known: Listing | None = None) -> list[str]:
-    """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
-    listed = None if known is None else known.below(url, every=visible_objects.is_in_next_folder(url))
-    return visible_objects.visible(fresh_keys(url)) if listed is None else listed
-
-
-def known_keys(url: str, known: Listing | None = None) -> list[str] | None:
-    """Return what `fresh_keys` returned for the listing; None if it does not cover the folder."""
-    return None if known is None else known.below(url, every=True)
-
-
-def known_or_fresh_keys(url: str, known: Listing | None = None) -> list[str]:
-    """Return `known_keys`, or `fresh_keys` where there are none."""
-    found = known_keys(url, known)
-    return fresh_keys(url) if found is None else found
-
-
-def content_root(url: str, known: Listing | None = None) -> str:
-    """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    inside = visible_objects.current_folder(known_or_fresh_keys(url, known))
-    return url if inside is None else f"{url}/{inside}"
-
-
-def fresh_keys(url: str) -> list[str]:
-    """List all objects below a folder, without the cache and with those of running saves."""
-    key = key_of(url)
-    prefix = key.encode() + b"/" if key else b""
-    stop = prefix[:-1] + b"0" if prefix else b""  # "0" follows "/"
-    whole = scheme_of(url).list_keys(url, prefix, stop)
-    found = (key[len(prefix) :].decode("utf-8", "surrogateescape") for key in whole)
-    # Consoles and tools create an empty object for a folder. Requests for keys with . or .. would reach other objects.
-    return sorted(key for key in found if key and key[-1] != "/" and not _DOTS.intersection(key.split("/")))
-
-
-def keys_after_commit(url: str, after: AfterCommit | None) -> list[str]:
-    """List a folder afresh; as part of the listing that `AfterCommit` asks for."""
-    if after is None:
-        return fresh_keys(url)
-    after.listing = listing(after.folder)
-    return after.listing.below(url, every=True) or []
-
-
-def names(url: str, known: Listing | None = None) -> list[str]:
-    """Return the names of the objects and folders directly in the folder ``url``."""
-    return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url, known)))
-
-
-def is_object(url: str, known: Listing | None = None) -> bool:
-    """Return whether ``url`` is an object itself."""
-    listed = _is_listed(url, known)
-    if listed is not None:
-        return listed
-    if known is None:
-        return _read(url, slice(0, 0)) is not None
-    try:
-        head(url, known)  # the next question is what it begins with
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def is_listed_object(url: str, known: Listing | None = None) -> bool:
-    """Return whether the listing has ``url`` as an object; False if it does not cover it."""
-    return bool(_is_listed(url, known))
-
-
-def _is_listed(url: str, known: Listing | None) -> bool | None:
-    if known is None:
-        return None
-    return known.holds_file(url, every=visible_objects.is_in_next_folder(posixpath.dirname(url)))
-
-
-def read(url: str, known: Listing | None = None) -> bytes:
-    """Read a whole object; raise FileNotFoundError if there is none."""
-    cached = None if known is None else known.contents.get(url)
-    return _whole(url, _read_there(url, None)) if cached is None else cached
-
-
-def read_range(url: str, start: int, stop: int) -> bytes:
-    """Read a range of an object; fewer bytes, or none, if it ends before ``stop``."""
-    if stop <= start:
-        return b""
-    found = _read_there(url, slice(start, stop))
-    if isinstance(found, int):  # a range that reaches beyond the end is refused
-        end = found if found >= 0 else size(url)
-        found = b"" if end <= start else _read_there(url, slice(start, min(stop, end)))
-    return _whole(url, found)
-
-
-def size(url: str, known: Listing | None = None) -> int:
-    """Return the size of an object in bytes, reading at most the end of it."""
-    if known is not None and url in known.sizes:
-        return known.sizes[url]
-    scheme = scheme_of(url)
-    if not scheme.tells_sizes:
-        stored = scheme.stored_size(_resolve(url))
-        return probed_size(url) if stored is None else stored
-    # The error for a range beyond the end has the size.
-    found = _read_there(url, slice(size_probing.BEYOND_END, size_probing.BEYOND_END + 1))
-    return found if isinstance(found, int) and found >= 0 else probed_size(url)
-
-
-def head(url: str, known: Listing | None = None) -> bytes:
-    """Return the first bytes of an object, all of a tiny one; one request if it has more, or none if it is known."""
-    if known is not None and url in known.heads:
-        return known.heads[url]
-    if _is_listed(url, known) is False:
-        raise not_found(url)
-    found = read_range(url, 0, HEAD_BYTES)
-    if known is not None:
-        known.heads[url] = found
-    return found
-
-
-def version(url: str) -> bytes:
-    """Return TensorStore's generation of an object; `NO_OBJECT` if there is none."""
-    try:
-        found = request_object(url, slice(0, 0))
-    except OutOfRangeError:
-        found = request_object(url, None)  # it is empty
-    return bytes(found.stamp.generation)
-
-
-def probed_size(url: str) -> int:
-    """Find a size by reading; see `size_probing.probed_size`."""
-    return size_probing.probed_size(url, lambda start, stop: _read_there(url, slice(start, stop)))
-
-
-def _read_there(url: str, span: slice | None) -> bytes | int:
-    """Return what `_read` does; raise FileNotFoundError if there is no object."""
-    found = _read(url, span)
-    if found is None:
-        raise not_found_error(url)
-    return found
-
-
-def _read(url: str, span: slice | None) -> bytes | int | None:
-    """Return the bytes; None if there is no object; its size, or -1, if it ends before the span does."""
-    try:
-        result = request_object(url, span)
-    except OutOfRangeError as error:
-        return error.size
-    return None if result is None or result.state == "missing" else bytes(result.value)
-
-
-def request_object(url: str, span: slice | None) -> Any:
-    """Read an object, or a span of it; return TensorStore's result, or None for the bucket itself."""
-    key = visible_objects.resolve_key(key_of(url))
-    if not key:
+    def find(self, url: str) -> Stat | None:
+        """Return size and version of an object, or None."""
+        with suppress(FileNotFoundError):
+            return self.stat(url) if split(url)[2] else None
         return None
 
-    def request() -> Any:
-        bucket = bucket_store(url)
-        return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
+    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
+        """Read an object, or a part of it, in this version; fewer bytes if it ends before ``stop``."""
+        if stop is not None and stop <= start:
+            return b""
+        return self._read_there(url, start, stop, version)[0]
 
-    nbytes, at_most = (0, _SMALL_BYTES) if span is None else (span.stop - span.start, 0)
-    try:
-        found = retry(url, "read", request, nbytes, at_most=at_most)
-    except OutOfRangeError as error:
-        if span is None:
-            raise too_short(url) from error
-        raise
-    if found.state == "unspecified":  # see `_write`
-        raise _unconditional_412(url, "read")
-    return found
+    def open(self, url: str, nbytes: int) -> tuple[bytes, Stat]:
+        """Return the first bytes of an object, with the size and version that it has."""
+        data, found = self._read_there(url, 0, nbytes, None)
+        return data, self.stat(url) if found is None else found
 
+    def _read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+        found: tuple[bytes, Stat | None] = self._run(
+            url, "read", lambda store, bucket, key: self._read(store, bucket, key, start, stop, version)
+        )
+        return found
 
-def stored_crc32c(url: str) -> int | None:
-    """Return the CRC-32C of an object that its store reports, or None."""
-    return scheme_of(url).stored_crc32c(_resolve(url))
+    def put(self, url: str, data: bytes, version: str | None = None) -> str:
+        """Write an object that has this version, `ABSENT` or any; return its new one."""
+        try:
+            return self._put_once(url, data, version)
+        except ConflictError:
+            # A try whose answer was lost has written it.
+            found = None if version is None else self.find(url)
+            if found is not None and found.size == len(data) and self.read(url, version=found.version) == data:
+                return found.version
+            raise
 
+    def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
+        """Write an object from a local file; see `put`."""
+        if os.path.getsize(path) > PART_BYTES:
+            return self._put_large(url, path, version, meter)
+        with open(path, "rb") as file:
+            found = self.put(url, file.read(), version)
+        meter.add(os.path.getsize(path), url)
+        return found
 
-def _resolve(url: str) -> str:
-    """Return the URL of the object itself; see `visible_objects.resolve_key`."""
-    key = key_of(url)
-    return f"{url.removesuffix(key)}{visible_objects.resolve_key(key)}"
-
-
-def _whole(url: str, found: bytes | int) -> bytes:
-    if isinstance(found, int):
-        raise too_short(url)
-    return found
-
-
-def too_short(url: str) -> StorageError:
-    """Return the error for an answer that ends before the object does."""
-    return store_error(url, "read", "the answer has fewer bytes than the object", "")
-
-
-def not_found_error(url: str) -> FileNotFoundError:
-    """Return the error for a missing object; a list raises if its bucket is missing too."""
-    fresh_keys(url)
-    return not_found(url)
-
-
-def write(url: str, data: bytes) -> None:
-    """Write a whole object; the old one stays until it is complete."""
-    _write(url, "written", lambda: bucket_store(url).write(key_of(url), data), len(data))
-
-
-def delete(url: str) -> None:
-    """Delete an object, if it exists."""
-    _write(url, "deleted", lambda: bucket_store(url).write(key_of(url), None))
-
-
-def delete_version(url: str, there: bytes) -> bool:
-    """Delete this version of an object: a request that the store executes late, or twice, deletes no newer one.
-
-    Return whether it was deleted. Where `StoreScheme.deletes_versions` is False, any version is."""
-    scheme = scheme_of(url)
-    if not scheme.deletes_versions():
-        delete(url)
+    def delete(self, url: str, version: str | None = None) -> bool:
+        """Delete an object if it has this version; return whether it was there, as far as the store tells."""
+        try:
+            self._run(url, "deleted", lambda store, bucket, key: self._delete(store, bucket, key, version))
+        except (FileNotFoundError, ConflictError):
+            return False
         return True
-    return scheme.delete_version(url, there)
+
+    def unfinished(self, url: str) -> dict[str, float]:  # noqa: ARG002  (most stores have none)
+        """Return names below a folder with parts of an upload that has not ended → when it began."""
+        return {}
+
+    def abort_unfinished(self, url: str) -> None:  # noqa: B027  (most stores have none)
+        """Delete the parts of all unfinished uploads of an object."""
+
+    def _put_once(self, url: str, data: bytes, version: str | None) -> str:
+        found: str = self._run(url, "written", lambda store, bucket, key: self._put(store, bucket, key, data, version))
+        return found
+
+    # What each scheme has of its own: coroutines that raise the errors of its client.
+
+    @abc.abstractmethod
+    def connect(self) -> Any:
+        """Return a new client of fsspec, which no other code shares."""
+
+    @abc.abstractmethod
+    async def _list(self, store: Any, bucket: str, prefix: str) -> dict[str, Stat]:
+        """Return all objects whose keys begin with a prefix, by key."""
+
+    @abc.abstractmethod
+    async def _stat(self, store: Any, bucket: str, key: str) -> Stat: ...
+
+    @abc.abstractmethod
+    async def _read(
+        self, store: Any, bucket: str, key: str, start: int, stop: int | None, version: str | None
+    ) -> tuple[bytes, Stat | None]:
+        """Return a part of an object, and what the answer tells of all of it; no bytes and None beyond its end."""
+
+    @abc.abstractmethod
+    async def _put(self, store: Any, bucket: str, key: str, data: bytes, version: str | None) -> str: ...
+
+    @abc.abstractmethod
+    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
+        """Write an object from a large file, if possible by several connections."""
+
+    @abc.abstractmethod
+    async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None: ...
+
+    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
+        """Return TensorStore's spec of a bucket."""
+        raise NotImplementedError
+
+    # The loop.
+
+    def _run(self, url: str, doing: str, request: Callable[[Any, str, str], Coroutine[Any, Any, Any]]) -> Any:
+        scheme, bucket, key = split(url)
+        for is_last in (False, True):
+            store = self._store(url)
+            try:
+                return _run(store.loop, lambda store=store: request(store, bucket, key))  # type: ignore[misc]
+            except StorageError:
+                raise
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
+                # Another program may have renewed the credentials in their file.
+                if is_last or not has_expired(error):
+                    raise translate(error, scheme, url, bucket, doing) from error
+                self._connected = None, None
+        raise AssertionError
+
+    def _store(self, url: str) -> Any:
+        """Return fsspec's client: another one in a forked process, and for other credentials."""
+        wanted = (os.getpid(), *map(os.environ.get, self.variables))
+        key, store = self._connected
+        if key != wanted:
+            try:
+                importlib.import_module(self.package)
+            except ImportError as error:
+                message = f"{url}: {split(url)[0]}:// needs the package {self.package}: pip install {self.package}"
+                raise StorageError(f"{message}, or this package with its extra `{self.extra}`", path=url) from error
+            store = self.connect()
+            self._connected = wanted, store
+        return store
 
 
-def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:
-    stamp = retry(url, operation, request, nbytes)
-    if not stamp.generation:  # TensorStore's sign of HTTP 412, even without a condition
-        raise _unconditional_412(url, operation)
+def _has_dots(name: str) -> bool:
+    return not {".", ".."}.isdisjoint(name.split("/"))
 
 
-def _unconditional_412(url: str, operation: str) -> StorageError:
-    return store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
+def _run(loop: asyncio.AbstractEventLoop, start: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine on a loop of another thread; an interrupt of this one cancels it.
 
+    The answer comes by a queue without locks of Python, so a signal handler that interrupts this may ask, too."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    tasks: list[asyncio.Task[None]] = []
 
-def delete_all(urls: Iterable[str]) -> None:
-    """Delete objects in parallel, in any order."""
-    in_parallel(delete, list(urls))
+    async def answer() -> None:
+        try:
+            answers.put((await start(), None))
+        except BaseException as error:  # noqa: BLE001  (raised by the caller)
+            answers.put((None, error))
+
+    loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(answer())))
+    try:
+        found, error = answers.get()
+    except BaseException:
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+        raise
+    if error is not None:
+        raise error
+    return found

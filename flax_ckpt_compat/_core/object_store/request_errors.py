@@ -1,144 +1,113 @@
-"""Translate TensorStore's errors of requests to object stores into ours, with reason and remedy."""
+"""Translate the errors of fsspec's clients into ours, with reason and remedy."""
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store.schemes import SCHEMES, Scheme
 from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found
 
-_TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-_REFUSED_CODES = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-_EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
-# S3 refuses bytes that do not have the SHA-256 with which TensorStore signs each upload.
-_DAMAGED_UPLOAD = re.compile(r"XAmzContentSHA256Mismatch|BadDigest")
-_CODE = re.compile(r"\b([A-Z][A-Z_]{4,}): ")
-_SIZE = re.compile(r"<ActualObjectSize>(\d+)<|total size (\d+)")
-_STATUS = re.compile(r"http_response_code='(\d+)'")
-# Statuses of an object, and not of the store: it exists, is missing, or is shorter.
-_OBJECT_STATUSES = ("", "200", "206", "404", "412", "416")
-_EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant")
-_UNKNOWN = "Unknown"  # the reason of a response to HEAD, which has no text
-_STATUS_OF_CODE = {"NOT_FOUND": "404", "UNAUTHENTICATED": "401"}
-
-
-class OutOfRangeError(Exception):
-    """A range ends beyond the end of its object, of ``size`` bytes; -1 if the store does not report it."""
-
-    def __init__(self, size: int):
-        super().__init__(size)
-        self.size = size
-
-
-def code_of(error: BaseException) -> str:
-    """Return TensorStore's error code, such as UNAVAILABLE; '' if there is none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_ENDPOINT = {
+    "s3": "AWS_REGION and AWS_ENDPOINT_URL",
+    "gs": "STORAGE_EMULATOR_HOST",
+    "az": "AZURE_STORAGE_CONNECTION_STRING",
+}
+_NO_CREDENTIALS = re.compile(r"NoCredentials|PartialCredentials|CredentialRetrieval|DefaultCredentials|Must provide")
+_EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName")
+_ELSEWHERE = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint")
+_NO_WORD, _MISSING, _UNAUTHORIZED, _DENIED, _BUSY = 400, 404, 401, 403, (429, 503)
+_CONFLICTS = (409, 412)  # another version, or another writer at this moment
+OUT_OF_RANGE = 416
+# TensorStore's errors of the store or the network; others are of what is stored.
+_OF_STORE = re.compile(
+    r"\b(UNAVAILABLE|INTERNAL|UNKNOWN|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED): "
+    r"|http_response_code='(?!200|206|404|412|416)"
+)
 
 
-def is_transient(error: Exception) -> bool:
-    """Return whether a request that failed with this error may be tried again."""
-    if isinstance(error, TimeoutError) or _DAMAGED_UPLOAD.search(str(error)):
-        return True
-    return code_of(error) in _TRANSIENT_CODES and _EXHAUSTED not in str(error)
+class ConflictError(StorageError):
+    """An object does not have the version that a request was to read, replace or delete."""
 
 
-def is_refusal(error: Exception) -> bool:
-    """Return whether a store refused a request for its credentials."""
-    return code_of(error) in _REFUSED_CODES or has_expired(error)
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of a client's error; 0 if it is of none."""
+    if isinstance(error, FileNotFoundError):
+        return _MISSING
+    if isinstance(error, FileExistsError):
+        return _CONFLICTS[1]
+    if isinstance(error, PermissionError) or "Forbidden" in str(error):
+        return _DENIED
+    answer = getattr(error, "response", None)  # of botocore
+    if isinstance(answer, dict):
+        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
+    found = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure, of gcsfs
+    return int(str(found)) if str(found).isdigit() else 0
 
 
 def has_expired(error: Exception) -> bool:
-    """Return whether a store says that the credentials have expired; S3's answer to HEAD is HTTP 400 without a word."""
-    text = str(error)
-    return bool(_EXPIRED.search(text)) or (text.startswith(_UNKNOWN) and _status_of(text) == "400")
+    """Return whether a store says that the credentials have expired; to HEAD, S3 answers 400 without a word."""
+    return bool(_EXPIRED.search(f"{type(error).__name__}: {error}")) or status_of(error) == _NO_WORD
+
+
+def translate(error: Exception, scheme: str, url: str, bucket: str, doing: str) -> Exception:
+    """Return our error for a client's; ``doing`` completes "could not be …"."""
+    status, text = status_of(error), f"{type(error).__name__}: {error}"
+    if status in _CONFLICTS:
+        return ConflictError(f"{url} was replaced or removed meanwhile; open it again", path=url, errno=errno.ESTALE)
+    is_missing_bucket = _NO_BUCKET.search(text) or (doing == "listed" and status == _MISSING)
+    if status == _MISSING and not is_missing_bucket:
+        return not_found(url)
+    reason = str(error).partition("\n")[0][:300] or type(error).__name__
+    remedy = f"check the network and {_ENDPOINT[scheme]}, and try again"
+    if is_missing_bucket:
+        remedy = f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
+    elif _EXPIRED.search(text):
+        remedy = f"the credentials have expired or are not valid: renew them, or {_CREDENTIALS[scheme]}"
+    elif _NO_CREDENTIALS.search(text) or status == _UNAUTHORIZED:
+        remedy = f"give credentials: {_CREDENTIALS[scheme]}"
+    elif _ELSEWHERE.search(text):
+        remedy = f"the bucket {bucket!r} is in another region, or at another endpoint: set {_ENDPOINT[scheme]}"
+    elif status == _DENIED:
+        remedy = f"the credentials do not permit this in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
+    elif status == _NO_WORD and "HeadObject" in text:
+        remedy = (
+            f"the credentials may have expired: renew them; or the bucket is in another region: set {_ENDPOINT[scheme]}"
+        )
+    elif status in _BUSY:
+        remedy = "the store is busy, or asks for fewer requests: try again later, or from fewer processes at once"
+    elif status and status < 500:
+        remedy = f"the store refused the request: check the URL, the credentials and {_ENDPOINT[scheme]}"
+    elif isinstance(error, TimeoutError):
+        reason = "it did not answer in time"
+    return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
 
 @contextmanager
 def store_errors(path: str) -> Iterator[None]:
-    """Translate errors of the store or the network, below a URL; pass on those of the stored data, and local ones."""
+    """Translate TensorStore's errors of the store or the network, below a URL, and pass on those of what is stored."""
     try:
         yield
     except StorageError:
         raise
     except TENSORSTORE_ERRORS as error:
-        if "://" in path and not is_of_handler(error) and (isinstance(error, TimeoutError) or is_store_error(error)):
-            raise translate_error(path, "read", error) from error
+        if (
+            "://" in path
+            and not is_of_handler(error)
+            and (isinstance(error, TimeoutError) or _OF_STORE.search(str(error)))
+        ):
+            why = (
+                "it did not answer in time" if isinstance(error, TimeoutError) else str(error).partition(" [")[0][:300]
+            )
+            message = f"{path} could not be read: {why}; check the network and the credentials, and try again"
+            raise StorageError(message, path=path) from error
         raise
-
-
-def is_store_error(error: Exception) -> bool:
-    """Return whether TensorStore's error is of the store or the network, and not of the stored data."""
-    known = code_of(error) in (*_TRANSIENT_CODES, *_REFUSED_CODES)
-    return known or _status_of(str(error)) not in _OBJECT_STATUSES
-
-
-def _status_of(text: str) -> str:
-    """Return the HTTP status in TensorStore's error; '' if there is none."""
-    found = _STATUS.search(text)
-    return found[1] if found else ""
-
-
-def translate_error(url: str, operation: str, error: Exception) -> Exception:
-    """Translate TensorStore's error into ours, with reason and remedy."""
-    text, code = str(error), code_of(error)
-    if code == "OUT_OF_RANGE":
-        size = _SIZE.search(text)
-        return OutOfRangeError(int(size[1] or size[2]) if size else -1)
-    if isinstance(error, TimeoutError):
-        return store_error(url, operation, "it did not answer in time", "")
-    status, reason = _status_of(text), text.partition(" [")[0][:300]
-    if reason.endswith(_UNKNOWN) and status:
-        reason = f"the store answered HTTP {status} and gave no reason"
-    return store_error(url, operation, reason, f"{text} {_STATUS_OF_CODE.get(code, status)}")
-
-
-def store_error(url: str, operation: str, reason: str, codes: str) -> StorageError:
-    """Return the error for a failed request.
-
-    ``codes`` selects the remedy: text with error names and, as its last word, the HTTP status."""
-    name, _, rest = url.partition("://")
-    remedy = _remedy(SCHEMES[name.lower()], rest.partition("/")[0], codes)
-    return StorageError(f"{url} could not be {operation}: {reason}; {remedy}", path=url)
-
-
-def _remedy(scheme: Scheme, bucket: str, codes: str) -> str:
-    last = codes.rpartition(" ")[2]
-    if "bucket name" in codes or "InvalidBucketName" in codes:
-        rule = f"3 to 63 {scheme.bucket_characters}"
-        return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme.name}://bucket/folder"
-    if re.search("Invalid (S3|GCS) object name", codes):
-        return "no object can have this name: change the directory, prefix or step"
-    if re.search("etag not found|Malformed List response", codes):
-        return f"this is not an answer of a store: check the proxy before it, and {scheme.endpoint_settings}"
-    if "NoSuchBucket" in codes or last == "404":
-        return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
-    if _EXPIRED.search(codes) or (scheme.is_401_of_expired and last == "401"):
-        return f"the credentials have expired or are not valid: renew them, or {scheme.credentials}"
-    if "redentials" in codes or last == "401":
-        return f"give credentials: {scheme.credentials}"
-    if "TimeTooSkewed" in codes:
-        return "set the clock of this machine: requests are signed with the time"
-    if _DAMAGED_UPLOAD.search(codes):
-        return "the bytes were changed in transit, several times: check the proxy before the store, and this machine"
-    if last == "403" or "AccessDenied" in codes:
-        return f"there are no credentials, or they do not permit this in the bucket {bucket!r}: {scheme.credentials}"
-    if "peer certificate" in codes:
-        return "set TENSORSTORE_CA_BUNDLE to the file with the certificate of its authority, or correct the endpoint"
-    if "is not registered" in codes:
-        return "this build of tensorstore has no driver for it: pip install --upgrade 'tensorstore>=0.1.86'"
-    if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
-        settings = f"{scheme.endpoint_settings}{scheme.instead_of_settings}"
-        return f"the bucket {bucket!r} is in another region, or at another endpoint: set {settings}"
-    if last in ("429", "503"):  # S3's SlowDown is the latter
-        return "the store is busy, or asks for fewer requests: try again later, or from fewer processes at once"
-    if last == "400" and codes.startswith(_UNKNOWN):
-        settings = scheme.endpoint_settings
-        return f"the credentials may have expired: renew them; or the bucket is in another region: set {settings}"
-    if last.isdigit() and last.startswith("4"):
-        return f"the store refused the request: check the URL, the credentials and {scheme.endpoint_settings}"
-    return f"check the network and {scheme.endpoint}, and try again"

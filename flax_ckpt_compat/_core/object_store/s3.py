@@ -1,89 +1,208 @@
-"""Reach ``s3://``: Amazon's S3, and servers with its API.
-
-S3 has deletions with a condition on the ETag since September 2025; TensorStore 0.1.86 sends none. Stores that ignore
-the condition delete any version. Where botocore cannot ask, objects are deleted without one.
-"""
+"""Reach ``s3://``, Amazon's S3 and servers with its API, by the client of s3fs."""
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import datetime
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import parts_upload, retrying, s3_requests
-from flax_ckpt_compat._core.object_store.base_scheme import StoreScheme
-from flax_ckpt_compat._core.object_store.s3_requests import OTHER_VERSION, NotPossibleError, RefusedError
+from flax_ckpt_compat._core.listing import Stat
+from flax_ckpt_compat._core.object_store.client import (
+    ABSENT,
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    PART_BYTES,
+    Client,
+    split,
+)
+from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, ConflictError, status_of
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
-_log = logging.getLogger("flax_ckpt_compat")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
-# S3-compatible servers may have no regions, but requests are signed with one.
-_ANY_REGION = "us-east-1"
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+_ANY_REGION = "us-east-1"  # servers of others have no regions, but requests are signed with one
+_TRIES, _AT_ONCE = 8, 64
+_MOST_PARTS = 10_000
 
 
-class S3(StoreScheme):
+class S3Client(Client):
     """The scheme ``s3``."""
 
-    tells_sizes = True
-    needs_commit_file = False
+    package, extra, needs_commit_file = "s3fs", "s3", False
+    variables = (
+        *_ENDPOINTS,
+        *_REGIONS,
+        *_KEYS,
+        *_PROFILES,
+        "AWS_SESSION_TOKEN",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_CONFIG_FILE",
+    )
 
-    def bucket_spec(self, bucket: str) -> dict[str, Any]:
-        """Return TensorStore's spec of a bucket, with endpoint and region from the AWS tools' environment variables."""
+    def connect(self) -> Any:
+        import botocore.session
+        import s3fs
+        from aiobotocore.session import AioSession
+
+        session = AioSession()
+        # Lists have a time for each object, which takes longer to parse than all else of them.
+        session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+        region = next(filter(None, map(os.environ.get, _REGIONS)), None)
+        is_elsewhere = any(map(os.environ.get, _ENDPOINTS))
+        return s3fs.S3FileSystem(
+            session=session,
+            anon=botocore.session.get_session().get_credentials() is None,
+            client_kwargs={"region_name": region or (_ANY_REGION if is_elsewhere else None)},
+            config_kwargs={
+                "retries": {"mode": "standard", "total_max_attempts": _TRIES},
+                "connect_timeout": CONNECT_SECONDS,
+                "read_timeout": ANSWER_SECONDS,
+                "max_pool_connections": _AT_ONCE,
+            },
+            cache_regions=not (region or is_elsewhere),
+            skip_instance_cache=True,
+        )
+
+    async def _s3(self, store: Any, bucket: str) -> Any:
+        """Return aiobotocore's client, in the region of a bucket."""
+        await store.set_session()
+        return await store.get_s3(bucket)
+
+    async def _list(self, store: Any, bucket: str, prefix: str) -> dict[str, Stat]:
+        s3, found, more = await self._s3(store, bucket), dict[str, Stat](), dict[str, str]()
+        while True:
+            page = await s3.list_objects_v2(Bucket=bucket, Prefix=prefix, **more)
+            found |= {one["Key"]: Stat(one["Size"], one["ETag"]) for one in page.get("Contents", ())}
+            if not page.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def _stat(self, store: Any, bucket: str, key: str) -> Stat:
+        found = await (await self._s3(store, bucket)).head_object(Bucket=bucket, Key=key)
+        return Stat(found["ContentLength"], found["ETag"])
+
+    async def _read(
+        self, store: Any, bucket: str, key: str, start: int, stop: int | None, version: str | None
+    ) -> tuple[bytes, Stat | None]:
+        s3, asked = await self._s3(store, bucket), {"Bucket": bucket, "Key": key}
+        if start or stop is not None:
+            asked["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+        if version:
+            asked["IfMatch"] = version
+        for left in reversed(range(_TRIES)):
+            try:
+                answer = await s3.get_object(**asked)
+                async with answer["Body"] as body:
+                    data = bytes(await body.read())
+                size = answer.get("ContentRange", "").rpartition("/")[2] or len(data)
+                return data, Stat(int(size), answer["ETag"])
+            except Exception as error:
+                if status_of(error) == OUT_OF_RANGE:
+                    return b"", None
+                # The client itself tries again, but not once an answer has begun.
+                if status_of(error) or not left:
+                    raise
+            await asyncio.sleep(0.1)
+        raise AssertionError
+
+    async def _put(self, store: Any, bucket: str, key: str, data: bytes, version: str | None) -> str:
+        s3 = await self._s3(store, bucket)
+        return str((await s3.put_object(Bucket=bucket, Key=key, Body=data, **_condition(version)))["ETag"])
+
+    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
+        """Upload a file in parts; the object appears with the last request."""
+        size = os.path.getsize(path)
+        part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+        begun = self._send(url, "create_multipart_upload")["UploadId"]
+
+        def send(number: int) -> dict[str, Any]:
+            with open(path, "rb") as file:
+                file.seek(number * part_bytes)
+                data = file.read(part_bytes)
+            etag = self._send(url, "upload_part", UploadId=begun, PartNumber=number + 1, Body=data)["ETag"]
+            meter.add(len(data), url)
+            return {"PartNumber": number + 1, "ETag": etag}
+
+        try:
+            parts = in_parallel(send, range(-(-size // part_bytes)), _AT_ONCE)
+            whole = {"UploadId": begun, "MultipartUpload": {"Parts": parts}}
+            return str(self._send(url, "complete_multipart_upload", **whole, **_condition(version))["ETag"])
+        except (ConflictError, FileNotFoundError):
+            # A try whose answer was lost has completed it: of other uploads the parts have other sums.
+            found = self.find(url)
+            if found is None or found.size != size or not self._has_content(url, path, found):
+                self._send(url, "abort_multipart_upload", UploadId=begun)
+                raise
+            return found.version
+        except BaseException:
+            self._send(url, "abort_multipart_upload", UploadId=begun)
+            raise
+
+    def _has_content(self, url: str, path: str, found: Stat) -> bool:
+        with open(path, "rb") as file:
+            starts = range(0, found.size, PART_BYTES)
+            return all(
+                self.read(url, start, start + PART_BYTES, found.version) == file.read(PART_BYTES) for start in starts
+            )
+
+    def _send(self, url: str, operation: str, **arguments: Any) -> Any:
+        async def request(store: Any, bucket: str, key: str) -> Any:
+            s3 = await self._s3(store, bucket)
+            return await getattr(s3, operation)(Bucket=bucket, Key=key, **arguments)
+
+        return self._run(url, "written", request)
+
+    async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None:
+        s3 = await self._s3(store, bucket)
+        await s3.delete_object(Bucket=bucket, Key=key, **({"IfMatch": version} if version else {}))
+
+    def unfinished(self, url: str) -> dict[str, float]:
+        key = split(url)[2]
+        prefix = f"{key}/" if key else ""
+        return {one["Key"][len(prefix) :]: _seconds_of(one["Initiated"]) for one in self._uploads(url, prefix)}
+
+    def abort_unfinished(self, url: str) -> None:
+        key = split(url)[2]
+        for one in self._uploads(url, key):
+            if one["Key"] == key:
+                self._send(url, "abort_multipart_upload", UploadId=one["UploadId"])
+
+    def _uploads(self, url: str, prefix: str) -> list[Any]:
+        async def request(store: Any, bucket: str, _: str) -> Any:
+            s3 = await self._s3(store, bucket)
+            return await s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+
+        found: list[Any] = self._run(url, "listed", request).get("Uploads", [])
+        return found
+
+    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
         spec = {"driver": "s3", "bucket": bucket}
-        endpoint, region = _first_set(_ENDPOINTS), _first_set(_REGIONS)
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
+        region = next(filter(None, map(os.environ.get, _REGIONS)), "")
         if endpoint:
             spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or _ANY_REGION}
         elif region:
             spec["aws_region"] = region
         return spec
 
-    def deletes_versions(self) -> bool:
-        """See `StoreScheme.deletes_versions`."""
-        return s3_requests.is_installed()
 
-    def delete_version(self, url: str, version: bytes) -> bool:
-        """See `StoreScheme.delete_version`; without a condition, and True, where botocore cannot ask the store."""
-        _, bucket, key = retrying.split(url)
-        deleted = _delete_version(url, version, self.bucket_spec(bucket))
-        if deleted is None:
-            retrying.retry(url, "deleted", lambda: self.open(bucket).write(key, None))
-        return deleted is not False
-
-    def write_in_parts(self, url: str, content: Any, version: bytes, meter: Meter) -> bool | None:
-        """See `StoreScheme.write_in_parts`."""
-        return parts_upload.write(url, content, version, self.bucket_spec(retrying.split(url)[1]), meter)
-
-    def unfinished_uploads(self, url: str) -> dict[str, float]:
-        """See `StoreScheme.unfinished_uploads`."""
-        return parts_upload.unfinished(url, self.bucket_spec(retrying.split(url)[1]))
-
-    def abort_uploads(self, url: str, before: float) -> None:
-        """See `StoreScheme.abort_uploads`."""
-        parts_upload.abort_all(url, self.bucket_spec(retrying.split(url)[1]), before)
+def _seconds_of(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
 
 
-def _delete_version(url: str, version: bytes, spec: dict[str, Any]) -> bool | None:
-    """Delete an object if it has this version, given the spec of its bucket.
-
-    Return whether it had, or None where that cannot be asked."""
-    if (etag := s3_requests.etag_of(version)) is None:
-        return None
-    try:
-        s3_requests.send(
-            url, "deleted", spec, lambda s3, bucket, key: s3.delete_object(Bucket=bucket, Key=key, IfMatch=etag)
-        )
-    except NotPossibleError as why:
-        if str(why):
-            _log.info("%s, and what follows, is deleted without a condition: %s", url, why)
-        return None
-    except RefusedError as refusal:
-        if refusal.code in OTHER_VERSION:
-            return False
-        _log.info("%s is deleted without a condition: %s", url, refusal)
-        return None
-    return True
+def _condition(version: str | None) -> dict[str, str]:
+    if version is None:
+        return {}
+    return {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
 
 
-def _first_set(names: tuple[str, ...]) -> str:
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+def tensorstore_credentials() -> dict[str, str]:
+    """Return TensorStore's spec of the credentials: those in the variables, else of a profile, role or machine."""
+    if all(map(os.environ.get, _KEYS)):
+        return {"type": "environment"}
+    # Where none is named, TensorStore looks for the profile "", and sends requests unsigned (0.1.86, measured).
+    return {"type": "default", "profile": next(filter(None, map(os.environ.get, _PROFILES)), "default")}

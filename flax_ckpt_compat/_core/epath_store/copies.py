@@ -1,4 +1,4 @@
-"""Copy folders of a store to the local disk, for TensorStore, which has no client for it."""
+"""Copy files of a store to the local disk, for readers that take nothing but local files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 
-from flax_ckpt_compat._core.epath_store.files import Files
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _PIECE = 32 * 2**20
@@ -31,12 +33,11 @@ def _remove(root: str, owner: int) -> None:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def copy_of(files: Files, path: str) -> str:
+def copy_of(path: str, there: Mapping[str, Stat], open_file: Callable[[str], Source]) -> str:
     """Return a local folder with the files of a folder as they are now; what was copied before is not copied again."""
-    there = files.below(path)
     if bad := [name for name in there if not stays_inside(name)]:
         raise CorruptCheckpointError(f"{path}: it has a file named {bad[0]!r:.100}; do not use it", path=path)
-    versions = "\n".join(f"{name}\0{info.version}" for name, info in sorted(there.items()))
+    versions = "\n".join(f"{name}\0{stat.version}" for name, stat in sorted(there.items()))
     folder = os.path.join(_root(), hashlib.sha256(f"{path}\n{versions}".encode()).hexdigest()[:32])
 
     def copy(name: str) -> None:
@@ -44,10 +45,11 @@ def copy_of(files: Files, path: str) -> str:
         if os.path.exists(target):
             return
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        source = open_file(f"{path}/{name}")
         handle, temporary = tempfile.mkstemp(dir=_root())
         with os.fdopen(handle, "wb") as file:
-            for start in range(0, there[name].size, _PIECE):
-                file.write(files.read(f"{path}/{name}", start, min(start + _PIECE, there[name].size)))
+            for start in range(0, source.size, _PIECE):
+                file.write(source.read(start, start + _PIECE))
         os.replace(temporary, target)
 
     os.makedirs(folder, exist_ok=True)
