@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import json
@@ -10,8 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from concurrent.futures import _base
 from pathlib import Path
 from typing import Any
 
@@ -74,35 +71,6 @@ def test_ctrl_c_comes_out_of_each_call(format: str, kind: str, every: int, tmp_p
         for converted in tmp_path.glob("converted-*"):
             shutil.rmtree(converted)
     assert at > 1000
-
-
-@pytest.mark.parametrize(
-    "file", [threading.__file__, concurrent.futures.thread.__file__, _base.__file__], ids=os.path.basename
-)
-def test_ctrl_c_locks_nobody_out(file: str, tmp_path: Path) -> None:
-    """In Python's own locks, futures and pools: saves in the background end, and their threads too.
-
-    A lock of a future, or of an event, stayed locked, and the thread of the save waited for it for ever."""
-    is_place, at = True, 0
-    while is_place:
-        at += 1
-        manager = checkpoints.AsyncManager()
-
-        def save(manager: checkpoints.AsyncManager = manager, step: int = at) -> None:
-            for number in range(2):
-                checkpoints.save_checkpoint(tmp_path, {"a": 1}, 2 * step + number, keep=1, async_manager=manager)
-            manager.wait_previous_save()
-
-        def end(manager: checkpoints.AsyncManager = manager) -> None:
-            with contextlib.suppress(concurrent.futures.CancelledError):
-                manager.wait_previous_save()
-            manager.executor.shutdown(wait=True)
-
-        is_place = interrupting.ctrl_c(save, at, file)
-        ending = threading.Thread(target=end, daemon=True)
-        ending.start()
-        ending.join(30)
-        assert not ending.is_alive(), at
 
 
 @pytest.mark.parametrize(

@@ -157,15 +157,11 @@ def test_saves_to_names_that_are_not_utf8(flag: bool, tmp_path: Path, background
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_restores_from_names_that_are_not_utf8(flag: bool, tmp_path: Path, compression: str | None) -> None:
-    """What can be read without TensorStore is read; else the error says what to rename."""
+    """TensorStore takes no such names; what it need not read is read all the same."""
     with config.override(compression=compression):
         checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
     folder = (tmp_path / "run").rename(tmp_path / os.fsdecode(b"run\xff"))
-    if flag and compression:
-        with pytest.raises(errors.StorageError, match=r"is not UTF-8.*rename the directory"):
-            checkpoints.restore_checkpoint(folder, None)
-    else:
-        np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["big"], WITH_ARRAYS["big"])
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["big"], WITH_ARRAYS["big"])
     with open_checkpoint(folder) as opened:
         assert sorted(opened.leaves()) == sorted(WITH_ARRAYS)
 
@@ -188,8 +184,8 @@ def test_names_that_tensorstore_changes(flag: bool, tmp_path: Path, name: str, w
     with config.override(compression="zstd"):
         checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
     (tmp_path / "run" / "checkpoint_1").rename(folder / "checkpoint_1")
-    with pytest.raises(errors.StorageError, match=rf"{why}.*rename the directory"):
-        checkpoints.restore_checkpoint(folder, {**WITH_ARRAYS, "w": np.zeros(3)})
+    found = checkpoints.restore_checkpoint(folder, {**WITH_ARRAYS, "w": np.zeros(3)})
+    np.testing.assert_array_equal(found["w"], WITH_ARRAYS["w"])
 
 
 # Paths that no longer lead anywhere
