@@ -116,7 +116,10 @@ def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
     for line in lines:
         is_error = err or getattr(line, "is_note", False)
         if is_terminal(sys.stderr if is_error else sys.stdout):
-            make_console(stderr=is_error).print(line, crop=False)
+            console = make_console(stderr=is_error)
+            with console.capture() as shown:  # a console of its own would write into a bar
+                console.print(line, crop=False)
+            print(shown.get(), end="", file=sys.stderr if is_error else sys.stdout)
         else:
             click.echo(str(line), file=sys.stderr if is_error else sys.stdout)
 
