@@ -14,8 +14,8 @@ from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
-from flax_ckpt_compat._core.local import atomic, gda_folder, presence
-from flax_ckpt_compat._core.local.syncing import sync_descriptor
+from flax_ckpt_compat._core.local import gda_folder, presence
+from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
@@ -84,7 +84,7 @@ def finish(save: ProcessSave) -> None:
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(save.path))}
     in_parallel(lambda array: _check_chunks(base, array), prepared.arrays, _THREADS)
-    in_parallel(atomic.sync_directory, folders, _THREADS)
+    in_parallel(sync_directory, folders, _THREADS)
 
 
 def _base(save: ProcessSave) -> Location:

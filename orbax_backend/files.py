@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
-from flax_ckpt_compat._core.local import atomic, presence, syncing
+from flax_ckpt_compat._core.local import presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location
@@ -80,7 +80,7 @@ def make_directory(path: str) -> None:
 def sync_directory(path: str) -> None:
     """Sync the entries of a directory."""
     with translated(path, "synced"):
-        atomic.sync_directory(path)
+        syncing.sync_directory(path)
 
 
 def write_file(path: str, data: bytes) -> None:

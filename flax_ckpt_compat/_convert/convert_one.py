@@ -85,7 +85,7 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
         return "planned"
     standard_streams.occupy()
     final.parent.prepare_directory()
-    with final.temporary(locked=True) as temporary:
+    with final.temporary() as temporary:
         counted(output, progress)
         output_writers.write(temporary, job.to, output, prepared, final)
         compare(Location(temporary, LOCAL), job.to, output, progress)

@@ -16,7 +16,6 @@ from flax_ckpt_compat._convert.output_trees import Output
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
-from flax_ckpt_compat._core.local.atomic import unlock_directory
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
@@ -68,7 +67,6 @@ def write(temporary: str, to: str, output: Output, prepared: Any, destination: L
             _write_step_metadata(temporary, {}, output, output.handlers.get("", {}))
         elif output.custom:
             _edit_metadata(temporary, output.custom)
-        unlock_directory(temporary)  # what is compared next is the checkpoint alone
 
 
 def _add_metadata(file: str, custom: dict[str, Any], rich_types: str | None) -> None:

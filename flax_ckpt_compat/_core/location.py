@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.listing import Listing
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.local.storage import LocalStorage
-from flax_ckpt_compat._core.local.temporaries import Use
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Source, Storage
 from flax_ckpt_compat._core.storage_errors import translated
@@ -222,17 +221,15 @@ class Location:
         self.storage.prepare_directory(self.path, self.listing)
 
     @contextmanager
-    def temporary(self, *, locked: bool = False) -> Iterator[str]:
+    def temporary(self) -> Iterator[str]:
         """Yield a local path for a checkpoint that `publish` publishes within the context; a failure removes it.
 
-        ``locked``: a backend creates it, which locks it, so that others can tell whether this process is alive."""
-        found = self.storage.temporary_path(self.path, locked=locked)
-        use = Use(found)
+        Whoever creates it locks it, so that others can tell whether this process is alive."""
+        found = self.storage.temporary_path(self.path)
         try:
             yield found
         except BaseException:
-            del use
-            atomic.remove_temporary(found)
+            removal.remove_temporary(found)
             raise
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:

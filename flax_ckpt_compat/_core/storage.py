@@ -185,10 +185,10 @@ class Storage(abc.ABC):
         """Remove what dead writers left under these names of a folder, unless somebody writes there by now."""
 
     @abc.abstractmethod
-    def temporary_path(self, path: str, *, locked: bool = False) -> str:
+    def temporary_path(self, path: str) -> str:
         """Return a local path to write a checkpoint to before `publish` gives it this one.
 
-        ``locked``: it is created as `temporaries.temporary_path` says."""
+        It is created as `temporaries.temporary_path` says."""
 
     @abc.abstractmethod
     def publish(

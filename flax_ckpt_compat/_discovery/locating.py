@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.errors import (
     UnusedLeavesError,
     add_sentence,
 )
-from flax_ckpt_compat._core.local import atomic, directories
+from flax_ckpt_compat._core.local import directories, removal
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
@@ -142,7 +142,7 @@ def _exists(path: Location) -> bool:
         if not is_denied(failure) and error.errno not in CANNOT_BE_THERE:
             raise failure from error
         return False
-    atomic.restore_set_aside(parent.path, names)
+    removal.restore_set_aside(parent.path, names)
     return path.exists()
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat._core.local import atomic, directories
+from flax_ckpt_compat._core.local import directories, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign, hints, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
@@ -120,7 +120,7 @@ def _of_kind(directory: Location, none: str) -> Absence | None:
 
 def _is_unrelated(name: str) -> bool:
     """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
-    return _EVENTS.fullmatch(name) is not None or atomic.is_temporary(name)
+    return _EVENTS.fullmatch(name) is not None or temporaries.is_temporary(name)
 
 
 def of_other_prefixes(checkpoint_dir: CheckpointDir) -> list[str]:

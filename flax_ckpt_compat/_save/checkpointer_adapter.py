@@ -16,7 +16,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
-from flax_ckpt_compat._core.local import atomic, presence, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, removal, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
@@ -31,8 +31,13 @@ _PUBLISHED = "published"
 
 
 def written_path(path: str) -> str:
-    """Return the path for a checkpointer to write to: a temporary one if ``path`` exists, which stays restorable."""
-    return atomic.staging_path(path) if presence.lexists(path) else path
+    """Return the path for a checkpointer to write to: in a temporary if ``path`` exists, which stays restorable."""
+    if not presence.lexists(path):
+        return path
+    folder = temporaries.staging_path(path)
+    with translated(path):
+        temporaries.create_directory(folder)
+    return os.path.join(folder, os.path.basename(path))
 
 
 def save(request: SaveRequest, target: Any, written: str | None = None, coordinator: Coordinator | None = None) -> None:
@@ -45,7 +50,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
     try:
         checkpointer.save(written, target)
     except BaseException as error:
-        temporaries.abandon(written)  # the next save removes what is left of it
+        temporaries.release(os.path.dirname(written))  # the next save removes what is left of it
         if not isinstance(error, (TypeError, AttributeError, KeyError)):  # its others say what is wrong with the tree
             raise
         raise CheckpointerError(
@@ -98,10 +103,9 @@ def _publish(request: SaveRequest, written: str) -> None:
             sync_directory(os.path.dirname(written))
         if written != request.path:
             validation.publish(request, lambda location, new: atomic.publish(written, location.path, new=new))
-    except BaseException:
+    finally:
         if written != request.path:
-            atomic.remove_temporary(written)
-        raise
+            removal.remove_temporary(os.path.dirname(written))
     retain(request)
 
 
@@ -119,7 +123,7 @@ def _publish_after(
         own_wait()
         _publish(request, written)
     except BaseException as error:
-        temporaries.abandon(written)
+        temporaries.release(os.path.dirname(written))
         failed = error
         raise
     finally:

@@ -13,7 +13,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
 from flax_ckpt_compat._core.storage_errors import writing
@@ -95,20 +95,20 @@ class Staging:
         Keep what a store may already count as a checkpoint. ``late``: process 0 gave up before this process finished
         writing, which may have recreated removed files."""
         if is_primary or late or self.upload is not None:
-            atomic.remove_temporary(self.path)
+            removal.remove_temporary(self.path)
         if is_primary and self.upload is not None and not self.publishing:
             self.upload.abort()
 
     def remove_local(self) -> None:
         """Remove the local temporary of a process other than 0 after a commit to a store."""
         if self.upload is not None:
-            atomic.remove_temporary(self.path)
+            removal.remove_temporary(self.path)
 
     @classmethod
     def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:
         """Choose the temporary; called in process 0."""
         upload = location.storage.begin_upload(location.path, in_gda_folder=in_gda_folder)
-        return cls(location.storage.temporary_path(location.path, locked=True), upload)
+        return cls(location.storage.temporary_path(location.path), upload)
 
     @classmethod
     def from_json(cls, text: str, location: Location, is_primary: bool) -> Staging:
@@ -117,7 +117,7 @@ class Staging:
         if found["upload"] is None:
             return cls(found["path"])
         upload = location.storage.join_upload(found["upload"])
-        return cls(found["path"] if is_primary else location.storage.temporary_path(upload.url, locked=True), upload)
+        return cls(found["path"] if is_primary else location.storage.temporary_path(upload.url), upload)
 
 
 @dataclasses.dataclass(slots=True)

@@ -98,7 +98,7 @@ def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, 
     if meter.is_on:
         nbytes = nbytes_of(leaf for _, leaf in iter_leaves(tree))
         meter.begin(request.path, nbytes, until=PART_BEFORE_UPLOAD if location.is_remote else 1.0)
-    with interrupted_saves.explaining_failures(location), location.temporary(locked=True) as temporary:
+    with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)

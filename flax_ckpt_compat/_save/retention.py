@@ -14,7 +14,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import atomic, removal
+from flax_ckpt_compat._core.local import removal, temporaries
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -129,7 +129,7 @@ def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
             if step > saved or _modified(request.checkpoint_dir.path(name).path) > began:
                 return True
         ordered = saved_steps.names_in(request.checkpoint_dir)
-        if any(map(atomic.is_temporary, ordered)) or contents.contents_of(request.location).is_complete:
+        if any(map(temporaries.is_temporary, ordered)) or contents.contents_of(request.location).is_complete:
             return True
         time.sleep(_PAUSE_SECONDS)
     return False
@@ -219,7 +219,7 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     if not names:  # no need to lock the directory
         return failures
     if directory.storage.sets_aside:
-        atomic.remove_set_aside(directory.path, listed, names)
+        removal.remove_set_aside(directory.path, listed, names)
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
         for name in names:  # each with its arrays, because what a crash left of several would stay

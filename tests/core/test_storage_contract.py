@@ -15,6 +15,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, MissingPathError, StorageError
 from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location, location_of
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from tests.support.peers import version
@@ -267,10 +268,12 @@ class TestStorage:
 
 def write(temporary: str, contents: dict[str, bytes]) -> None:
     """Write a local file, of the name "", or a directory of files."""
+    if "" not in contents:
+        temporaries.create_directory(temporary)
     for name, content in contents.items():
         file = os.path.join(temporary, name) if name else temporary
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        Path(file).write_bytes(content)
+        write_file(file, content)
 
 
 FILE, FOLDER = {"": b"\x81\xa1a\x01"}, {"_METADATA": b"{}", "d/0123456789abcdef0123456789abcdef": bytes(1000)}
@@ -384,7 +387,6 @@ class TestCommits:
             assert (root / left).holds_nothing() and (root / left).why_unfinished((root / left).listdir())
         else:
             temporary = root.storage.temporary_path(f"{place.root}/c_2")
-            temporaries.abandon(temporary)
             left = os.path.basename(temporary)
             place.put(f"{left}/x", b"1")
         assert root.storage.leftovers(root.path) == {left: True}

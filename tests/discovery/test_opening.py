@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core.local import atomic, storage, temporaries
+from flax_ckpt_compat._core.local import atomic, removal, storage, temporaries
 from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
 
 
@@ -41,6 +41,10 @@ def test_what_a_killed_first_save_left_is_not_a_step(name: str, tmp_path: Path) 
     assert checkpoints.latest_checkpoint(root) is None
 
 
+def _of_another_machine(temporary: str) -> str:
+    return temporary.replace(f"{temporaries._machine()}-{temporaries._boot()}", f"{0:012}-{0:012}")
+
+
 @pytest.mark.parametrize("writer", ["of another machine", "that hangs"])
 def test_checkpoints_set_aside_by_others_restore(
     writer: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,10 +52,10 @@ def test_checkpoints_set_aside_by_others_restore(
     """A job that was killed between two renames and goes on elsewhere gets its checkpoint, not the initial values.
 
     Where names cannot be exchanged, as on NFS, a replacement takes two renames."""
-    monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.2)
+    monkeypatch.setattr(removal, "_SWAP_SECONDS", 0.2)
     path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
     aside = atomic.temporary_path(str(path), "old")
-    path.rename(aside.replace(temporaries.machine(), "0" * 12) if writer == "of another machine" else aside)
+    path.rename(_of_another_machine(aside) if writer == "of another machine" else aside)
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(1)["w"])
     assert names(tmp_path) == ["checkpoint_1"]
     with pytest.raises(OSError):  # so the writer, if it goes on, fails
@@ -61,7 +65,7 @@ def test_checkpoints_set_aside_by_others_restore(
 def test_what_was_replaced_does_not_come_back_once_its_step_is_evicted(flag: bool, tmp_path: Path) -> None:
     """Another machine replaced step 1, and was switched off before it had removed the old one."""
     path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
-    aside = Path(atomic.temporary_path(str(path), "old").replace(temporaries.machine(), "0" * 12))
+    aside = Path(_of_another_machine(atomic.temporary_path(str(path), "old")))
     path.rename(aside)
     Path(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1)).rename(path)
     checkpoints.save_checkpoint(tmp_path, tree(3), 2, keep=2)
@@ -75,12 +79,14 @@ def test_a_checkpoint_that_is_being_replaced_is_waited_for(flag: bool, tmp_path:
     path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
     new = Path(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1))
     aside = Path(atomic.temporary_path(str(path), "old"))
+    assert temporaries.hold(str(path), str(aside))
     path.rename(aside)
     timer = threading.Timer(0.3, new.rename, [path])
     timer.start()
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(2)["w"])
     timer.join()
     assert aside.exists()  # its writer removes it
+    temporaries.release(str(aside))
 
 
 @pytest.mark.parametrize("left", [["_CHECKPOINT_METADATA"], ["d", "_sharding"], []])

@@ -106,7 +106,7 @@ def judge_all(system: System, batches: list[Batch], tally: Tally, extent: Extent
 
 def _judged(system: System, batch: Sequence[State]) -> list[str]:
     system.use()
-    temporaries.machine = lambda: "0" * 12  # after a reboot the boot id, and with it the machine's, is another
+    temporaries._boot = lambda: "0" * 12  # after a reboot
     outcomes = []
     for number, state in enumerate(batch):
         with tempfile.TemporaryDirectory(prefix="reliability-", ignore_cleanup_errors=True) as folder:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import temporaries
 from tests.support import corpus
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
@@ -234,14 +234,14 @@ def test_a_foreign_thing_that_comes_meanwhile_stays(
     tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What appears at the path while a background save writes is not replaced, and the save says so."""
-    path, manager, real = tmp_path / "model", checkpoints.AsyncManager(), atomic.temporary_path
+    path, manager, real = tmp_path / "model", checkpoints.AsyncManager(), temporaries.temporary_path
 
-    def meanwhile(at: str, role: str = "new", **options: bool) -> str:
+    def meanwhile(at: str, role: str = "new") -> str:
         path.mkdir(exist_ok=True)
         (path / "mine.txt").write_text("mine")
-        return real(at, role, **options)
+        return real(at, role)
 
-    monkeypatch.setattr(atomic, "temporary_path", meanwhile)
+    monkeypatch.setattr(temporaries, "temporary_path", meanwhile)
     save(path, tree(1), format=format, overwrite=True, async_manager=manager)
     with pytest.raises(errors.InvalidCheckpointError):
         manager.wait_previous_save()

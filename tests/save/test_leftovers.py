@@ -28,9 +28,10 @@ DAY = 24 * 3600.0
 # A writer of ours: begins a save, says so, and is then killed or goes on waiting.
 WRITER = """
 import sys
-from flax_ckpt_compat._core.local import atomic
-path = atomic.temporary_path(sys.argv[1])
-open(path, "wb").write(bytes(1000))
+import os
+from flax_ckpt_compat._core.local import temporaries
+path = temporaries.temporary_path(sys.argv[1])
+os.write(temporaries.create_file(path), bytes(1000))
 print(path, flush=True)
 sys.stdin.read()
 """
@@ -203,7 +204,7 @@ def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
     """A checkpoint that a dead writer set aside is the only copy: it gets its name back."""
     with use_flag(False):
         path = checkpoints.save_checkpoint(tmp_path, {"x": 1}, 1)
-    aside = atomic.temporary_path(path, "old").replace(f"-{os.getpid()}-", "-1-")
+    aside = atomic.temporary_path(path, "old")
     os.rename(path, aside)
     (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
     assert found.what == "checkpoint_1, set aside: it is put back"
@@ -213,7 +214,7 @@ def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
 
 def test_nobody_to_ask(tmp_path: Path) -> None:
     """Without a terminal and without --yes, nothing is removed: exit code 2. A typo in the path is one, too."""
-    leftover = Path(atomic.temporary_path(str(tmp_path / "checkpoint_1")).replace(f"-{os.getpid()}-", "-1-"))
+    leftover = Path(atomic.temporary_path(str(tmp_path / "checkpoint_1")))
     leftover.touch()
     result = clean(tmp_path)
     assert result.exit_code == 2

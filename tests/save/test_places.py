@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -434,7 +433,7 @@ def test_what_is_set_aside_in_a_directory_of_others(
         checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2)
     aside = ".checkpoint_2.0123456789ab-1-2-3old.orbax-checkpoint-tmp_gda"
     (tmp_path / "checkpoint_2").rename(tmp_path / aside)
-    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * 3600)
+    monkeypatch.setattr(temporaries, "_STALE_SECONDS", -1.0)
     for refused in ("link", "rename"):
         refuse(monkeypatch, refused, aside)
     with pytest.raises(errors.StorageError, match=r"checkpoint_2 was set aside by a save .* cannot be put back"):

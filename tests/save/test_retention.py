@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.local import atomic, removal
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention, retention_policy
 from tests.support.saves import later, names, tree, use_flag
@@ -388,7 +388,7 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
     """Two processes that clean one directory do not make each other's saves fail."""
     for step in (1, 2):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    discard = atomic.discard
+    discard = removal.discard
 
     def too_late(doomed: Iterable[str]) -> dict[str, errors.StorageError]:
         for path in (doomed := list(doomed)):
@@ -396,7 +396,7 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
         return discard(doomed)
 
-    monkeypatch.setattr(atomic, "discard", too_late)
+    monkeypatch.setattr(removal, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
     assert names(tmp_path) == ["checkpoint_3"]
 

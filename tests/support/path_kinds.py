@@ -30,9 +30,10 @@ from flax import serialization
 from jax.experimental.array_serialization import serialization as jax_serialization
 
 import flax_ckpt_compat
+from flax_ckpt_compat._core.local import temporaries
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler
-from tests.support.saves import dead_pid, set_aside, temporary_of
+from tests.support.saves import set_aside
 
 TABLE = Path(__file__).parents[1] / "data" / "path_kinds.toml"
 GDA = TABLE.parent / "gda"
@@ -510,7 +511,7 @@ def _ours(writer: str) -> str:
     """The name of a temporary of ours for step 6, by its writer."""
     if writer == "elsewhere":
         return ".checkpoint_6.9f86d081884c-4711-53210-0new.orbax-checkpoint-tmp"
-    return temporary_of(Path("checkpoint_6"), os.getpid() if writer == "live" else dead_pid()).name
+    return os.path.basename(temporaries.temporary_path("checkpoint_6"))
 
 
 BASES: dict[str, Callable[[Path], Any]] = {

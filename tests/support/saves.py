@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local import temporaries
 from tests.support.interpreters import run_python as run_python
 from tests.support.interpreters import start_python as start_python
 
@@ -72,18 +71,16 @@ def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> st
         return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
-def temporary_of(path: Path, pid: int) -> Path:
+def temporary_of(path: Path) -> Path:
     """The temporary to which a process of ours writes a checkpoint before it has its name."""
-    mine = Path(atomic.temporary_path(str(path)))
-    return mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{pid}-"))
+    return Path(temporaries.temporary_path(str(path)))
 
 
 def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
-    old = Path(atomic.temporary_path(str(path), "old"))
-    path.rename(old.with_name(old.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))
+    path.rename(temporaries.temporary_path(str(path), "old"))
 
 
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the clock of the file system on, so that all files here are two days old."""
-    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * 24 * 3600)
+    """Lets all files count as long unchanged."""
+    monkeypatch.setattr(temporaries, "_STALE_SECONDS", -1.0)

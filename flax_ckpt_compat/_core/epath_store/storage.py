@@ -19,7 +19,7 @@ from typing import Any
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.listing import Listing, Stat
-from flax_ckpt_compat._core.local import atomic, presence
+from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage, is_unfinished
@@ -137,7 +137,7 @@ class EpathStorage(RemoteStorage):
                 self._write(f"{path}/{COMMIT_FILE}", text)
                 self.delete(marker)
             self._remove_arrays(path)
-        atomic.delete(temporary)
+        removal.delete(temporary)
 
     def _put(self, local: str, path: str, meter: Meter = OFF) -> None:
         target = self._path(path)

@@ -2,13 +2,12 @@
 
 The folder of a new checkpoint is renamed before its file. To replace a checkpoint, the new arrays go into a uniquely
 named subfolder (a generation) of the existing folder, where the new file refers to them. Renaming the file replaces
-both; the old arrays are removed afterwards. A second hard link to the new file, the link marker, shows after a crash
-whether the rename happened: it did if both names lead to the same file.
+both; the old arrays are removed afterwards. Until then the temporary's own folder stays: after a crash it shows that
+there is something to do, and the file shows which arrays count.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from contextlib import suppress
@@ -17,8 +16,9 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
-from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 
+_BLOCK = 1 << 20  # bytes
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -31,7 +31,7 @@ def begin(temporary: str) -> None:
     """Create the folder for a temporary's arrays, with that of a generation where the final name is taken."""
     final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
     folder = folder_of(temporary)
-    temporaries.create_directory(folder, lock_file=False)
+    temporaries.create_directory(folder)
     taken = final is None or presence.lexists(final) or presence.lexists(folder_of(final))
     if generation is not None and taken:
         os.mkdir(os.path.join(folder, generation))
@@ -43,137 +43,113 @@ def generation_prefix(temporary: str) -> str:
     return f"{generation}/" if generation and presence.isdir(os.path.join(folder_of(temporary), generation)) else ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """Steps done by `place_arrays`, for `undo` and `remove_replaced`."""
+    """The move of a finished temporary's arrays to the place that the renamed file refers to."""
 
-    temporary: str
-    final: str
-    identity: tuple[int, int]  # device and inode of the file ``temporary``, which its rename to ``final`` keeps
-    generation: str | None = None  # subfolder of its arrays, or None
-    marker: str | None = None  # second hard link to the file, or None
-    renamed: bool = False  # the folder of arrays has its final name
-    replaces: bool = False  # older arrays must be removed after the file's rename
+    def __init__(self, temporary: str, final: str) -> None:
+        self._own, self._folder, self._final = folder_of(temporary), folder_of(final), final
+        self._written = os.lstat(temporary)
+        self._has_arrays = presence.isdir(self._own)
+        self._generation = generation_prefix(temporary).rstrip("/")
 
+    def place(self) -> None:
+        """Move the arrays, before the file is renamed."""
+        if self._generation:
+            os.makedirs(self._folder, exist_ok=True)
+            os.rename(os.path.join(self._own, self._generation), os.path.join(self._folder, self._generation))
+            sync_directory(self._folder)
+        elif self._has_arrays:
+            try:
+                os.rename(self._own, self._folder)
+            except OSError as error:
+                if not temporaries.is_taken(error):
+                    raise
+                message = f"{self._folder}: another save wrote the same checkpoint after this one began; save it again"
+                raise StorageError(message, path=self._folder, errno=error.errno) from error
+        elif presence.isdir(self._folder):
+            temporaries.create_directory(self._own)
+        if presence.isdir(self._folder):
+            sync_directory(os.path.dirname(self._final))
 
-def place_arrays(temporary: str, final: str) -> Move:
-    """Move the arrays of a finished temporary to the place that the renamed file refers to."""
-    identity = _identity(temporary)
-    own, folder, generation = folder_of(temporary), folder_of(final), generation_prefix(temporary).rstrip("/")
-    if presence.isdir(own) and not generation:
-        _rename_folder(own, folder)
-        return Move(temporary, final, identity, renamed=True)
-    if not generation and not presence.isdir(folder):
-        return Move(temporary, final, identity)
-    move = Move(temporary, final, identity, generation or None, _link_marker(temporary), replaces=True)
-    if generation:
-        os.makedirs(folder, exist_ok=True)
-        os.rename(os.path.join(own, generation), os.path.join(folder, generation))
-        sync_directory(folder)
-    sync_directory(os.path.dirname(final))
-    return move
+    def undo(self) -> None:
+        """Undo `place` after the rename of the file failed."""
+        if self._is_published():  # interrupted after the rename
+            return
+        with suppress(OSError):  # `settle` removes the rest later
+            if self._generation:
+                _remove_generation(self._folder, self._generation)
+            elif self._has_arrays and not presence.isdir(self._own) and not presence.lexists(self._final):
+                os.rename(self._folder, self._own)
 
+    def remove_replaced(self) -> None:
+        """Remove the arrays that the renamed file replaced; log a warning on failure."""
+        try:
+            if self._generation or (not self._has_arrays and presence.isdir(self._folder)):
+                names = _replaced_generations(self._final, self._generation)
+                if self._is_published():  # else the arrays may be those of another writer
+                    _remove(self._folder, names)
+                _remove_empty(self._own)
+        except OSError as error:  # the checkpoint itself is complete
+            _log.warning("Cannot remove replaced arrays in %s: %s", self._folder, error)
+        finally:
+            temporaries.release(self._own)
 
-def _rename_folder(own: str, folder: str) -> None:
-    try:
-        os.rename(own, folder)
-    except OSError as error:
-        if not temporaries.is_taken(error):
-            raise
-        message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
-        raise StorageError(message, path=folder, errno=error.errno) from error
-    sync_directory(os.path.dirname(folder))
-
-
-def _link_marker(temporary: str) -> str | None:
-    marker = temporaries.link_marker_of(temporary)
-    if marker is None or presence.isdir(temporary):
-        return None
-    try:
-        os.link(temporary, marker)
-    except OSError:  # no hard links on this file system: a crash can leave old arrays behind, which is harmless
-        return None
-    sync_directory(os.path.dirname(temporary))
-    return marker
-
-
-def remove_replaced(move: Move) -> None:
-    """Remove the arrays that the renamed file replaced; log a warning on failure."""
-    if not move.replaces:
-        return
-    try:
-        _remove_replaced(move)
-        _remove_empty(folder_of(move.temporary))
-        if move.marker is not None:
-            os.unlink(move.marker)
-    except OSError as error:  # the checkpoint itself is complete
-        _log.warning("Cannot remove replaced arrays in %s: %s", folder_of(move.final), error)
-
-
-def undo(move: Move) -> None:
-    """Undo `place_arrays` after the rename of the file failed."""
-    if _is_published(move):  # interrupted after the rename
-        return
-    with suppress(OSError):  # `recover` removes the rest later
-        if move.renamed:
-            os.rename(folder_of(move.final), folder_of(move.temporary))
-        if move.generation is not None:
-            if presence.isdir(generation := os.path.join(folder_of(move.final), move.generation)):
-                delete_tree(generation)
-            _remove_empty(folder_of(move.final))
-        if move.marker is not None:
-            os.unlink(move.marker)
-
-
-def recover(marker: str) -> None:
-    """Complete the save of a dead writer by its link marker: `remove_replaced` or `undo`."""
-    final = temporaries.destination(marker)
-    if final is None:
-        return
-    generation = temporaries.generation_of(marker)
-    move = Move(marker, final, _identity(marker), generation, marker, replaces=True)
-    if _is_published(move):
-        sync_directory(os.path.dirname(final))  # its writer may have died before it did
-        remove_replaced(move)
-    else:
-        undo(move)
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.lstat(path)
-    return status.st_dev, status.st_ino
-
-
-def _is_published(move: Move) -> bool:
-    try:
-        return _identity(move.final) == move.identity
-    except temporaries.GONE:
+    def _is_published(self) -> bool:
+        with suppress(*temporaries.GONE):
+            return os.path.samestat(os.lstat(self._final), self._written)
         return False
 
 
-def _remove_replaced(move: Move) -> None:
-    folder = folder_of(move.final)
-    try:
-        entries = os.listdir(folder)
-    except temporaries.GONE:
+def settle(temporary: str) -> None:
+    """Complete or undo the move of a dead writer's arrays, given its file, its folder or its marker of old releases."""
+    if temporary.endswith(2 * ARRAYS_POSTFIX):
+        temporary = temporary.removesuffix(ARRAYS_POSTFIX)
+    final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
+    if final is None or generation is None or not presence.isdir(folder_of(final)):
         return
-    # Generations of writers whose file is not renamed yet. Listed after the entries, so that a generation
-    # without a marker is an old one.
-    siblings = os.listdir(os.path.dirname(move.final))
-    pending = {temporaries.generation_of(name) for name in siblings if is_link_marker(name)}
-    if not _is_published(move):
-        return  # another writer replaced this checkpoint: the arrays may be its own
-    for name in entries:
-        if temporaries.is_generation(name) and name != move.generation and name not in pending:
-            delete_tree(os.path.join(folder, name))
-    _remove_arrays(folder)
+    is_moved = presence.isdir(os.path.join(folder_of(final), generation))
+    names = _replaced_generations(final, generation)
+    if is_moved and not _refers(final, generation):
+        _remove_generation(folder_of(final), generation)
+    elif is_moved or (presence.lexists(final) and not _refers(final, ARRAYS_PLACEHOLDER)):
+        _remove(folder_of(final), names)
+
+
+def _refers(file: str, text: str) -> bool:
+    """Return whether a msgpack file refers to arrays by a text, their unique generation or what begins a reference."""
+    wanted, rest = text.encode(), b""
+    with suppress(FileNotFoundError, IsADirectoryError), open(file, "rb") as opened:
+        while block := opened.read(_BLOCK):
+            if wanted in rest + block:
+                return True
+            rest = block[-len(wanted) :]
+    return False
+
+
+def _replaced_generations(final: str, generation: str) -> list[str]:
+    """Return the generations beside one, without those whose writer has a temporary: its file may be renamed next."""
+    try:
+        entries = os.listdir(folder_of(final))
+    except temporaries.GONE:
+        return []
+    # Listed after the entries, so that a generation without a temporary is an old one.
+    pending = {temporaries.generation_of(name) for name in os.listdir(os.path.dirname(final) or os.curdir)}
+    return [name for name in entries if temporaries.is_generation(name) and name not in {*pending, generation}]
+
+
+def _remove(folder: str, generations: list[str]) -> None:
+    """Remove these generations, and the arrays outside of any."""
+    for name in generations:
+        delete_tree(os.path.join(folder, name))
+    with suppress(*temporaries.GONE):
+        _remove_arrays(folder)
+        _remove_empty(folder)
+
+
+def _remove_generation(folder: str, generation: str) -> None:
+    delete_tree(os.path.join(folder, generation))
+    sync_directory(folder)  # before the temporary goes, by which it would be found again
     _remove_empty(folder)
-
-
-def is_link_marker(name: str) -> bool:
-    """Return whether a name is that of a link marker."""
-    match = temporaries.parse(name)
-    return match is not None and match["role"] == "put"
 
 
 def remove_orphan(folder: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import Listing
-from flax_ckpt_compat._core.local import atomic, directories, presence
+from flax_ckpt_compat._core.local import atomic, directories, presence, removal, temporaries
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
@@ -45,7 +45,7 @@ class LocalStorage(Storage):
         os.unlink(path)
 
     def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
-        return atomic.restore_set_aside(directory, names)
+        return removal.restore_set_aside(directory, names)
 
     def can_hold(self, path: str) -> bool:  # noqa: ARG002
         return True
@@ -149,8 +149,8 @@ class LocalStorage(Storage):
     def why_unfinished(self, path: str, names: Collection[str]) -> str | None:  # noqa: ARG002
         return None
 
-    def temporary_path(self, path: str, *, locked: bool = False) -> str:
-        return atomic.temporary_path(path, locked=locked)
+    def temporary_path(self, path: str) -> str:
+        return temporaries.temporary_path(path)
 
     def publish(
         self,
@@ -163,17 +163,17 @@ class LocalStorage(Storage):
         atomic.publish(temporary, path, new=new)
 
     def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:  # noqa: ARG002
-        return atomic.discard(doomed)
+        return removal.discard(doomed)
 
     def prepare_directory(self, path: str, listing: Listing | None = None) -> None:  # noqa: ARG002
         directories.make_directory(path)
-        atomic.remove_stale(path)
+        removal.remove_stale(path)
 
     def leftovers(self, path: str) -> dict[str, bool]:
-        return dict.fromkeys(atomic.stale_names(path, os.listdir(path)), True)
+        return dict.fromkeys(removal.stale_names(path, os.listdir(path)), True)
 
     def remove_leftovers(self, path: str, names: Collection[str]) -> None:
-        atomic.remove_stale(path, names)
+        removal.remove_stale(path, names)
 
     def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
         """Raise: without listings there is nothing to prefetch for."""

@@ -10,6 +10,8 @@ import os
 import shutil
 from typing import Any
 
+from flax_ckpt_compat._core.local.temporaries import create_file
+
 # Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
 _CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
@@ -86,7 +88,7 @@ def sync_file(path: str) -> None:
 
 def write_file(path: str, data: bytes, *, new: bool = True) -> None:
     """Write and sync a file; one that is ``new`` must not exist."""
-    with open(path, "xb" if new else "wb") as file:
+    with open(create_file(path) if new else path, "wb") as file:
         file.write(data)
         file.flush()
         sync_descriptor(file.fileno(), path)

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import Listing, Stat
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import removal, temporaries
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.storage import Storage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
@@ -157,7 +157,7 @@ class RemoteStorage(Storage):
             return not found.size
         return is_unfinished(inside)
 
-    def temporary_path(self, path: str, *, locked: bool = False) -> str:
+    def temporary_path(self, path: str) -> str:
         """Return a path in this user's folder for temporary files, and remove those of dead writers."""
         folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
         with translated(folder):
@@ -165,8 +165,8 @@ class RemoteStorage(Storage):
             status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
-        atomic.remove_stale(folder)
-        return atomic.temporary_path(os.path.join(folder, path.rpartition("/")[2]), locked=locked)
+        removal.remove_stale(folder)
+        return temporaries.temporary_path(os.path.join(folder, path.rpartition("/")[2]))
 
     def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:  # noqa: ARG002
         failures = {}

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import client, commit, multiprocess
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError, store_errors
@@ -74,7 +74,7 @@ class ObjectStorage(RemoteStorage):
 
     def publish(self, temporary: str, path: str, *, new: bool = False, meter: Meter = OFF) -> None:
         commit.publish(temporary, path, new=new, meter=meter)
-        atomic.delete(temporary)
+        removal.delete(temporary)
 
     def kvstore(self, path: str) -> dict[str, Any]:
         _, bucket, key = client.split(path)
