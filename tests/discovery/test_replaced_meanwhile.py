@@ -84,7 +84,7 @@ def _missing(path: str) -> list[str]:
 def test_the_directory_is_replaced_while_it_is_listed(during, exchanges, look, tmp_path, monkeypatch):
     """It looked empty or absent, and the step before it was restored: 4 of 10,318 restores beside a writer."""
     if not exchanges:
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "exchange", lambda *_: False)
     with use_flag(True):
         _save(tmp_path, 1, 1.0)
         _save(tmp_path, 2, 2.0)

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 
 from tests.reliability import shim
 
@@ -20,20 +19,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run experiments and print their table; exit with 1 if ours failed where it promises not to."""
     options = _options(arguments)
     if not shim.why_not() and not shim.is_loaded():
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.reliability", *(arguments or sys.argv[1:])],
-            shim.environment(),
-        )
+        command = [sys.executable, "-m", "tests.reliability", *(arguments or sys.argv[1:])]
+        os.execve(sys.executable, command, shim.environment())
     logging.disable(logging.CRITICAL)
     # The shim decides what is on disk: a real one only costs time.
     tempfile.tempdir = options.workdir
-    from tests.reliability import page
     from tests.reliability.experiments import EXPERIMENTS, WITH_SHIM
     from tests.reliability.extent import Extent
     from tests.reliability.tally import Tally
 
-    extent, failed = Extent(options.scale, time.monotonic() + options.seconds), False
+    failed = False
     for experiment in EXPERIMENTS:
         if options.only and experiment.name not in options.only:
             continue
@@ -41,43 +36,24 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{experiment.title}: left out: {shim.why_not()}", file=sys.stderr)
             continue
         print(experiment.title, flush=True)
-        row = page.Row(experiment.name, experiment.title, {})
         for system in experiment.systems:
             if (options.ours and not system.is_ours) or options.system not in (None, system.name):
                 continue
             tally, start = Tally(prints=system.is_ours), time.monotonic()
-            before = page.kept(experiment.name, system.name) if options.go_on else None
-            if before and before.planned:
-                tally.counts, tally.planned = Counter(before.counts), before.planned
-                start -= before.seconds
-            experiment.run(system, tally, extent)
-            if tally.counts and not (before and before.counts == tally.counts):
-                row.cells[system.name] = page.cell(tally, options.scale, time.monotonic() - start)
-                page.show(system.name, row.cells[system.name])
-            if options.write:
-                page.write(row)
-        failed = failed or (row.failed and experiment.is_promised)
+            experiment.run(system, tally, Extent(options.scale))
+            print(f"  {system.name:<21} {tally.shown()}; {time.monotonic() - start:.0f} s", flush=True)
+            failed = failed or (system.is_ours and tally.wrong > 0)
     return int(failed)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="part of the long form (1)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
-    parser.add_argument(
-        "--continue",
-        dest="go_on",
-        action="store_true",
-        help="run what the time did not suffice for in the run that was written last, at the same scale",
-    )
     parser.add_argument("--only", action="append", metavar="NAME", help="of tests/reliability/experiments.py")
     parser.add_argument("--ours", action="store_true", help="leave out real Flax")
     parser.add_argument("--system", metavar="NAME", help="one column alone")
     memory = "/dev/shm" if shim.holds_attributes("/dev/shm") else None
     parser.add_argument("--workdir", default=memory, help="where to save; memory is fastest, and no worse")
-    parser.add_argument(
-        "--write", action="store_true", help="write the rows that ran into migration_guide/reliability.md"
-    )
     return parser.parse_args(arguments)
 
 

@@ -106,7 +106,7 @@ def _damage(system: System, tree: Tree, cases: Cases, tally: Tally, extent: Exte
             assert saved.value, saved
             todo = list(cases(saved.value, random.Random(str(variant.settings))))
             batches += [((variant, folder), todo[at : at + _BATCH]) for at in range(0, len(todo), _BATCH)]
-        for (variant, folder), batch in extent.through(batches, tally):
+        for (variant, folder), batch in extent.through(batches):
             _damage_batch(variant, folder, tree, batch, tally)
 
 

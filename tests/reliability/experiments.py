@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, reads, removed, stores
+from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads, removed, stores
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
@@ -20,14 +20,12 @@ class Experiment:
         title: of the row.
         run: does it for one system.
         systems: that it is for.
-        is_promised: whether the command fails where ours does something wrong.
     """
 
     name: str
     title: str
     run: Callable[[System, Tally, Extent], None]
     systems: tuple[System, ...] = SYSTEMS
-    is_promised: bool = True
 
 
 def _calls(*injections: str) -> Callable[[System, Tally, Extent], None]:
@@ -60,14 +58,6 @@ WITH_SHIM = (
         SHARED_SYSTEMS[:2],
     ),
     Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
-    Experiment("network calls", "a network file system (NFS's rules): killed at a call", network.at_calls),
-    Experiment("network reader", "the same: restored while another process saves with keep=2", network.reader),
-    Experiment(
-        "network overwrites",
-        "the same: restored while another process overwrites the latest of two steps",
-        network.overwrites,
-        SYSTEMS[:2],  # a save of Flax's with the flag on is refused under these rules
-    ),
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),
@@ -79,7 +69,6 @@ WITHOUT_SHIM = (
     Experiment("overwrites s3", "the same, on `s3://`", stores.on("s3", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("overwrites gs", "the same, on `gs://`", stores.on("gs", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
-    Experiment("cleaner", "saved while another program removes temporaries", removed.beside_a_cleaner),
     Experiment(
         "crash loops",
         "a container is killed while it saves, and starts again under other names, six times",

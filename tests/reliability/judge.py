@@ -71,7 +71,7 @@ def _next_save(system: System, folder: str, step: int) -> str:
 
 def leftovers(folder: str) -> list[str]:
     """Return the temporaries of ours in a directory."""
-    return [name for name in os.listdir(folder) if name.startswith(".") and not name.startswith(".nfs")]
+    return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def text_of(error: BaseException) -> str:

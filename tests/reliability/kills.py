@@ -67,7 +67,7 @@ def at_calls(system: System, names: Sequence[str], tally: Tally, extent: Extent)
             cases = [(name, at) for name in names for at in range(1, calls + 1)]
             chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
             batches += [((scenario, base, calls), [case]) for case in chosen]
-        for (scenario, base, calls), [(name, at)] in extent.through(batches, tally):
+        for (scenario, base, calls), [(name, at)] in extent.through(batches):
             wrong = _case(system, scenario, base, name, at)
             tally.add(wrong, f"{scenario.name}, {name} at call {at} of {calls}")
 

@@ -97,7 +97,7 @@ def batches_of(calls: list[Call], root: str, scenario: Scenario, extent: Extent,
 
 def judge_all(system: System, batches: list[Batch], tally: Tally, extent: Extent) -> None:
     """Write each state to a directory, look at it as the system does after a reboot, and count the outcome."""
-    for name, batch in extent.through(batches, tally):
+    for name, batch in extent.through(batches):
         ended = forks.run(lambda batch=batch: _judged(system, batch), timeout=120)
         outcomes = ended.value or [f"crash: {ended.error or ended}"] * len(batch)
         for state, wrong in zip(batch, outcomes, strict=True):

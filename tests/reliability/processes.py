@@ -107,7 +107,7 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
             ]
             chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
             batches += [((scenario, base, counts), [case]) for case in chosen]
-        for (scenario, base, counts), [case] in extent.through(batches, tally):
+        for (scenario, base, counts), [case] in extent.through(batches):
             if team.broken:
                 team.close()
                 team = Team(_COUNT)

@@ -30,7 +30,7 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
             cases = [(name, at) for name in _ERRORS for at in range(1, calls + 1)]
             chosen = random.Random(look.__name__).sample(cases, extent.times(len(cases)))
             batches += [((look, calls), [case]) for case in chosen]
-        for (look, calls), [(name, at)] in extent.through(batches, tally):
+        for (look, calls), [(name, at)] in extent.through(batches):
             tally.add(_case(system, folder, look, name, at), f"{look.__name__}, {name} at call {at} of {calls}")
 
 

@@ -5,67 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 
 from tests.reliability import forks
 from tests.reliability.extent import Extent
-from tests.reliability.judge import quiet, text_of
+from tests.reliability.judge import quiet
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import Save, System
 
 _SAVES, _LOOPS, _STARTS = 2_000, 50, 6
 _NEW_MOUNTS, _NEW_HOST_NAME, _NEW_PIDS, _PRIVATE = 0x00020000, 0x04000000, 0x20000000, 0x44000
 _PAUSE = 0.02  # between removals, at most
-
-
-def beside_a_cleaner(system: System, tally: Tally, extent: Extent) -> None:
-    """Save step after step while another process removes what has ``tmp`` in its name, at random times.
-
-    A save that succeeds is there and whole; one that fails takes nothing that was there."""
-    count = extent.times(_SAVES, 20)
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        os.mkdir(f"{folder}/run")
-        with forks.running(lambda: _clean(f"{folder}/run", system.name)):
-            ended = forks.run(lambda: list(_saved(system, f"{folder}/run", count)), timeout=7_200)
-    for outcome in ended.value or [f"crash: {ended}"]:
-        tally.add(outcome, f"{count} saves beside a cleaner")
-
-
-def _clean(folder: str, seed: str) -> None:
-    chance = random.Random(seed)
-    while True:
-        time.sleep(chance.random() * _PAUSE)
-        for name in os.listdir(folder):
-            if "tmp" in name:
-                shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-                with suppress(OSError):
-                    os.unlink(f"{folder}/{name}")
-
-
-def _saved(system: System, folder: str, count: int) -> Iterator[str]:
-    system.use()
-    last, restored = 0, None
-    with quiet():
-        for step in range(1, count + 1):
-            is_saved = True
-            try:
-                Save(step, 1).run(system, folder, step)
-            except Exception:
-                is_saved = False
-            last = step if is_saved else last
-            try:
-                restored = system.restore(folder) if last else None
-            except Exception as error:
-                yield f"unreadable: step {step} {'saved' if is_saved else 'failed'}: {text_of(error)}"
-                continue
-            found = None if restored is None else system.number_of(restored)
-            is_lost = last and found not in (last, step)
-            yield f"lost: step {step}, {found=}" if is_lost else "" if is_saved else "found"
 
 
 def crash_loops(system: System, tally: Tally, extent: Extent) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _HEADER = Path(__file__).with_name("preload.h")
-_SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "network.c", "reads.c")]  # the first sees calls first
+_SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "reads.c")]  # the first sees calls first
 
 
 class Action(enum.IntEnum):
@@ -94,19 +94,6 @@ def arm(directory: str, at: int = 0, action: Action = Action.PASS, errno: int = 
 def disarm() -> int:
     """Stop; return how many calls there were."""
     return int(_loaded().shim_disarm())
-
-
-class Network(enum.IntEnum):
-    """Rules of a file system; the values are those in network.c."""
-
-    OFF = 0
-    ONE_MACHINE = 1  # what is removed while it is open stays as ``.nfs...``
-    OTHER_MACHINE = 2  # reading on what was removed gives ESTALE
-
-
-def network(directory: str, rules: Network) -> None:
-    """Let a directory have the rules of NFS, for this process and its forks."""
-    _loaded().network_rules(os.fsencode(os.path.realpath(directory)), int(rules))
 
 
 def arm_reads(directory: str, at: int = 0, errno: int = 0) -> None:

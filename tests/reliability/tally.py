@@ -16,19 +16,20 @@ class Tally:
     Attributes:
         prints: the first examples of what goes wrong are printed at once.
         counts: outcome → how often; those of `GOOD` are right.
-        planned: how many cases there are, whether they ran or not; None where they are not counted beforehand.
     """
 
     prints: bool = False
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    planned: int | None = None
 
-    def plan(self, count: int) -> int:
-        """Note how many cases are planned; return how many of them are counted already, from an earlier run."""
-        if self.planned != count:
-            self.counts.clear()  # of another plan: other calls, or another scale
-        self.planned = count
-        return self.counts.total()
+    @property
+    def wrong(self) -> int:
+        """In how many cases something was wrong."""
+        return self.counts.total() - sum(self.counts[outcome] for outcome in GOOD)
+
+    def shown(self) -> str:
+        """Return the cell of the table."""
+        seen = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(self.counts.items()) if outcome)
+        return f"{self.wrong:,} of {self.counts.total():,}" + (f" ({seen})" if seen else "")
 
     def add(self, wrong: str, where: str, times: int = 1) -> None:
         """Count an outcome.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import tempfile
 from typing import Any
 
 import flax
@@ -14,8 +13,6 @@ import numpy as np
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
-from tests.reliability import shim
-from tests.reliability.shim import Network
 
 STEPS = dict[int, int]  # step → number of the value that it holds
 
@@ -65,7 +62,6 @@ class System:
         settings: of ours.
         shared: several processes save; one restores.
         environment: variables of its processes.
-        network: rules of the file system.
     """
 
     name: str
@@ -74,7 +70,6 @@ class System:
     settings: tuple[tuple[str, Any], ...] = ()
     shared: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    network: Network = Network.OFF
 
     @property
     def is_ours(self) -> bool:
@@ -88,8 +83,6 @@ class System:
     def use(self) -> None:
         """Let this process save as the system does."""
         os.environ.update(self.environment)
-        if self.network:
-            shim.network(tempfile.gettempdir(), self.network)
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
         if self.settings:
             for name, value in self.settings:

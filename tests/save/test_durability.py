@@ -14,7 +14,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.local import atomic, removal, syncing
+from flax_ckpt_compat._core.local import syncing
 
 TREE = {"w": np.arange(200_000.0), "small": {"b": np.ones(3)}, "name": "text"}
 
@@ -259,39 +259,6 @@ def test_a_failed_sync_keeps_what_a_removal_hid(flag: bool, tmp_path: Path, monk
     assert len(os.listdir(tmp_path)) == 1 + flag
     checkpoints.save_checkpoint(tmp_path, TREE, 3)
     assert os.listdir(tmp_path) == ["checkpoint_3"]
-
-
-def test_what_dead_writers_left_is_removed_once_their_renames_are_synced(tmp_path: Path, changes: Changes) -> None:
-    """A writer that died behind its rename left the old checkpoint under a temporary name, which a power loss undoes.
-
-    A file that one set aside gets its name back before it loses the other."""
-    old, aside = (Path(atomic.temporary_path(str(tmp_path / "c"), role)) for role in ("new", "old"))
-    old.mkdir()
-    (old / "data").write_text("x")
-    aside.write_text("y")
-    removal.remove_stale(str(tmp_path))
-    assert os.listdir(tmp_path) == ["c"]
-    link = position(changes, "link", tmp_path / "c")
-    assert position(changes, "unlink", aside) > position(changes, "fsync", tmp_path, link)
-    assert position(changes, "unlink", old / "data") > position(changes, "fsync", tmp_path)
-
-
-def test_a_leftover_goes_once_its_own_rename_is_synced(tmp_path: Path, changes: Changes) -> None:
-    """Nothing else was in the directory that would have been synced: that of an exchange may be all that was lost."""
-    old = Path(atomic.temporary_path(str(tmp_path / "c")))
-    old.mkdir()
-    (old / "data").write_text("x")
-    removal.remove_stale(str(tmp_path))
-    assert position(changes, "unlink", old / "data") > position(changes, "fsync", tmp_path)
-
-
-def test_what_was_replaced_is_gone_for_good(tmp_path: Path, changes: Changes) -> None:
-    """A power loss after an overwrite brings back no part of the old directory."""
-    for _ in range(2):
-        changes.clear()
-        flax_ckpt_compat.save(tmp_path / "c", {"a": 1}, format="orbax", overwrite=True)
-    removed = max(number for number, (call, path) in enumerate(changes) if call == "rmdir" and path.parent == tmp_path)
-    assert position(changes, "fsync", tmp_path, removed) > removed
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import flax
 import pytest
 
-from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core import location
-from flax_ckpt_compat._core.local import atomic, removal
 from tests.save.interrupt_storm import FORMATS, KINDS, Run
 from tests.support import interrupting
 from tests.support.interpreters import ROOT
-from tests.support.saves import tree
 
 
 def _storm(folder: Path, seed: int, rounds: int) -> dict[str, int]:
@@ -71,41 +64,3 @@ def test_ctrl_c_comes_out_of_each_call(format: str, kind: str, every: int, tmp_p
         for converted in tmp_path.glob("converted-*"):
             shutil.rmtree(converted)
     assert at > 1000
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        removal,
-        pytest.param(atomic, marks=pytest.mark.slow),
-        pytest.param(location, marks=pytest.mark.slow),
-    ],
-    ids=["removal", "publishing", "location"],
-)
-@pytest.mark.parametrize("fails", [False, True], ids=["evicts", "fails"])
-def test_what_an_interrupt_leaves_goes_with_the_next_save(
-    flag: bool, fails: bool, place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever Ctrl-C comes in an eviction, or in the removal of what a failed save wrote.
-
-    What was set aside to be deleted stayed, whole, while the process lived: its writer is alive."""
-    checkpoints.save_checkpoint(tmp_path, tree(), 0)
-    is_place, at, real = True, 0, os.fsync
-
-    def save() -> None:
-        with contextlib.suppress(errors.StorageError):
-            checkpoints.save_checkpoint(tmp_path, tree(), 2 * at, keep=1, overwrite=True)
-
-    def refuse(_: int) -> None:
-        monkeypatch.setattr(os, "fsync", real)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    while is_place:
-        at += 1
-        if fails:
-            monkeypatch.setattr(os, "fsync", refuse)
-        is_place = interrupting.ctrl_c(save, at, place.__file__)
-        monkeypatch.setattr(os, "fsync", real)
-        checkpoints.save_checkpoint(tmp_path, tree(), 2 * at + 1, keep=1, overwrite=True)
-        assert os.listdir(tmp_path) == [f"checkpoint_{2 * at + 1}"], at
-    assert at > 5

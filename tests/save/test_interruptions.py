@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import names, run_python, tree
 
@@ -164,12 +162,6 @@ except KeyboardInterrupt:
 time.sleep(0.3)  # that thread is idle, so that the executor starts no other
 checkpoints.save_checkpoint(sys.argv[1], {"n": 2}, 2, async_manager=manager)
 """
-
-
-def test_the_interpreter_ends_after_an_interrupted_start(tmp_path: Path) -> None:
-    """Where Ctrl-C came while the manager's thread was started, the program ends all the same, and its save too."""
-    assert run_python(ORPHAN, tmp_path, timeout=20)[0] == "interrupted\n"
-    assert ours.restore_checkpoint(tmp_path, None)["n"] == 2
 
 
 IMPORT = """
@@ -328,43 +320,3 @@ assert gc.isenabled()
 def test_a_fork_during_a_save_has_a_garbage_collector(tmp_path: Path) -> None:
     """A data loader that starts while a background save pauses Python's collector would never collect again."""
     run_python(PAUSED, PYTHONWARNINGS="ignore")
-
-
-BLIND = """
-path = sys.argv[1] + "/checkpoint_1"
-def is_alive(temporary):
-    return temporaries.is_alive(temporaries.parse(os.path.basename(temporary)), temporary)
-assert without_descriptors(is_alive, temporaries.temporary_path(path))
-assert is_alive(without_descriptors(temporaries.temporary_path, path))
-"""
-
-
-def test_a_writer_is_alive_though_there_is_no_descriptor_left(tmp_path: Path) -> None:
-    """Where its start cannot be read, a running process counts as alive: its temporaries are not removed."""
-    run_python(NO_DESCRIPTOR + BLIND, tmp_path)
-
-
-def test_threads_that_wait_for_a_task_that_another_began() -> None:
-    """A task runs once, on whoever wants it first; all get its outcome, and a withdrawn one is cancelled."""
-    begun, end, calls = threading.Event(), threading.Event(), list[int]()
-
-    def work() -> int:
-        begun.set()
-        assert end.wait(20)
-        calls.append(1)
-        return 5
-
-    task = thread_pools.Task(work)
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(task)
-        assert begun.wait(20)
-        others = [pool.submit(task.result) for _ in range(2)]
-        assert not task.wait(0.01)
-        task.withdraw()
-        end.set()
-        assert [first.result(20), *(other.result(20) for other in others)] == [5, 5, 5]
-    assert calls == [1]
-    late = thread_pools.Task(work)
-    late.withdraw()
-    with pytest.raises(thread_pools.CancelledError):
-        late.result()
