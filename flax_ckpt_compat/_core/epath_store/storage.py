@@ -18,13 +18,8 @@ from typing import Any
 
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
-<<<<<<< HEAD
 from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import presence, removal
-=======
-from flax_ckpt_compat._core.listing import AfterCommit, Listing
-from flax_ckpt_compat._core.local import presence, removal, temporaries
->>>>>>> 4b3628d8 (Budgets of rooms fall)
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage, is_unfinished
@@ -153,20 +148,10 @@ class EpathStorage(RemoteStorage):
                 meter.add(len(piece), path)
 
     def _write(self, path: str, text: str) -> None:
-<<<<<<< HEAD
         target = self._path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
             file.write(text.encode())
-=======
-        staged = commit.staging_path(path)
-        try:
-            with translated(staged, "written"), open(temporaries.create_file(staged), "w", encoding="utf-8") as file:
-                file.write(text)
-            self._files.put(staged, path, new=False)
-        finally:
-            removal.delete(staged)
->>>>>>> 4b3628d8 (Budgets of rooms fall)
 
     def remove(self, path: str) -> None:
         with translated(path, "removed"):
