@@ -228,12 +228,21 @@ class FolderSave:
 
     def _commit(self, needed: Collection[str]) -> Files:
         """Write the commit file; withdraw it if another writer has begun to replace files just before."""
-        version = self.client.put(f"{self.url}/{COMMIT_FILE}", self._content(), ABSENT)
+        url, content = f"{self.url}/{COMMIT_FILE}", self._content()
+        try:
+            version = self.client.put(url, content, ABSENT)
+        except ConflictError:
+            raise
+        except StorageError:  # whose answer may have been lost
+            found = self.client.find(url)
+            if found is None or self.client.read(url) != content:
+                raise
+            version = found.version
         self._written[COMMIT_FILE] = version
         try:
             return self._check(needed)
         except ConcurrentWriteError:
-            self.client.delete(f"{self.url}/{COMMIT_FILE}", version)
+            self.client.delete(url, version)
             raise
 
     def _is_same_tree(self, staged: str, fixed: list[str]) -> bool:
