@@ -136,14 +136,14 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
     assert checkpoints.available_steps(run) == [1]
 
 
-def test_one_warning(place: AnyBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save says what such a store cannot promise; the next ones do not repeat it."""
     from flax_ckpt_compat._core.epath_store import storage
 
     monkeypatch.setattr(storage, "_warned", set())
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         for step in (1, 2):
-            checkpoints.save_checkpoint(f"{place.url}/run", {"w": np.ones(2)}, step, keep=5)
+            checkpoints.save_checkpoint(f"{shelf.url}/run", {"w": np.ones(2)}, step, keep=5)
     assert sum("no conditional writes" in record.message for record in caplog.records) == 1
 
 
@@ -151,7 +151,7 @@ def test_one_warning(place: AnyBucket, caplog: pytest.LogCaptureFixture, monkeyp
 def test_a_container_that_is_not_there(az_bucket: AnyBucket) -> None:
     """It is an error, as a missing bucket is: a run must not begin anew for a typo."""
     assert az_bucket.keys() == []
-    with pytest.raises(errors.StorageError, match="there is no container 'no-such-one'"):
+    with pytest.raises(errors.StorageError, match="there is no bucket 'no-such-one'"):
         checkpoints.restore_checkpoint("az://no-such-one/run", {"w": 1})
 
 

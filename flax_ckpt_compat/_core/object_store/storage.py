@@ -80,7 +80,8 @@ class ObjectStorage(RemoteStorage):
         _, bucket, key = client.split(path)
         store = commit.client_for(path)
         if not store.has_driver:
-            return {"driver": "file", "path": copies.copy_of(path, store.list(path), self.open_file) + "/"}
+            folder = path.rstrip("/")
+            return {"driver": "file", "path": copies.copy_of(folder, store.list(folder), self.open_file) + "/"}
         use_tensorstore(path)
         return store.tensorstore_spec(bucket) | ({"path": key.removesuffix("/") + "/"} if key else {})
 
