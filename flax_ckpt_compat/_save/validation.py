@@ -177,12 +177,11 @@ def _check_overwrite(request: SaveRequest) -> None:
 
 
 def _removed(checkpoint_dir: CheckpointDir, since: float, others: Container[str]) -> str:
-    """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes, by their names: no other one is opened."""
     prefix = checkpoint_dir.prefix
     numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
     named = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
-    doomed = [name for name, may_be in saved_steps.counted_steps(checkpoint_dir, named).items() if may_be]
-    return f" and to remove {one_line(doomed)}" if doomed else ""
+    return f" and to remove {one_line(named)}" if named else ""
 
 
 def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:

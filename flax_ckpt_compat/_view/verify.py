@@ -295,8 +295,8 @@ def _verify(location: Location, *, is_named: bool, count: Callable[[int], None])
                 raise
             if not locating.is_there(location):
                 return None
-            if not isinstance(error, UnrecognizedFormatError):
-                raise
+            if not isinstance(error, UnrecognizedFormatError | CheckpointNotFoundError):
+                raise  # the latter, although it is there: a link to nothing
             return _unopened(location, error)
     return None
 
