@@ -110,23 +110,15 @@ def _missing_folder(path: Location, names: set[str]) -> str | None:
     found = names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))
     if len(found) >= wanted or (there := sum(arrays_below(path / name) for name in found)) >= wanted:
         return None
-    # Orbax writes two leaves whose key paths join to one name, such as a/b and a.b, to one folder.
-    wanted = len(_stored_names((path / layout.TREE_METADATA).read()))
-    if there >= wanted:
+    stored: set[str] = set()
+    with suppress(*_DAMAGE):  # of which readers tell
+        for one in json.loads((path / layout.TREE_METADATA).read())["tree_metadata"].values():
+            if _ARRAY_TYPE.search(json.dumps(one).encode()):
+                # Two leaves whose key paths join to one name, such as a/b and a.b, lie in one folder.
+                stored.add(".".join(str(key["key"]) for key in one["key_metadata"]))
+    if there >= len(stored):
         return None
-    return f"{wanted - there} of the {wanted} arrays are missing that {layout.TREE_METADATA} records"
-
-
-def _stored_names(structure: bytes) -> set[str]:
-    """Return the names of the arrays that a structure file records; none if it does not decode, as readers say."""
-    with suppress(*_DAMAGE):
-        entries = json.loads(structure)["tree_metadata"].values()
-        return {
-            ".".join(str(key["key"]) for key in one["key_metadata"])
-            for one in entries
-            if _ARRAY_TYPE.search(json.dumps(one).encode())
-        }
-    return set()
+    return f"{len(stored) - there} of the {len(stored)} arrays are missing that {layout.TREE_METADATA} records"
 
 
 def _missing_in_database(path: Location, names: set[str]) -> str | None:

@@ -378,9 +378,9 @@ def _strange_names(opened: opening.Opened) -> list[str]:
 
 
 def _unopened(location: Location, error: CheckpointError) -> VerifiedCheckpoint:
-    if isinstance(error, CheckpointNotFoundError) or not locating.is_there(location):
+    if not locating.is_there(location):
         raise error
-    readable = not isinstance(error, _NO_DAMAGE)
+    readable = not isinstance(error, (*_NO_DAMAGE, CheckpointNotFoundError))
     return VerifiedCheckpoint(location.path, "", (), (str(error),), readable=readable)
 
 
