@@ -29,7 +29,9 @@ _log = logging.getLogger("flax_ckpt_compat")
 @contextmanager
 def locked(directory: str) -> Iterator[None]:
     """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
-    descriptor, end = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LOCK_SECONDS
+    with translated(directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    end = time.monotonic() + _LOCK_SECONDS
     try:
         while time.monotonic() < end:
             try:
