@@ -140,8 +140,9 @@ def make_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
     """Return a console for a standard stream; with NO_COLOR, bold and dim text are plain, too."""
     from rich.console import Console
 
-    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors, stderr=stderr)
+    is_plain = bool(os.environ.get("NO_COLOR"))  # to old releases of rich, empty is set, too
+    colors: Literal["auto"] | None = None if is_plain else "auto"
+    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors, no_color=is_plain, stderr=stderr)
 
 
 def escape_what_cannot_be_shown() -> None:
