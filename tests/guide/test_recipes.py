@@ -44,9 +44,8 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """True where the confident suggestion, or none where none is needed, restores what the page restores."""
-        needed = self.verdict["suggested"] is not None
-        return self.verdict["difference"] is None and (self.verdict["confident"] or not needed)
+        """True where the suggestion, or none where none is needed, restores what the page restores."""
+        return self.verdict["difference"] is None
 
 
 def fences(page: Path, language: str) -> list[str]:

@@ -7,6 +7,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,8 @@ def test_a_manager_that_removes_unfinished_saves(tmp_path: Path, monkeypatch: py
             made.append(ocp.CheckpointManager(tmp_path, options=options))
 
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
-    with use_flag(True), config.override(progress=make), pytest.raises(errors.StorageError, match="cleanup_tmp_dir"):
+    is_removed = tuple(map(int, metadata.version("orbax-checkpoint").split(".")[:2])) >= (0, 12)  # 0.10.3 leaves it
+    refused: Any = pytest.raises(errors.StorageError, match="cleanup_tmp_dir") if is_removed else nullcontext()
+    with use_flag(True), config.override(progress=make), refused:
         ours.save_checkpoint(tmp_path, {"a": np.ones(3_000_000)}, 1)
-    assert made and ours.available_steps(tmp_path) == []
+    assert made and ours.available_steps(tmp_path) == ([] if is_removed else [1])
