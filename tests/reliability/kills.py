@@ -114,7 +114,7 @@ def judged(system: System, folder: str, states: list[dict[int, int]], *, acknowl
 
 def random_times(system: System, tally: Tally, extent: Extent) -> None:
     """Kill a process that saves one step after the other, every second time in the background, at a random time."""
-    for number, _ in extent.through([(number, [number]) for number in range(extent.times(500))], tally):
+    for number in extent.through(range(extent.times(500))):
         _random_time(system, number, tally)
 
 
