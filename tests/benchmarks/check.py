@@ -54,14 +54,14 @@ FEW = Workload("few", "small", "Few small leaves", leaf_shapes(200), on_device=F
 # metadata. Ratios are two to four times the worst of several runs: they catch what is grossly slower, on any disk.
 LIMITS: dict[str, tuple[float, float]] = {
     "ours, msgpack, save 5000 leaves: Python calls a leaf": (5.6, 9),
-    "ours, msgpack, save 5000 leaves: files opened": (3, 5),
+    "ours, msgpack, save 5000 leaves: files opened": (6, 8),
     "ours, msgpack, restore 5000 leaves: Python calls a leaf": (18.2, 27),
     # Once to read it; the look-up and the opening read its first bytes, by which foreign files are told.
-    "ours, msgpack, restore 5000 leaves: files opened": (3, 4),
+    "ours, msgpack, restore 5000 leaves: files opened": (5, 7),
     "ours, msgpack, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, msgpack, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, save 5000 leaves: Python calls a leaf": (43.2, 58),
-    "ours, orbax format, save 5000 leaves: files opened": (12, 15),
+    "ours, orbax format, save 5000 leaves: files opened": (18, 22),
     "ours, orbax format, restore 5000 leaves: Python calls a leaf": (38.2, 57),
     # Python opens manifest and node of the index, each below its folder, so that no link leads out; and the checksums.
     "ours, orbax format, restore 5000 leaves: files opened": (8, 12),
@@ -78,7 +78,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     # Of what passes the cache, the end of each file goes through it.
     "ours, msgpack, background save: bytes in the page cache ÷ bytes of leaves": (0.0003, 0.02),
     "ours, orbax format, background save: bytes in the page cache ÷ bytes of leaves": (0.0004, 0.02),
-    "merge of 8 processes' parts: Python calls an entry": (12.6, 19),
+    # The plain codec of the index; TensorStore's copy of key ranges would take none.
+    "merge of 8 processes' parts: Python calls an entry": (52, 75),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.36, 1.5),
     "ours, msgpack ÷ flax, msgpack, restore small leaves": (0.93, 2.0),
     "ours, orbax format ÷ ours, msgpack, save small leaves": (6.7, 15.0),
