@@ -11,9 +11,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._convert import find, output_writers, safetensors
+from flax_ckpt_compat._convert import output_writers, safetensors
 from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
-from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
+from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job, find_jobs
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN
@@ -127,7 +127,7 @@ def plan(
     steps = None if step is None else [step] if is_one else list(step)
     if steps == []:
         raise SettingError("step is an empty list, so nothing would be converted; None converts all steps")
-    jobs = find.find_jobs(source, destination, to, steps)
+    jobs = find_jobs(source, destination, to, steps)
     chosen = {"target": target, "transforms": transforms, "items": items, "sharding": sharding}
     return [dataclasses.replace(job, **chosen) for job in jobs]
 

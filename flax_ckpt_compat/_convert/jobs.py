@@ -1,10 +1,23 @@
-"""Define a job, one checkpoint to convert, and its result; both travel to other processes."""
+"""Find the checkpoints to convert; define a job, one of them with its result's name, and the outcome.
+
+Jobs and outcomes travel to other processes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
+from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._discovery import locating, saved_steps
+from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message
+from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
+from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
 TO_STEPS = ("manager", "v1")  # layouts whose checkpoints are steps of a directory that Orbax manages
 FILES = ("msgpack", "safetensors")  # layouts of one file
@@ -59,3 +72,155 @@ class Conversion:
     notes: tuple[str, ...] = ()
     error: str | None = None
     left_out: tuple[str, ...] = ()
+
+
+_SUFFIX = {"safetensors": ".safetensors"}
+# The step of a name that a program gives to steps: the whole name, as of managers, or the longest number after a
+# separator, as in ``checkpoint_-1.5``, ``ckpt-10`` or ``v1.10``. Models and dates have none: ``pi0``, ``2024-05-01``.
+_NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_STEP = re.compile(rf"(?:|.*_|(?=.*?[A-Za-z]).*?[^0-9A-Za-z.])(-?{_NUMBER})", re.DOTALL)
+_AFTER_DOT = re.compile(r".*[A-Za-z].*\.(\d+)", re.DOTALL)
+_DATE = re.compile(r"(?:.*[^0-9])?(?:19|20)\d\d([-_.])(?:0?[1-9]|1[0-2])\1[0-3]?\d", re.DOTALL)
+
+
+def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence[Any] | None) -> list[Job]:
+    """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
+
+    ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a
+    result would be in the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there
+    is no checkpoint, or not the step."""
+    listed = source.listed()
+    found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
+    holding = [contents_of(listed.at(one.path), lists_denied=True) for one in found]
+    if not found:
+        raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
+    if found == [source] and to in TO_STEPS and wanted:
+        jobs = [_with_step(source, destination, to, _assigned(source, wanted))]
+    elif found == [source] and to not in TO_STEPS:
+        _check_apart(source, destination)
+        jobs = [Job(source.path, destination.path, to)]
+    else:
+        _check_apart(source, destination)
+        top = source.parent if found == [source] else source
+        jobs = [_job(one, destination.sibling(one.parent.path[len(top.path) :]), to) for one in found]
+        jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
+    errors = {one.path: _refusal(one) for one in holding if not one.is_readable}
+    jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
+    _check_outside(jobs)
+    return _without_collisions(jobs)
+
+
+def _assigned(source: Location, wanted: Sequence[Any]) -> float:
+    """Return the step that the caller gives to a checkpoint."""
+    texts = [steps.step_text(one) for one in wanted]
+    step = steps.parse_step(texts[0])
+    if len(texts) > 1 or step is None:
+        raise ArgumentError(f"{source} is one checkpoint, so step is the number that it gets; found {', '.join(texts)}")
+    return step
+
+
+def _refusal(found: Contents) -> str:
+    """Return the error for what is not a complete checkpoint."""
+    if found.state is State.FOREIGN:
+        return f"UnrecognizedFormatError: {foreign_message(found)}"
+    return f"IncompleteCheckpointError: {found.path} is not a complete checkpoint: {found.why}"
+
+
+def _check_outside(jobs: Sequence[Job]) -> None:
+    """Raise InvalidCheckpointError if a result would be in a checkpoint in Orbax's format."""
+    for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
+        if why := why_inside(of_text(path)):
+            from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
+
+            raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path, step=None)
+
+
+def _is_checkpoint(location: Location) -> bool:
+    """Return whether a directory is one checkpoint, also without the markers of newer releases."""
+    if not location.isdir():
+        return False
+    checkpoint_dir = saved_steps.checkpoint_dir(location.path, DEFAULT_PREFIX).listed_with(location)
+    located = locating.find(checkpoint_dir, None)
+    return isinstance(located, locating.LocatedCheckpoint) and located.location == location
+
+
+def _check_apart(source: Location, destination: Location) -> None:
+    """Raise ArgumentError if the destination is the source, or in it."""
+    if _is_inside(destination, source):
+        message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
+        if _is_inside(source, destination):
+            message = f"{destination} is both source and destination, and a source is never touched; pass another path"
+        raise ArgumentError(message, path=destination.path)
+
+
+def _is_inside(location: Location, folder: Location) -> bool:
+    """Return whether a path is a folder or in it, also by symbolic links."""
+    pairs = [(location.path, folder.path), (location.resolve(), folder.resolve())]
+    return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
+
+
+def _job(source: Location, folder: Location, to: str) -> Job:
+    """Return the job of a checkpoint of a directory."""
+    name = source.name
+    stem = name.removesuffix(MSGPACK_SUFFIX)
+    step = _step_of(stem)
+    if to in TO_STEPS:
+        return _with_step(source, folder, to, step)
+    name = stem if to != "msgpack" else name
+    name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
+    return Job(source.path, (folder / (name + _SUFFIX.get(to, ""))).path, to, step)
+
+
+def _step_of(name: str) -> float | None:
+    """Return the step that a name records, or None."""
+    if _DATE.fullmatch(name):
+        return None
+    match = _STEP.fullmatch(name) or _AFTER_DOT.fullmatch(name)
+    return steps.parse_step(match[1]) if match else None
+
+
+def _with_step(source: Location, folder: Location, to: str, step: float | None) -> Job:
+    """Return the job of a result that is a step of Orbax's managers."""
+    if step is None or step < 0 or step != int(step):
+        shown = "its name has no step" if step is None else f"its step is {step}"
+        remedy = "convert it alone, with a step that you choose (step=5, --step 5), or to another layout"
+        error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
+        return Job(source.path, folder.path, to, step, error)
+    return Job(source.path, (folder / str(int(step))).path, to, step)
+
+
+def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
+    """Return the jobs of the steps that were asked for: numbers, or the ends of names."""
+    chosen = []
+    for text in map(steps.step_text, wanted):
+        number, mine = steps.parse_step(text), []
+        if number is not None:
+            # Without a separator, v1.5 may be step 1.5 as well as 5.
+            mine = [job for job in jobs if job.step == number] or [job for job in jobs if _may_be(job, number)]
+        else:
+            mine = [job for job in jobs if os.path.basename(job.source).endswith(text)]
+        if not mine:
+            there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
+            message = f"{source} has no step {text} (available steps: {there})"
+            raise CheckpointNotFoundError(message, path=source.path, has_remedy=True)
+        chosen += mine
+    return list(dict.fromkeys(chosen))
+
+
+def _may_be(job: Job, number: float) -> bool:
+    """Return whether a name ends in a number, in any way to read it."""
+    name = os.path.basename(job.source)
+    starts = (at for at in range(len(name)) if not name[at - 1 : at].isdigit())
+    return any(steps.parse_step(name[at:]) == number for at in starts)
+
+
+def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs, with an error in those whose results would have one name."""
+    count = Counter(job.destination for job in jobs if job.error is None)
+    problem = "ArgumentError: {}: another checkpoint would be converted to {} too; convert each alone"
+    return [
+        dataclasses.replace(job, error=problem.format(job.source, job.destination))
+        if job.error is None and count[job.destination] > 1
+        else job
+        for job in jobs
+    ]

@@ -178,16 +178,7 @@ class Module:
             return parts[0]
         if name in {"abspath", "resolve", "absolute"}:
             return "/" + (parts or [self.text(receiver, depth)])[0]
-        is_same = name in {
-            "str",
-            "fspath",
-            "expanduser",
-            "sorted",
-            "list",
-            "reversed",
-            "max",
-            "min",
-        }
+        is_same = name in {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min"}
         return (parts or [self.text(receiver, depth)])[0] if is_same else _UNKNOWN
 
 
