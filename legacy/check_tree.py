@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes, unsupported
-from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
 from flax_ckpt_compat._core.keyed_cache import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
@@ -115,7 +115,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     elif is_jax_array(leaf):
         _check_jax(path, leaf)
     elif not isinstance(leaf, complex):
-        raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", unsupported.remedy(leaf))
+        raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", remedy_of_leaf(leaf))
 
 
 def _check_key(path: Path, key: KeyData) -> None:

@@ -25,12 +25,11 @@ from contextlib import contextmanager
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import SettingError, StorageError
+from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
 from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 

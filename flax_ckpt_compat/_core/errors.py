@@ -39,7 +39,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+import signal
+import traceback
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.text_formatting import printable
 
@@ -280,3 +282,31 @@ class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
     def __init__(self, message: str, *, path: str | None = None, absent: tuple[int, ...] = ()):
         super().__init__(message, path=path)
         self.absent = absent
+
+
+def remedy_of_leaf(leaf: Any) -> str:
+    """Return what to do about a leaf of an unsupported type."""
+    if callable(leaf):
+        return (
+            "leave functions and classes out of the tree: declare the field with "
+            "flax.struct.field(pytree_node=False), as TrainState does for apply_fn, or remove the key"
+        )
+    if isinstance(leaf, (set, frozenset)):
+        return "convert it to a sorted list, or leave it out of the tree"
+    return "convert it to an array, number, str or bytes, or leave it out of the tree"
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Return whether an exception passed through a signal handler of the program.
+
+    Programs bound a call by a handler that raises TimeoutError, an OSError: it must reach them, and is not tried again.
+    """
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    return bool(codes) and any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> Any:
+    handler = getattr(handler, "func", handler)  # of functools.partial
+    if not hasattr(handler, "__code__") and callable(handler):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)

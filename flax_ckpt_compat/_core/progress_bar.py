@@ -10,8 +10,8 @@ import sys
 import threading
 from typing import Any
 
+from flax_ckpt_compat._core.errors import is_of_handler
 from flax_ckpt_compat._core.progress import Callback, Progress
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.text_formatting import printable
 
 _log = logging.getLogger("flax_ckpt_compat")

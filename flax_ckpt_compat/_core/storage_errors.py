@@ -5,14 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import Any
 
-from flax_ckpt_compat._core.disk_space import describe_space
-from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError, storage_error_of
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
-from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    is_of_handler,
+    storage_error_of,
+)
+from flax_ckpt_compat._core.text_formatting import format_size
+from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _REMEDIES = {
     errno.EACCES: "check the permissions of {folder}",
@@ -33,6 +40,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMET
 _DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
+_MARGIN = 2**20  # bytes
 _LOOKS = ("found", "listed", "read")
 _CHECK_PATH = "check the path, and the disk or network file system that it is on"
 
@@ -141,10 +149,10 @@ def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> Sto
     if number in FULL_DISK:
         reason, remedy = (
             os.strerror(number),
-            f"{describe_space(temporary, tree)}; free space, or save to another directory",
+            f"{_describe_space(temporary, tree)}; free space, or save to another directory",
         )
         if folder != os.path.dirname(path):  # a save to a store
-            remedy = f"{describe_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
+            remedy = f"{_describe_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
     elif number in _REMEDIES:
         reason, remedy = os.strerror(number), _REMEDIES[number].format(folder=folder)
     elif (
@@ -160,6 +168,38 @@ def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> Sto
         return storage_error_of(reason, path=path, errno=number)
     message = f"{path} could not be saved: {reason}{'; ' + remedy if remedy else ''}"
     return storage_error_of(message, path=path, errno=number)
+
+
+def _describe_space(temporary: str, tree: Node) -> str:
+    """Describe the space needed, and the space free once the temporary is removed."""
+    folder = os.path.dirname(temporary)
+    needed = f"it needs {format_size(_nbytes(tree))} and " if tree is not None else ""
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free + _disk_space(temporary)
+        # Files take a little more than their leaves.
+        is_enough = tree is not None and free > 2 * _nbytes(tree) + _MARGIN
+        other = ", so what is used up is a quota, or the number of files (df -i)" if is_enough else ""
+        return f"{needed}{format_size(free)} are free in {folder}{other}"
+    return f"{needed}nothing is free in {folder}"
+
+
+def _disk_space(path: str) -> int:
+    """Return the disk usage of a file or of the files below a directory, in bytes."""
+    block = 512  # bytes, whatever the file system's blocks are (POSIX)
+    with suppress(NotADirectoryError, FileNotFoundError):
+        return sum(_disk_space(entry.path) for entry in os.scandir(path))
+    with suppress(OSError):
+        return os.lstat(path).st_blocks * block
+    return 0
+
+
+def _nbytes(tree: Node) -> int:
+    return sum(_size_of(leaf) for _, leaf in iter_leaves(tree))
+
+
+def _size_of(leaf: Any) -> int:
+    leaf = getattr(leaf, "data", leaf) if not hasattr(leaf, "nbytes") else leaf
+    return int(getattr(leaf, "nbytes", 0)) or (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
 
 
 def not_found(url: str) -> FileNotFoundError:

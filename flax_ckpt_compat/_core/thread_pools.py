@@ -27,6 +27,7 @@ _Result = TypeVar("_Result")
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
 _POLL_SECONDS = 0.5
+_BEGIN_SECONDS = 1.0  # at the interpreter's exit a thread may start and never run
 
 
 class Task:
@@ -124,11 +125,19 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def run_apart(function: Callable[[], Any]) -> Any:
-    """Call a function on a thread of its own, or here if none can be started; return its result."""
+    """Call a function on a thread of its own, where Ctrl-C cannot interrupt it, and return its result.
+
+    It runs here if no thread begins. Ctrl-C waits for its end; a second one is raised at once."""
     task = Task(function)
-    if start_thread(task.run):
-        task.wait()
-    return task.result()
+    try:
+        if start_thread(task.run):
+            task.wait(_BEGIN_SECONDS)
+        return task.result()
+    except BaseException:
+        _end_all([task])
+        raise
+    finally:
+        del task  # it holds the error, whose traceback holds this frame
 
 
 class Pool:

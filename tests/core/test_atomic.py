@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, removal, renames, temporaries
+from flax_ckpt_compat._core.local import atomic, directories, removal, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
+from tests.support import interrupting
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
@@ -347,6 +349,16 @@ def test_two_cleaners_at_once_and_one_that_is_refused(
     assert "left by an interrupted save" in caplog.text
 
 
+def test_ctrl_c_while_a_directory_is_deleted(tmp_path: Path) -> None:
+    """It comes out wherever it comes: `shutil.rmtree` would close a descriptor twice, perhaps one of another thread."""
+    removed, at, is_place = str(tmp_path / "c_1"), 1, True
+    while is_place:
+        make(removed, "x", "directory")
+        is_place = interrupting.ctrl_c(lambda: removal.delete(removed), at)
+        shutil.rmtree(removed, ignore_errors=True)
+        at += 1
+
+
 def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     """Only they go."""
     make(tmp_path / "kept", "x", "directory")
@@ -375,4 +387,4 @@ def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
         directories.make_directory(str(tmp_path / "file" / "runs"))
     with pytest.raises(StorageError, match="c_1"):
         atomic.publish(str(tmp_path / "none"), str(tmp_path / "c_1"))
-    assert renames.rename_new(str(tmp_path / "file"), str(tmp_path / "moved"))
+    assert syncing.rename_new(str(tmp_path / "file"), str(tmp_path / "moved"))

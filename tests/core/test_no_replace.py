@@ -89,9 +89,9 @@ def test_a_folder_of_something_else_that_appears_during_a_save_stays(
 
 
 @pytest.mark.parametrize("directory", [False, True])
-@pytest.mark.parametrize("there", ["nothing", "empty directory", "empty file", "file", "directory"])
+@pytest.mark.parametrize("there", ["nothing", "empty directory", "empty file", "file", "directory", "link"])
 def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: str) -> None:
-    """A file of no size and an empty directory give way, as before; all else is refused, and stays."""
+    """A file of no size and an empty directory give way, as before; all else, and links, is refused and stays."""
     final = tmp_path / "c_1"
     temporary = Path(temporary_path(str(final)))
     (temporary if directory else tmp_path).mkdir(exist_ok=True)
@@ -102,7 +102,13 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         (final / "old").touch()
     if "file" in there:
         final.write_text("" if "empty" in there else "old")
-    if there in ("file", "directory"):
+    if there == "link":
+        (tmp_path / "elsewhere").mkdir() if directory else (tmp_path / "elsewhere").touch()
+        final.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(errors.StorageError, match="another process has saved"):
+            atomic.publish_new(str(temporary), str(final))
+        assert final.readlink() == tmp_path / "elsewhere"
+    elif there in ("file", "directory"):
         with pytest.raises(errors.StorageError, match="another process has saved"):
             atomic.publish_new(str(temporary), str(final))
         assert temporary.exists()
@@ -152,16 +158,3 @@ def test_what_is_written_to_a_void_name_at_the_last_moment_stays(
     with pytest.raises(errors.StorageError, match="another process has saved"):
         atomic.publish_new(str(temporary), str(final))
     assert (final / "old" if directory else final).read_text() == "old"
-
-
-@pytest.mark.parametrize("directory", [False, True])
-def test_a_link_to_something_void_is_not_void(tmp_path: Path, directory: bool) -> None:
-    """It is the user's, and stays."""
-    final, elsewhere = tmp_path / "c_1", tmp_path / "elsewhere"
-    elsewhere.mkdir() if directory else elsewhere.touch()
-    final.symlink_to(elsewhere)
-    temporary = Path(temporary_path(str(final)))
-    temporary.write_text("new")
-    with pytest.raises(errors.StorageError, match="another process has saved"):
-        atomic.publish_new(str(temporary), str(final))
-    assert final.readlink() == elsewhere

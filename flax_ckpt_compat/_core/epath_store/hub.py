@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core.epath_store.storage import EpathStorage
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
 from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import not_found
 

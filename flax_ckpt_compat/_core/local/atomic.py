@@ -14,8 +14,7 @@ from contextlib import suppress
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.removal import delete_replaced
-from flax_ckpt_compat._core.local.renames import exchange, rename_new
-from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.syncing import exchange, rename_new, sync_directory
 from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, hold, is_taken, release, temporary_path
 from flax_ckpt_compat._core.storage_errors import translated
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError, storage_error_of
 from flax_ckpt_compat._core.local import gda_folder, presence, temporaries
-from flax_ckpt_compat._core.local.renames import rename_new
-from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
+from flax_ckpt_compat._core.local.syncing import delete_tree, rename_new, sync_directory
 from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, temporary_path, writer_of
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 

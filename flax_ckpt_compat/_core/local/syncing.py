@@ -1,4 +1,4 @@
-"""Make written bytes and names durable, and delete trees."""
+"""Make written bytes and names durable, rename without replacing, exchange two names, and delete trees."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import functools
 import logging
 import os
 import shutil
+import sys
 from typing import Any
 
-from flax_ckpt_compat._core.local.temporaries import create_file
+from flax_ckpt_compat._core.local import presence
+from flax_ckpt_compat._core.local.temporaries import create_file, is_taken
+from flax_ckpt_compat._core.thread_pools import run_apart
 
 # Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
 _CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+_AT_CWD, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _warned: set[int] = set()  # devices
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -102,8 +107,44 @@ def sync_tree(path: str) -> None:
         sync_directory(folder)
 
 
+def rename_new(path: str, final: str) -> bool:
+    """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
+    linked = not presence.isdir(path) and not presence.islink(path)
+    try:
+        # A rename fails if a checkpoint, which is never empty, has the name.
+        (os.link if linked else os.rename)(path, final)
+    except OSError as error:
+        if is_taken(error):
+            return False
+        if error.errno not in _NO_LINKS:
+            raise
+        if presence.lexists(final):
+            return False
+        os.rename(path, final)  # a file system without hard links
+        linked = False
+    sync_directory(os.path.dirname(final))
+    if linked:  # only now: a power loss must not take both names
+        os.unlink(path)
+    return True
+
+
+def exchange(first: str, second: str) -> bool:
+    """Swap two names atomically; return False if the system cannot."""
+    names = os.fsencode(first), os.fsencode(second)
+    if sys.platform == "darwin":
+        renamex = function_of_libc("renamex_np")
+        return renamex is not None and renamex(*names, _SWAP) == 0
+    renameat = function_of_libc("renameat2")
+    return renameat is not None and renameat(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0
+
+
 def delete_tree(path: str) -> None:
     """Delete a directory and all in it; what another process deletes meanwhile is no error."""
+    # Ctrl-C in the middle would have shutil close a descriptor twice, which may be another thread's by then.
+    run_apart(functools.partial(_delete_tree, path))
+
+
+def _delete_tree(path: str) -> None:
     while True:
         try:
             return shutil.rmtree(path)

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.signal_handler_errors import is_of_handler
+from flax_ckpt_compat._core.errors import StorageError, is_of_handler
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found
 
 _CREDENTIALS = {
