@@ -94,20 +94,36 @@ def test_tolerances(rtol: float | None, atol: float | None, tmp_path: Path) -> N
     assert (found.identical, found.tolerated) == (1, 5 - len(expected))
 
 
-def test_the_tolerance_is_included() -> None:
-    """As with numpy's isclose, a distance of just ``atol + rtol * |b|`` is within it."""
-    for tolerance, a, b in [({"atol": 0.5}, 1.5, 1.0), ({"rtol": 0.5}, 3.0, 2.0)]:
-        assert np.isclose(a, b, **({"atol": 0.0, "rtol": 0.0} | tolerance))
-        values = Values(**tolerance)
-        values.add(np.array([a]), np.array([b]))
-        assert (values.other_values, values.outside) == (1, 0)
+# What is compared → a, b, the tolerances, and the numbers that `Values` has then.
+COMPARED: dict[str, tuple[Any, Any, dict[str, float], dict[str, Any]]] = {
+    "atol is included, as with numpy's isclose": ([1.5], [1.0], {"atol": 0.5}, {"other_values": 1, "outside": 0}),
+    "rtol is included": ([3.0], [2.0], {"rtol": 0.5}, {"other_values": 1, "outside": 0}),
+    "text of other lengths": (["ab", "c"], ["ab", "dddd"], {}, {"size": 2, "other_values": 1, "outside": 1}),
+    "the upper bits of an int4's byte mean nothing": (
+        np.frombuffer(b"\x0f\xff\x01", ml_dtypes.int4), np.array([-1, -1, 2], ml_dtypes.int4), {},
+        {"other_bits": 1, "other_values": 1, "max_abs": 1.0},
+    ),
+    "2**60 and 2**60 + 1 are one float": (
+        [2**60 + 1, -(2**63)], [2**60, -(2**63)], {}, {"other_values": 1, "max_abs": 1.0},
+    ),
+    "the largest distance of int64": ([2**63 - 1], [-(2**63)], {}, {"max_abs": float(2**64 - 1)}),
+    "an infinity is equal to itself, and infinitely far from all else": (
+        [np.inf, np.inf, 1.0, -np.inf], [np.inf, -np.inf, np.inf, -np.inf], {"rtol": 1.0, "atol": 1.0},
+        {"other_values": 2, "outside": 2, "max_abs": np.inf},
+    ),
+    "a time is no number, although numpy says that 3 s equal 3": (
+        np.array([3, 4], "m8[s]"), [3, 5], {}, {"size": 2, "other_bits": 2, "other_values": 2, "outside": 2},
+    ),
+}  # fmt: skip
 
 
-def test_text_of_other_lengths() -> None:
-    """Numpy's arrays of text are compared by value, although longer texts have another dtype."""
-    values = Values()
-    values.add(np.array(["ab", "c"]), np.array(["ab", "dddd"]))
-    assert (values.size, values.other_values, values.outside) == (2, 1, 1)
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_of_two_arrays(name: str) -> None:
+    """What is counted, and the largest difference."""
+    a, b, tolerances, expected = COMPARED[name]
+    values = Values(**tolerances)
+    values.add(np.asarray(a), np.asarray(b))
+    assert {field: getattr(values, field) for field in expected} == expected
 
 
 def test_zeros_and_nan(tmp_path: Path) -> None:
@@ -133,23 +149,6 @@ def test_small_dtypes(dtype: str, tmp_path: Path) -> None:
     assert (found.values.other_values, found.values.max_abs, found.values.max_rel) == (2, 7.0, np.inf)
 
 
-def test_unused_bits_of_int4() -> None:
-    """The upper bits of an int4's byte mean nothing."""
-    values = Values()
-    values.add(np.frombuffer(b"\x0f\xff\x01", ml_dtypes.int4), np.array([-1, -1, 2], ml_dtypes.int4))
-    assert (values.other_bits, values.other_values, values.max_abs) == (1, 1, 1.0)
-
-
-def test_large_integers() -> None:
-    """Distances of 64-bit integers are exact: 2**60 and 2**60 + 1 are one float."""
-    values = Values()
-    values.add(np.array([2**60 + 1, -(2**63)]), np.array([2**60, -(2**63)]))
-    assert (values.other_values, values.max_abs) == (1, 1.0)
-    extremes = Values()
-    extremes.add(np.array([2**63 - 1]), np.array([-(2**63)]))
-    assert extremes.max_abs == float(2**64 - 1)
-
-
 @pytest.mark.parametrize("a, b", [(2**63, 2**63 - 1), (2**64 - 1, 2**63 - 1), (2**63, -1), (-(2**63), 2**63)])
 def test_integers_of_which_only_one_fits_int64(a: int, b: int, tmp_path: Path) -> None:
     """2**63 and 2**63 - 1 are one float, and differ."""
@@ -165,13 +164,6 @@ def test_tolerances_are_numbers_from_0(given: dict[str, Any], tmp_path: Path) ->
     """Anything else would call all leaves different, or equal."""
     with pytest.raises(errors.SettingError, match=f"{next(iter(given))} takes a non-negative number"):
         between(tmp_path, {"n": 1}, {"n": 1}, **given)
-
-
-def test_infinities() -> None:
-    """An infinity is equal to itself, and infinitely far from all else, whatever the tolerance."""
-    values = Values(rtol=1.0, atol=1.0)
-    values.add(np.array([np.inf, np.inf, 1.0, -np.inf]), np.array([np.inf, -np.inf, np.inf, -np.inf]))
-    assert (values.other_values, values.outside, values.max_abs) == (2, 2, np.inf)
 
 
 def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
@@ -292,8 +284,38 @@ def test_command(tmp_path: Path) -> None:
     assert "does not exist" in refused.stderr
 
 
-def test_a_time_is_no_number() -> None:
-    """Numpy says that 3 s equal 3; as values of leaves they differ."""
-    found = Values()
-    found.add(np.array([3, 4], "m8[s]"), np.array([3, 5]))
-    assert (found.size, found.other_bits, found.other_values, found.outside) == (2, 2, 2, 2)
+def shown(*differences: LeafDifference) -> list[str]:
+    """The lines of a diff between its two titles and its summary."""
+    return str(Diff("a", "b", ("msgpack", "msgpack"), 0, 0, differences)).splitlines()[2:-1]
+
+
+def test_sixty_lines_and_the_number_of_leaves_that_are_left() -> None:
+    """A folded line counts as many leaves as it stands for; a mark tells the side of a leaf."""
+    found = [LeafDifference(f"{a}{b}", "type", "int 1", "int 2") for a in "abcdefgh" for b in "ijklmnop"]
+    numbered = [LeafDifference(f"z/{n}/w", "type", "int 1", "int 2") for n in range(3)]
+    assert len(shown(*found[:60])) == 60
+    assert shown(*found[:61])[60:] == ["… and 1 more leaves: see .differences, or --json"]
+    assert shown(*found[:60], *numbered)[60:] == ["… and 3 more leaves: see .differences, or --json"]
+    sides = LeafDifference("x", "only in a", "int 1", ""), LeafDifference("x", "only in b", "", "int 2")
+    assert shown(*sides[:1]) + shown(*sides[1:]) + shown(found[0]) == [
+        "- x   int 1",
+        "+ x   int 2",
+        "~ ai   int 1 → int 2",
+    ]
+
+
+def test_numbers_of_several_leaves() -> None:
+    """Elements of a folded line are added up, and its largest differences are those of any leaf."""
+    values = [Values(size=1, other_values=1, max_abs=2.0, max_rel=0.5)] * 12
+    values.append(Values(size=1, other_values=1, max_abs=1.0, max_rel=3.0, only_one_nan=1))
+    found = [LeafDifference(f"b_{n}/w", "values", "float64", "float64", one) for n, one in enumerate(values)]
+    numbers = "13 of 13 elements, max abs 2, max rel 3, 1 NaN in one only"
+    assert shown(*found) == [f"~ b_{{0..12}}/w   float64: {numbers}   (13 leaves)"]
+    assert shown(found[0]) == ["~ b_0/w   float64"]  # a scalar, whose values the types have
+
+
+def test_infinite_numbers_are_text_in_json(tmp_path: Path) -> None:
+    """JSON has none."""
+    a, b = saved(tmp_path / "a", {"x": np.array([np.inf, 1.0])}), saved(tmp_path / "b", {"x": np.ones(2)})
+    found = CliRunner().invoke(main, ["diff", a, b, "--json"]).stdout
+    assert "Infinity" not in found and json.loads(found)["differences"][0]["values"]["max_abs"] == "inf"
