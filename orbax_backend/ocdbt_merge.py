@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from .data_file_writer import DataFiles
 from .files import AT_ONCE, write_file
 from .ocdbt import read_entries
-from .ocdbt_encode import rows_of, write_index
+from .ocdbt_encode import write_index
 from .ocdbt_nodes import Entries
 
 
@@ -23,13 +23,13 @@ def merge(path: str, names: Sequence[str], location: Location, locate: Callable[
 
     Those lie in folders ``names`` of ``location``, or where ``locate`` finds their files by the names."""
     parts = in_parallel(lambda name: _entries_of(location, name, locate), names, AT_ONCE if location.is_remote else 1)
-    rows = [rows_of(part) for part in parts if part]
-    if not rows:
+    entries = [entry for part in parts for entry in part.items()]
+    if not entries:
         return
     files = DataFiles(path, None)
     try:
         with translated(path, "written", TENSORSTORE_ERRORS):
-            manifest = write_index(rows, files.append)
+            manifest = write_index(entries, files.append)
             files.finish()
     finally:
         files.abandon(wait=True)

@@ -28,6 +28,7 @@ _MAX_NAME = 65535  # OCDBT's limit of keys and paths
 # much more for each byte of the nodes.
 _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME = 1 << 27, 1 << 11, 100
 
+Entry = tuple[bytes, bytes | ByteRange]
 Entries = dict[bytes, bytes | ByteRange]
 
 

@@ -24,7 +24,8 @@ from .chunk_codecs import CHECKSUM_NBYTES, with_checksum
 from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
 from .encode_leaves import EncodedLeaf, all_of
 from .files import write_file
-from .ocdbt_encode import INLINE_BYTES, Rows, array_of, in_order, write_index
+from .ocdbt_encode import INLINE_BYTES, write_index
+from .ocdbt_nodes import Entry
 from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.
@@ -102,7 +103,7 @@ class Database:
         self._files.wait()
         if self._inline or self._values:
             with memory.pause_gc():
-                manifest = write_index([in_order(self._rows())], self._files.append)
+                manifest = write_index(self._entries(), self._files.append)
             self._files.finish()
             write_file(os.path.join(self._path, MANIFEST), manifest)
 
@@ -141,20 +142,11 @@ class Database:
         if self._batch_nbytes >= BATCH_BYTES:
             self.submit()
 
-    def _rows(self) -> Rows:
+    def _entries(self) -> list[Entry]:
         """Return the entries of the index."""
-        outside = [(value.key, value.place) for value in self._values if value.place is not None]
-        became_small = [(value.key, value.inline) for value in self._values if value.place is None]
-        inline = [*self._inline, *became_small]
-        keys = [key for key, _ in (*inline, *outside)]
-        number_of = {name: number for number, name in enumerate(self._files.names)}
-        places = [(place.length, number_of[place.file], place.offset) for _, place in outside]
-        values = [value for _, value in inline]
-        rows = np.zeros((len(keys), 3), np.int64)
-        rows[: len(inline), 0], rows[: len(inline), 1] = np.fromiter(map(len, values), np.int64, len(inline)), -1
-        rows[len(inline) :] = np.array(places, np.int64).reshape(-1, 3)
-        lengths, numbers, offsets = rows.T
-        return Rows(array_of(list(map(str.encode, keys))), lengths, numbers, offsets, values, self._files.names)
+        outside = [(value.key, value.inline if value.place is None else value.place) for value in self._values]
+        keys, values = zip(*self._inline, *outside, strict=True)
+        return list(zip(map(str.encode, keys), values, strict=True))
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all
