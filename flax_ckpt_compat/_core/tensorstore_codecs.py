@@ -1,21 +1,17 @@
-"""Encode and decode buffers by TensorStore's zarr v3 codecs, its only interface to its CRC-32C and Zstandard."""
+"""Encode and decode buffers by TensorStore's zarr v3 codecs."""
 
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 
 ts = load_tensorstore()
 Codec = str | Mapping[str, Any]
-_CRC32C = "crc32c"
-_CRC32C_NBYTES = 4
 # Threads that encode at once, and sizes of buffers for which an array is kept open.
 _SLOTS, _MAX_ARRAYS = 64, 64
 
@@ -59,20 +55,6 @@ class Encoder:
             array = ts.open(spec, create=True, open=True, context=self._context).result()
             self._arrays[length] = array
         return array
-
-
-def crc32c(data: Any) -> int:
-    """Return the CRC-32C of a buffer of single bytes."""
-    if checksums.crc32c is not None:
-        return int(checksums.crc32c(data))
-    if not len(data):
-        return 0
-    return int.from_bytes(_crc32c_encoder().encode(np.frombuffer(data, np.uint8))[-_CRC32C_NBYTES:], "little")
-
-
-@functools.cache
-def _crc32c_encoder() -> Encoder:
-    return Encoder([_CRC32C])
 
 
 def _context() -> Any:
