@@ -9,27 +9,11 @@ import json
 import os
 import sys
 import tempfile
-from pathlib import Path
 
-from tests.benchmarks import (
-    charts,
-    checksum_cost,
-    disk,
-    extras,
-    growth,
-    peak,
-    report,
-    results,
-    rounds,
-    sections,
-    systems,
-)
+from tests.benchmarks import disk, peak, report, results, rounds, sections, systems
 from tests.benchmarks.sections import DATA, RESULTS
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
-
-CHARTS = Path(__file__).parents[2] / "migration_guide" / "charts"
-_GROWTH_ROUNDS = 3
 
 
 @dataclasses.dataclass
@@ -40,14 +24,12 @@ class _Run:
         facts: of the machine.
         measured: the workloads with their figures.
         peaks: of memory.
-        growth: of time, with leaves and with bytes.
         tables: all that was shown, in order.
     """
 
     facts: dict[str, str]
     measured: list[tuple[Workload, Series]] = dataclasses.field(default_factory=list)
     peaks: list[Entry] = dataclasses.field(default_factory=list)
-    growth: list[Entry] = dataclasses.field(default_factory=list)
     tables: list[report.Table] = dataclasses.field(default_factory=list)
 
     def show(self, table: report.Table) -> None:
@@ -57,20 +39,17 @@ class _Run:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what was asked for, prints tables, and with ``--write`` writes RESULTS.md, results.json and the charts."""
+    """Runs what was asked for, prints tables, and with ``--write`` writes RESULTS.md and results.json."""
     options = _options(arguments)
     systems.be_quiet()
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         run = _measure(options, workdir)
-    goals = report.goals_table(run.measured, run.tables)
-    goals.show()
     if options.write:
-        data = results.collect(run.facts, run.measured, run.peaks, run.growth)
+        data = results.collect(run.facts, run.measured, run.peaks)
         data["losses"] = json.loads(DATA.read_text(encoding="utf-8")).get("losses", [])  # `training_loop` writes them
         DATA.write_text(results.as_text(data), encoding="utf-8")
-        charts.write(data, CHARTS)
         others = sections.kept(RESULTS.read_text(encoding="utf-8"))
-        page = results.page(run.facts, options.rounds, [goals, *run.tables])
+        page = results.page(run.facts, options.rounds, run.tables)
         RESULTS.write_text(page + others, encoding="utf-8")
 
 
@@ -86,14 +65,6 @@ def _measure(options: argparse.Namespace, workdir: str) -> _Run:
     if not options.no_memory:
         run.peaks = peak.peaks(chosen, workdir, _say, quick=options.quick)
         run.show(report.memory_table(run.peaks))
-    if not options.only:
-        run.growth = growth.measure(min(options.rounds, _GROWTH_ROUNDS), workdir, _say, quick=options.quick)
-        run.show(growth.table(run.growth))
-        (numpy_tree,) = [one for one in chosen if one.name == "gpt2-numpy"]
-        run.show(checksum_cost.table(numpy_tree, options.rounds, workdir))
-        run.show(extras.opening_table(options.rounds, workdir, quick=options.quick))
-        run.show(extras.import_table(options.rounds))
-        run.show(extras.matching_table((100,) if options.quick else (5000, 50000), options.rounds))
     return run
 
 
@@ -105,7 +76,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, a process for each figure")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}, {DATA.name} and the charts")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and {DATA.name}")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 5)
     if options.write and (options.quick or options.only):

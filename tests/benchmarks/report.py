@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import sys
 
-from tests.benchmarks import goals, lineup
+from tests.benchmarks import lineup
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, OURS, RAW, RESTORE, RESTORE_NONE, SAVE, TOUCHED
 from tests.benchmarks.workloads import Workload
@@ -45,7 +45,7 @@ class Table:
 
 def tables(workload: Workload, series: Series) -> list[Table]:
     """One table for each operation on a workload, and one that compares the two positions of the flag."""
-    columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "goal", "met", "synced")
+    columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "synced")
     made = []
     for operation in OPERATIONS:
         rows = [_row(figures) for figures in _all_figures(workload, series, operation)]
@@ -54,46 +54,18 @@ def tables(workload: Workload, series: Series) -> list[Table]:
             shown = columns if operation == SAVE else columns[:-1]
             title = f"{workload.name}, {operation} ({workload.summary})"
             made.append(Table(title, shown, [row[: len(shown)] for row in rows]))
-    flag = _flag_rows(workload, series)
-    return [*made, Table(f"{workload.name}, flag on ÷ flag off (ours)", _FLAG_COLUMNS, flag)] if flag else made
-
-
-def goals_table(measured: list[tuple[Workload, Series]], others: list[Table]) -> Table:
-    """Every goal, what came of it, and whether it was met.
-
-    Args:
-        measured: the workloads with their figures.
-        others: more tables; those that end in the columns goal and met count, but for the ones of `tables` by system.
-    """
-    rows = []
-    for workload, series in measured:
-        for operation in OPERATIONS:
-            for one in _all_figures(workload, series, operation):
-                if one.goal:
-                    what = f"{workload.name}, {operation}, {one.system}"
-                    rows.append((what, one.said, str(one.goal), _yes(one.met)))
-    for table in others:
-        if table.columns[-2:] == ("goal", "met") and table.columns[0] != "system":
-            for what, *figures, goal, met in table.rows:
-                said = ", ".join(f"{name} {figure}" for name, figure in zip(table.columns[1:], figures, strict=False))
-                rows += [(f"{table.title.partition(':')[0]}: {what}", said, goal, met)] if met else []
-    met = sum(row[-1] == "yes" for row in rows)
-    return Table(f"Goals: {met} of {len(rows)} met", ("what", "is", "goal", "met"), rows)
+    flag = _flag_rows(series)
+    return [*made, Table(f"{workload.name}, flag on ÷ flag off (ours)", ("operation", "ratio"), flag)] if flag else made
 
 
 def memory_table(peaks: list[Entry]) -> Table:
     """Peak memory above the live tree, or above the result of a restore."""
-    rows, ours = [], [system.name for system in OURS]
+    rows = []
     for entry in peaks:
-        peak, has_goal = entry["bytes"], entry["system"] in ours
-        goal = f"≤ {goals.MEMORY / 2**20:.0f} MiB" if has_goal else ""
-        met = _yes(None if peak is None else peak <= goals.MEMORY) if has_goal else ""
+        peak = entry["bytes"]
         shown = "unknown" if peak is None else str(round(peak / 2**20))
-        rows.append((f"{entry['workload']}, {entry['operation']}, {entry['system']}", shown, goal, met))
-    return Table("Peak memory above the live tree", ("what", "MiB", "goal", "met"), rows)
-
-
-_FLAG_COLUMNS = ("operation", "ratio", "goal", "met")
+        rows.append((f"{entry['workload']}, {entry['operation']}, {entry['system']}", shown))
+    return Table("Peak memory above the live tree", ("what", "MiB"), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +77,6 @@ class _Figures:
         seconds: of each round.
         peer: how many times faster than the fastest peer, and that one's name.
         limit: seconds that the machine's own limit took.
-        goal: what the ratios should become.
-        other: how many times the time of the other system that the goal names.
-        nbytes: of the tree.
         unsynced: bytes that a save left in memory only; None if unknown.
     """
 
@@ -115,9 +84,6 @@ class _Figures:
     seconds: list[float]
     peer: tuple[float, str] | None
     limit: float | None
-    goal: goals.Goal | None
-    other: float | None
-    nbytes: int
     unsynced: int | None
 
     @property
@@ -132,50 +98,20 @@ class _Figures:
     def beside_limit(self) -> str:
         return f"{self.median / self.limit:.2f}" if self.limit else ""
 
-    @property
-    def said(self) -> str:
-        """The figures that decide, in one line."""
-        parts = [f"{_seconds(self.median)} s"]
-        if self.peer and self.goal and self.goal.peer:
-            parts.append(f"{self.peer[0]:.2f}x {self.peer[1]}")
-        if self.limit and self.goal and self.goal.limit:
-            parts.append(f"{self.beside_limit}x limit")
-        if self.other and self.goal and self.goal.other:
-            parts.append(f"{self.other:.2f}x {self.goal.other[1]}")
-        if self.goal and self.goal.per_gb:
-            parts.append(f"{self.per_gb:.2f} s/GB")
-        return ", ".join(parts)
-
-    @property
-    def per_gb(self) -> float:
-        return self.median / self.nbytes * 1e9
-
-    @property
-    def met(self) -> bool | None:
-        if self.goal is None:
-            return None
-        limit = self.median / self.limit if self.limit else None
-        return self.goal.met(self.peer[0] if self.peer else None, limit, self.other, self.per_gb)
-
 
 def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Figures]:
     names = [one.name for one in (*lineup.SYSTEMS[workload.name], *lineup.BACKGROUND.get(workload.name, ()))]
     systems = [name for name in dict.fromkeys(names) if (name, operation) in series.seconds]
-    return [_figures(workload, series, operation, system) for system in systems]
+    return [_figures(series, operation, system) for system in systems]
 
 
-def _figures(workload: Workload, series: Series, operation: str, system: str) -> _Figures:
-    found = (goals.GOALS.get((one, operation, system)) for one in (workload.name, workload.kind))
-    goal = next(filter(None, found), None)
+def _figures(series: Series, operation: str, system: str) -> _Figures:
     raw = {BLOCKED: COPY, SAVE: SAVE, COLD: COLD}.get(operation, RESTORE)
     return _Figures(
         system,
         series.seconds[system, operation],
         _beside_peer(series, operation, system),
         series.raw(raw),
-        goal,
-        series.ratio(operation, system, goal.other[1]) if goal and goal.other else None,
-        workload.nbytes,
         series.unsynced.get(system),
     )
 
@@ -187,28 +123,19 @@ def _beside_peer(series: Series, operation: str, system: str) -> tuple[float, st
 
 
 def _row(one: _Figures) -> tuple[str, ...]:
-    goal = (str(one.goal), _yes(one.met)) if one.goal else ("", "")
     measured = (_seconds(one.median), _spread(one.seconds))
-    return (one.system, *measured, one.beside_peer, one.beside_limit, *goal, _synced(one.unsynced))
+    return (one.system, *measured, one.beside_peer, one.beside_limit, _synced(one.unsynced))
 
 
 def _copy_row(series: Series) -> tuple[str, ...]:
     seconds = series.seconds[RAW[0].name, COPY]
-    return (_COPY_ROW, _seconds(statistics.median(seconds)), _spread(seconds), "", "1.00", "", "", "")
+    return (_COPY_ROW, _seconds(statistics.median(seconds)), _spread(seconds), "", "1.00", "")
 
 
-def _flag_rows(workload: Workload, series: Series) -> list[tuple[str, ...]]:
-    rows = []
-    for operation in (SAVE, RESTORE):
-        off, on = (system.name for system in OURS)
-        ratio, goal = series.ratio(operation, on, off), goals.FLAG.get(workload.kind)
-        if ratio and goal:
-            rows.append((operation, f"{ratio:.2f}", f"≤ {goal:g}", _yes(ratio <= goal)))
-    return rows
-
-
-def _yes(met: bool | None) -> str:
-    return "not measured" if met is None else "yes" if met else "no"
+def _flag_rows(series: Series) -> list[tuple[str, ...]]:
+    off, on = (system.name for system in OURS)
+    ratios = [(operation, series.ratio(operation, on, off)) for operation in (SAVE, RESTORE)]
+    return [(operation, f"{ratio:.2f}") for operation, ratio in ratios if ratio]
 
 
 def _synced(dirty: int | None) -> str:

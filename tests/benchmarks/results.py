@@ -1,4 +1,4 @@
-"""A run as files: results.json, which the charts and checks read, and the page for people."""
+"""A run as files: results.json, which README's figures come from, and the page for people."""
 
 import json
 from typing import Any
@@ -23,8 +23,6 @@ rounds, in an order of each round's own. On the small leaves all ran {small} rou
   that write and sync, or read into fresh memory, the same bytes as one file; for *blocked* it is one copy in memory.
 - Ratios of systems that ran equally often are medians of the ratios within each round: the host of a virtual machine
   may slow down by half from one second to the next. All other ratios are those of medians.
-- *goal*, *met*: by these ratios. A save or restore of a large tree may meet either of its two ratios: where disk or
-  memory is the bottleneck nobody is faster than that. Everything else has to meet all that it names.
 - *synced*: what the kernel says of the files right after the save returned.
 - *cold*: the files were synced and then put out of the page cache one by one (`posix_fadvise`) until the kernel said
   that nothing of them was in it. Where they lie on the disk was still known, and the host of a virtual machine may
@@ -32,23 +30,20 @@ rounds, in an order of each round's own. On the small leaves all ran {small} rou
 - *zstd*: with the setting `compression`. Orbax compresses so unless told otherwise, ours does not.
 - *mapped*: with the setting `mapped`; *restore* is then the time before anything was touched.
 - Flax's msgpack restores give numpy's arrays, and so do ours, also where the target's are on devices.
-- GPT-2 small has 148 arrays in Flax: 12 in each of 12 layers, and 4. The goals were first written for 73.
+- GPT-2 small has 148 arrays in Flax: 12 in each of 12 layers, and 4.
 """
 
 
-def collect(
-    facts: dict[str, str], measured: list[tuple[Workload, Series]], peaks: list[Entry], growth: list[Entry]
-) -> Results:
+def collect(facts: dict[str, str], measured: list[tuple[Workload, Series]], peaks: list[Entry]) -> Results:
     """A whole run as plain data.
 
     Args:
         facts: of the machine.
         measured: the workloads with their figures.
         peaks: workload, operation, system, bytes.
-        growth: by (``leaves`` or ``bytes``), at, operation, system, seconds.
 
     Returns:
-        ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`), ``peaks`` and ``growth``.
+        ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`), and ``peaks``.
     """
     return {
         "machine": facts,
@@ -57,7 +52,6 @@ def collect(
         },
         "seconds": [entry for workload, series in measured for entry in series.entries(workload.name)],
         "peaks": peaks,
-        "growth": growth,
     }
 
 

@@ -1,15 +1,10 @@
-"""One process that plays many, for ``tests.benchmarks.scale``: no machine here can run a thousand."""
+"""One process that plays many, a device for each: no machine here can run a thousand."""
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
-import time
-import types
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -18,44 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
-from flax_ckpt_compat._save import coordination, key_value_store
-from tests.benchmarks.scale_jobs import Counting
 from tests.benchmarks.systems import timed_twice
 from tests.support.orbax_trees import BACKEND
 
 # Elements of a shard, of float32: just too large to be stored inside of the index.
 ELEMENTS = 260
 Seconds = tuple[float, float]  # of the clock, and of the processor
-_SIGNATURE = f"orbax with overwrite=False and 5000 arrays spread over processes (names, shapes and dtypes: {'0' * 8})"
-
-
-def barriers(count: int) -> dict[str, Any]:
-    """Run the two barriers of a save by so many processes, each a thread of this one.
-
-    Returns:
-        ``messages`` (by method) and, of process 0, ``seconds``.
-    """
-    counting, here = Counting(key_value_store._client()), threading.local()
-    played = types.SimpleNamespace(process_index=lambda: here.index, process_count=lambda: count)
-    all_there, seconds = threading.Barrier(count), list[float]()
-
-    def play(index: int) -> None:
-        here.index = index
-        one = coordination.Coordinator("/checkpoints/run/checkpoint_100000", 300.0)
-        all_there.wait()
-        start = time.perf_counter()
-        one.join(signature=_SIGNATURE)
-        one.barrier("commit")
-        if index == 0:
-            seconds.append(time.perf_counter() - start)
-
-    clients, jaxes = (
-        mock.patch.object(key_value_store, "_client", lambda: counting),
-        mock.patch.object(coordination, "jax", played),
-    )
-    with clients, jaxes, ThreadPoolExecutor(count) as pool:
-        list(pool.map(play, range(count)))
-    return {"messages": dict(counting.counts), "seconds": seconds[0]}
 
 
 class _Over(NamedSharding):

@@ -25,7 +25,6 @@ import flax_ckpt_compat
 import legacy
 import orbax_backend
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint
-from tests.guide.pictures import drawings
 from tests.support import corpus
 from tests.support.peers import ocp_v1, pytree_handler, skip_without_typed_keys
 from tests.support.samples import fingerprint
@@ -284,9 +283,3 @@ def test_leaves_that_are_not_damaged_can_be_read(tmp_path: Path) -> None:
         for paths in ("a", None):
             with pytest.raises(errors.CorruptCheckpointError, match="'a'"):
                 view.read(paths)
-
-
-def test_drawings_are_those_of_the_script() -> None:
-    """The drawings of calls are what `python -m tests.guide.pictures` writes."""
-    for name, text in drawings().items():
-        assert (GUIDE / "pictures" / name).read_text(encoding="utf-8") == text

@@ -13,7 +13,6 @@ _TEAMS = (
     "tests/orbax_backend/test_checksums.py::test_flips_of_other_processes_are_found",
     "tests/legacy/test_gda_write_team.py",
     "tests/convert/test_convert_sharded.py",
-    "tests/benchmarks/test_scale.py",
 )
 # They wait for other processes and servers, half of their time; begun last, they would be waited for.
 _WAITING = (_TEAMS[0], "tests/stores/", "tests/reliability/")
