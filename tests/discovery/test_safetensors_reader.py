@@ -7,17 +7,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from flax import serialization
+from flax import serialization, traverse_util
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from tests.support.layouts import assert_same
+from tests.support.layouts import assert_every_function_reads, assert_same
 
 TENSORS = {
     "model.layers.0.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -26,17 +25,7 @@ TENSORS = {
     "ids": np.arange(5, dtype=np.int8),
     "empty": np.zeros((0, 3), np.int64),
 }
-NESTED = {
-    "model": {
-        "layers": {
-            "0": {"weight": TENSORS["model.layers.0.weight"]},
-            "1": {"weight": TENSORS["model.layers.1.weight"]},
-        },
-        "norm": TENSORS["model.norm"],
-    },
-    "ids": TENSORS["ids"],
-    "empty": TENSORS["empty"],
-}
+NESTED = traverse_util.unflatten_dict(TENSORS, sep=".")
 
 
 @pytest.fixture
@@ -61,34 +50,16 @@ def index(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("source", ["file", "index"])
 def test_every_function_reads_it(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Both restores, with a target and without, the plan, the open checkpoint and conversions."""
+    """A file, and shards; what is restored owns its memory, and real Orbax reads the steps that it becomes."""
     path = request.getfixturevalue(source)
+    assert_every_function_reads(path, NESTED, "safetensors", tmp_path)
+    flax_ckpt_compat.restore(path)["ids"][:] = 0
     assert_same(flax_ckpt_compat.restore(path), NESTED)
-    assert_same(checkpoints.restore_checkpoint(path, jax.tree.map(np.zeros_like, NESTED)), NESTED)
-    found = flax_ckpt_compat.restore(path)
-    found["ids"][:] = 0  # it owns its memory
-    assert_same(flax_ckpt_compat.restore(path), NESTED)
-    assert flax_ckpt_compat.plan_restore(path, NESTED).raises is None
-    with flax_ckpt_compat.open_checkpoint(path) as view:
-        assert (view.format, view.leaves()["model/norm"].shape) == ("safetensors", ())
-    flax_ckpt_compat.convert(path, tmp_path / "file", "msgpack")
-    assert_same(serialization.msgpack_restore((tmp_path / "file").read_bytes()), NESTED)
+    assert_same(serialization.msgpack_restore((tmp_path / "msgpack").read_bytes()), NESTED)
     flax_ckpt_compat.convert(path, tmp_path / "steps", "manager", step=3)
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
-        assert_same(manager.restore(3, args=ocp.args.StandardRestore())["model"]["norm"], TENSORS["model.norm"])
-        assert_same(manager.restore(3, args=ocp.args.StandardRestore())["empty"], TENSORS["empty"])
-
-
-def test_parts_of_a_large_array(tmp_path: Path) -> None:
-    """A sharded restore reads its rows and columns."""
-    array = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    safetensors.numpy.save_file({"w": array}, tmp_path / "a.safetensors")
-    from flax_ckpt_compat._core.backend import ArraySlice
-
-    with flax_ckpt_compat.open_checkpoint(tmp_path / "a.safetensors") as view:
-        handle = view.leaves()["w"]
-        (part,) = handle.reader.read([ArraySlice(handle, (slice(3, 7), slice(2, 30)))])
-    assert_same(part, array[3:7, 2:30])
+        found = manager.restore(3, args=ocp.args.StandardRestore())
+    assert_same([found["model"]["norm"], found["empty"]], [TENSORS["model.norm"], TENSORS["empty"]])
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.safetensors", "checkpoint_3"])
@@ -102,12 +73,13 @@ def test_what_convert_writes_is_read_back(tmp_path: Path, name: str) -> None:
         "list": [np.ones(1), np.zeros(2)],
         "8": np.ones(2, ml_dtypes.float8_e4m3fn),
         "z": np.ones(2, np.complex64),
+        "." * 1_200: np.ones(1),  # one name, and no key path too deep
     }
     flax_ckpt_compat.save(tmp_path / "source", tree, format="orbax")
     flax_ckpt_compat.convert(tmp_path / "source", tmp_path / name, "safetensors")
     expected = {**tree, "list": {"0": np.ones(1), "1": np.zeros(2)}}
     assert_same(flax_ckpt_compat.restore(tmp_path / name), expected)
-    assert len(safetensors.deserialize((tmp_path / name).read_bytes())) == 7
+    assert len(safetensors.deserialize((tmp_path / name).read_bytes())) == 8
     flax_ckpt_compat.convert(tmp_path / name, tmp_path / "again", "orbax")
     assert_same(flax_ckpt_compat.restore(tmp_path / "again"), tree)
 
@@ -151,37 +123,64 @@ def entry(**changed: Any) -> dict[str, Any]:
     return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changed}
 
 
+def ours(**kept: str) -> bytes:
+    """A file of two numbers, with what `convert` keeps in the header."""
+    kept = {f"flax_ckpt_compat{name}": text for name, text in kept.items()}
+    return header({"__metadata__": kept} | entry(), bytes(8))
+
+
+def is_damage(folder: Path, content: bytes, error: type[Exception] = errors.CorruptCheckpointError) -> None:
+    """A file is refused by its name, before anything is read."""
+    (folder / "x.safetensors").write_bytes(content)
+    with pytest.raises(error, match=r"x\.safetensors"):
+        flax_ckpt_compat.restore(folder / "x.safetensors")
+
+
+PATHS = ["[]", *(f'{{"a": {path}}}' for path in ("[1]", "[null]", '[["x"]]', '"xy"', '{"x": 1}'))]
+ENTRIES: list[dict[str, Any]] = [
+    *({"data_offsets": offsets} for offsets in ([0, 4], [8, 0], [-8, 0], ["0", 8], [0.0, 8], [0])),
+    *({"shape": shape} for shape in ([-2], [2**62, 4], "2", 2, [2.0], ["2"], [True, 2])),
+    {"shape": [1] * 65 + [2]},
+    {"shape": [2**62, 0], "data_offsets": [0, 0]},
+]
+
+
 @pytest.mark.parametrize(
     "content",
     [
         header(entry(), b"1234567"),
-        header(entry(data_offsets=[0, 4]), b"12345678"),
-        header(entry(data_offsets=[8, 0]), b"12345678"),
-        header(entry(data_offsets=[-8, 0]), b"12345678"),
-        header(entry(shape=[-2]), b"12345678"),
-        header(entry(shape=[2**62, 4]), b"12345678"),
-        header(entry(shape="2"), b"12345678"),
-        header({"a": 3}),
-        header({"a": {}}),
+        *(header(entry(**changed), bytes(8 * (changed.get("data_offsets") != [0, 0]))) for changed in ENTRIES),
+        *(header({"a": value}) for value in (3, {})),
         header(b"{" + b'"a":{' * 100_000 + b"}"),
-        header({"__metadata__": {"flax_ckpt_compat": "[[1]]"}}),
-        header({"__metadata__": {"flax_ckpt_compat": "["}}),
-        header({"__metadata__": {"flax_ckpt_compat": '[[["a"], [1]]]'}}),
-        header({"__metadata__": {"flax_ckpt_compat.paths": "[]"}}),
+        *(ours(**{"": text}) for text in ("[[1]]", "[", '[[["b"], [1]]]', '[["bc", 1]]', "[[[1], 1]]")),
+        *(ours(**{".paths": text}) for text in PATHS),
+        ours(**{"": '[[["b.c"], 1], [["b", "c"], 2], [["b"], 3]]'}),
     ],
 )
 def test_damaged_files(tmp_path: Path, content: bytes) -> None:
-    """An error of damage that names the file, before anything is read."""
-    (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(errors.CorruptCheckpointError, match=r"x\.safetensors"):
-        flax_ckpt_compat.restore(tmp_path / "x.safetensors")
+    """Bytes, shapes and key paths that contradict the file, or each other."""
+    is_damage(tmp_path, content)
 
 
-def test_a_dtype_that_numpy_lacks(tmp_path: Path) -> None:
-    """The error names the tensor."""
-    (tmp_path / "x.safetensors").write_bytes(header(entry(dtype="F6_E2M3", data_offsets=[0, 2]), b"12"))
-    with pytest.raises(errors.UnsupportedLeafError, match="F6_E2M3"):
-        flax_ckpt_compat.restore(tmp_path / "x.safetensors")
+@pytest.mark.parametrize("offsets", [[0, 8], [4, 12], [12, 20]])
+def test_bytes_of_two_tensors_and_of_none(offsets: list[int], tmp_path: Path) -> None:
+    """Overlaps, gaps, and bytes behind the last tensor are refused, as the real library does."""
+    second = {"b": entry(data_offsets=offsets)["a"]}
+    for content in (header(entry() | second, bytes(max(16, offsets[1]))), header(entry(), bytes(12))):
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(content)
+        is_damage(tmp_path, content)
+
+
+def test_what_is_no_damage(tmp_path: Path) -> None:
+    """A dtype that numpy lacks, and names of so many parts that it took seconds to refuse them."""
+    is_damage(tmp_path, header(entry(dtype="F6_E2M3", data_offsets=[0, 2]), b"12"), errors.UnsupportedLeafError)
+    for content in (
+        header({".".join("a" * 20_000): entry()["a"]}, bytes(8)),
+        ours(**{".paths": json.dumps({"a": ["x"] * 20_000})}),
+        ours(**{"": json.dumps([[["x"] * 20_000, 1]])}),
+    ):
+        is_damage(tmp_path, content, errors.DepthError)
 
 
 def test_lost_and_strange_shards(index: Path) -> None:

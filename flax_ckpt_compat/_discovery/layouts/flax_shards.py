@@ -14,8 +14,7 @@ from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
-from flax_ckpt_compat._discovery.layouts.shard_index import files_of
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged, files_of
 
 SUFFIX, INDEX_SUFFIX = ".msgpack", ".msgpack.index.json"
 

@@ -1,16 +1,21 @@
-"""Define `ReadOnlyLayout`, what `Contents` and `open_item` know of a layout that another program writes."""
+"""Define `ReadOnlyLayout`, what is known of a layout that another program writes, and what several readers share."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from collections.abc import Callable, Mapping, Set
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Reader
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
+from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
 
 JSON_ITEM = "metadata"
+_MAX_INDEX = 100_000_000  # bytes, as of a header of safetensors
+DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,3 +52,32 @@ def is_step(name: str) -> bool:
 
     Files of other programs under such names are none of their checkpoints."""
     return name.isdecimal() or steps.step_of(name, "checkpoint_") is not None
+
+
+def check_depth(file: Location, levels: int) -> None:
+    """Raise DepthError for a key path that no restore can follow, before time is spent on its many names."""
+    if levels > sys.getrecursionlimit():
+        raise DepthError(
+            f"{file}: a name of {levels} levels is nested too deeply for Python's recursion limit; raise the limit "
+            "with sys.setrecursionlimit",
+            path=file.path,
+        )
+
+
+def files_of(index: Location, suffix: str) -> list[Location]:
+    """Return the files that an index of Hugging Face names, which end in a suffix; raise if one is missing."""
+    try:
+        names = sorted(set(json.loads(index.read(0, _MAX_INDEX))["weight_map"].values()))
+        bad = [name for name in names if not name.endswith(suffix) or not stays_inside(name)]
+    except DECODE_ERRORS as error:
+        raise damaged(index, f"it is not an index of {suffix} files ({error!r:.200})") from error
+    if bad:
+        raise damaged(index, f"it names {bad[0]!r:.100}, which is not a {suffix} file beside it")
+    files = [index.parent / name for name in names]
+    if lost := [file.name for file in files if not file.isfile()]:
+        raise IncompleteCheckpointError(
+            f"{index}: {len(lost)} of {len(files)} shards are missing, such as {lost[0]}; copy them beside it, or "
+            "download them again",
+            path=index.path,
+        )
+    return files

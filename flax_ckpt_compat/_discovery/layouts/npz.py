@@ -17,6 +17,7 @@ from typing import Any
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import (
+    CheckpointError,
     ChecksumError,
     CorruptCheckpointError,
     NameCollisionError,
@@ -25,9 +26,9 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.tree import Node, Path, from_leaves
+from flax_ckpt_compat._core.tree import Node, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, check_depth, damaged
 
 SUFFIX, _ARRAY_SUFFIX = ".npz", ".npy"
 _PIECE = 16 * 2**20
@@ -67,25 +68,22 @@ class NpzReader(Reader):
         self.tree = _tree(leaves)
 
     def _leaf(self, member: zipfile.ZipInfo) -> LeafHandle:
+        from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
+
         name = member.filename.removesuffix(_ARRAY_SUFFIX)
         if name == member.filename or member.flag_bits & _ENCRYPTED:
             raise self._unsupported(name, "is no array" if name == member.filename else "is encrypted")
-        header, length = self._header(member)
-        dtype = self._dtype(name, header.dtype)
-        path: Path = (name,)
-        nbytes = header.size * dtype.itemsize
+        check_depth(self.location, name.count("/") + 1)
+        with self._archive.open(member) as stream:
+            shape, is_fortran, found = raw_arrays.npy_header(stream)
+            length = stream.tell()
+        dtype = self._dtype(name, found)
+        nbytes = raw_arrays.nbytes_of(shape, dtype)
         if length + nbytes != member.file_size:
             raise ValueError(f"{name} has {member.file_size - length} bytes, and needs {nbytes}")
-        is_plain = member.compress_type == zipfile.ZIP_STORED and (header.is_c_order or len(header.shape) < 2)
+        is_plain = member.compress_type == zipfile.ZIP_STORED and (not is_fortran or len(shape) < 2)
         offset = self._data_offset(member) + length if is_plain else None
-        return LeafHandle(path, LeafKind.ARRAY, header.shape, dtype, nbytes, name, self, (member, offset))
-
-    def _header(self, member: zipfile.ZipInfo) -> Any:
-        from flax_ckpt_compat._discovery.layouts import npy_header  # numpy, which look-ups do without
-
-        with self._archive.open(member) as stream:
-            header = npy_header.read(stream)
-            return header, stream.tell()
+        return LeafHandle((name,), LeafKind.ARRAY, shape, dtype, nbytes, name, self, (member, offset))
 
     def _dtype(self, name: str, dtype: Any) -> Any:
         from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
@@ -94,7 +92,7 @@ class NpzReader(Reader):
             raise self._unsupported(name, "holds Python objects (a pickle), which are not opened: unpickling runs code")
         if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
             return dtype_from_name("bfloat16")
-        if not is_storable(dtype):
+        if not is_storable(dtype) or not dtype.itemsize:
             raise self._unsupported(name, f"is of the dtype {dtype}")
         return dtype
 
@@ -120,10 +118,10 @@ class NpzReader(Reader):
         ]
 
     def _decoded(self, leaf: LeafHandle, one: LeafHandle | ArraySlice) -> Any:
-        from flax_ckpt_compat._discovery.layouts import npy_header
+        from flax_ckpt_compat._discovery.layouts import raw_arrays
 
         with self._naming_damage(leaf.name), self._archive.open(leaf.locator[0]) as stream:
-            whole = npy_header.read_array(stream, leaf)
+            whole = raw_arrays.read_npy(stream, leaf)
         self.meter.add(whole.nbytes, leaf.path)
         return whole if isinstance(one, LeafHandle) else one.cut(whole)
 
@@ -152,7 +150,7 @@ class NpzReader(Reader):
             with translated(self.path):
                 yield
         except _DAMAGE as cause:
-            if isinstance(cause, CorruptCheckpointError | UnsupportedLeafError):
+            if isinstance(cause, CheckpointError):
                 raise
             raise damaged(self.location, f"{leaf or 'it'} does not decode ({cause!r:.200})", leaf, error) from cause
 

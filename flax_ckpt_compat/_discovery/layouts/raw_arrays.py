@@ -1,12 +1,15 @@
-"""Read arrays, or rows of them, that are plain bytes in C order somewhere in files: neighbours together, on threads."""
+"""Read arrays that are plain bytes in C order somewhere in files: neighbours together, on threads; and `.npy` files."""
 
 from __future__ import annotations
 
 import math
+import sys
+import tokenize
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, handle_of
@@ -16,6 +19,16 @@ from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._discovery.layouts.layout import damaged
+
+_NPY_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+
+
+def nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """Return the bytes of an array; raise ValueError if numpy has none of this shape."""
+    np.empty((1,) * len(shape), np.uint8)
+    if min(shape, default=0) < 0 or math.prod(side or 1 for side in shape) * dtype.itemsize > sys.maxsize:
+        raise ValueError(f"the shape {tuple(shape)!r:.100}")
+    return math.prod(shape) * dtype.itemsize
 
 
 def read_all(wanted: Sequence[tuple[Source, int, LeafHandle | ArraySlice]], meter: Meter) -> list[np.ndarray[Any, Any]]:
@@ -59,3 +72,35 @@ def _ended(read: Read | None) -> Exception:
     assert read is not None  # no run goes on behind its reads
     handle = read.content
     return damaged(of_text(read.source.path), f"it ends within the {handle.nbytes} bytes of {handle.name}", handle.name)
+
+
+def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read shape, whether the order is Fortran's, and dtype of an `.npy` file; raise ValueError if it has none.
+
+    numpy evaluates no more than the header's literals, up to 10 kB."""
+    version = npy.read_magic(stream)
+    if version not in _NPY_READERS:
+        raise ValueError(f"the version {version} of the .npy format")
+    try:
+        shape, is_fortran, dtype = _NPY_READERS[version](stream)
+    except (SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        raise ValueError("a header that does not decode") from error
+    return tuple(map(int, shape)), is_fortran, dtype
+
+
+def read_npy(stream: IO[bytes], handle: LeafHandle) -> np.ndarray[Any, Any]:
+    """Read the array of a handle, in C order, from a stream at the beginning of its `.npy` file."""
+    assert handle.dtype is not None
+    _, is_fortran, _ = npy_header(stream)
+    found = memory.empty(handle.shape[::-1] if is_fortran else handle.shape, handle.dtype)
+    rest = memory.as_bytes(found)
+    while rest:
+        if not (data := stream.read(len(rest))):
+            raise EOFError("the end of the array")
+        rest[: len(data)] = data
+        rest = rest[len(data) :]
+    if not is_fortran:
+        return found
+    result = memory.empty(handle.shape, handle.dtype)
+    result[...] = found.T
+    return result

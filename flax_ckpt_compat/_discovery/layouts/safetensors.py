@@ -8,20 +8,18 @@ own.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged
-from flax_ckpt_compat._discovery.layouts.shard_index import files_of
+from flax_ckpt_compat._discovery.layouts.layout import DECODE_ERRORS, ReadOnlyLayout, check_depth, damaged, files_of
 
 # Those of safetensors 0.8, by numpy's names.
 DTYPE_NAMES = {
@@ -36,7 +34,6 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')  # now; before
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
-_DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class SafetensorsReader(Reader):
@@ -59,7 +56,10 @@ class SafetensorsReader(Reader):
         try:
             self.tree: Node = from_leaves(leaves)
         except NameCollisionError:  # "a" and "a.b": the names are no key paths
-            self.tree = from_leaves({(".".join(path),): leaf for path, leaf in leaves.items()})
+            flat: dict[Path, Any] = {(".".join(path),): leaf for path, leaf in leaves.items()}
+            self.tree = from_leaves(flat)
+            if len(flat) < len(leaves):
+                raise damaged(self.location, "two of its key paths are one name") from None
 
     def _open(self, file: Location) -> tuple[Location, Source, bytes]:
         """Return a file, open, and the text of its header."""
@@ -75,14 +75,25 @@ class SafetensorsReader(Reader):
         try:
             header = json.loads(text)
             kept = header.pop(METADATA, None) or {}
-            paths = {name: tuple(path) for name, path in json.loads(kept.get(PATHS, "{}")).items()}
+            paths = {name: _key_path(file, names) for name, names in json.loads(kept.get(PATHS, "{}")).items()}
             for names, value in json.loads(kept.get(OURS, "[]")):
-                yield tuple(map(str, names)), self._value(tuple(map(str, names)), value)
+                path = _key_path(file, names)
+                yield path, self._value(path, value)
+            for name in header.keys() - paths:
+                check_depth(file, name.count(".") + 1)
+            end, arrays = _LENGTH + len(text), list[LeafHandle]()
             for name, entry in header.items():
                 path = paths.get(name, tuple(name.split(".")))
-                yield path, self._array(file, source, path, name, entry, _LENGTH + len(text))
-        except _DECODE_ERRORS as error:
-            if isinstance(error, UnsupportedLeafError | CorruptCheckpointError):
+                arrays.append(self._array(file, source, path, name, entry, _LENGTH + len(text)))
+            for leaf in sorted(arrays, key=lambda leaf: (leaf.locator[1], leaf.nbytes)):
+                if leaf.locator[1] != end:
+                    raise damaged(file, f"{leaf.name} overlaps another tensor, or leaves a gap before it", leaf.name)
+                end += leaf.nbytes
+            if end != source.size:
+                raise damaged(file, f"{source.size - end} bytes behind the last tensor")
+            yield from ((leaf.path, leaf) for leaf in arrays)
+        except DECODE_ERRORS as error:
+            if isinstance(error, CheckpointError):
                 raise
             raise damaged(file, f"its header does not decode ({error!r:.200})") from error
 
@@ -100,16 +111,15 @@ class SafetensorsReader(Reader):
                 leaf=name,
             )
         from flax_ckpt_compat._core.dtypes import dtype_from_name
+        from flax_ckpt_compat._discovery.layouts.raw_arrays import nbytes_of
 
-        dtype, shape = dtype_from_name(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
-        start, stop = map(int, entry["data_offsets"])
-        nbytes = math.prod(shape) * dtype.itemsize
-        is_list = isinstance(entry["shape"], list) and min(shape, default=0) >= 0
-        if not is_list or not 0 <= start <= stop <= source.size - data or stop - start != nbytes:
-            raise damaged(
-                file, f"{name} has the bytes {start} to {stop} of {source.size - data}, and needs {nbytes}", name
-            )
-        return LeafHandle(path, LeafKind.ARRAY, shape, dtype, nbytes, name, self, (source, data + start))
+        dtype, shape, (start, stop) = dtype_from_name(_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
+            raise damaged(file, f"{name} has the shape {shape!r:.100}, or offsets, that are no integers", name)
+        nbytes = nbytes_of(shape, dtype)
+        if stop > source.size - data or stop - start != nbytes:
+            raise damaged(file, f"{name} has bytes {start} to {stop} of {source.size - data}, and needs {nbytes}", name)
+        return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, data + start))
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
@@ -124,6 +134,13 @@ class SafetensorsReader(Reader):
         """Close the files."""
         for source in self._sources:
             source.close()
+
+
+def _key_path(file: Location, names: Any) -> Path:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the key path {names!r:.100}, which is no list of text")
+    check_depth(file, len(names))
+    return tuple(names)
 
 
 def _is_readable(path: Location, look: str) -> bool:
