@@ -73,19 +73,27 @@ def judged(
 
 
 def _unused(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a renamed leaf may stand for."""
+    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a moved leaf may stand for."""
     places: dict[Any, Path] = {}
     for path, (shape, kind) in outcome.kept.items():
         if not outcome.has.is_optimizer(path):
             places.setdefault((math.prod(shape), kind), path)
     for new, old in outcome.pairs.items():
-        if new != old and not outcome.has.is_optimizer(new):
-            places.setdefault((bare(old)[-1], outcome.stored[old]), new)
+        if new != old:
+            places.setdefault((_partners(outcome.had, old), outcome.stored[old]), new)
     for path, seen in outcome.unused.items():
-        if seen[0] and not outcome.had.is_optimizer(path):
-            place = places.get((math.prod(seen[0]), seen[1])) or places.get((bare(path)[-1], seen))
+        if seen[0]:
+            place = places.get((_partners(outcome.had, path), seen))
+            if not outcome.had.is_optimizer(path):
+                place = places.get((math.prod(seen[0]), seen[1])) or place
             if place is not None:
                 yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
+
+
+def _partners(roles: Roles, path: Path) -> Any:
+    """Return what leaves that may stand for each other share: the last name; of moments the field and the row."""
+    spot = roles.spot(path)
+    return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
 
 
 def _with_unused(step: ProposedRule, outcome: Outcome) -> ProposedRule:
@@ -141,16 +149,11 @@ def _as_named(pairs: dict[Path, Path], outcome: Outcome, stored: Node) -> tuple[
     for new, old in pairs.items():
         in_target = from_t5x and old[:1] == ("target",) != new[:1]
         named[new] = ("params", *old[1:]) if in_target else old
-        parts = _names_in(named[new])
+        parts = tuple(joined(named[new]).replace("/~/", "/").replace(".", "/").split("/"))
         if len(old) != len(new) and new[:-1] in (parts[:-1], parts[1:-1]) and len(parts) > len(old):
             named[new] = (*new[:-1], parts[-1])
         looks[named[new]] = outcome.stored[old]
     return named, looks
-
-
-def _names_in(path: Path) -> Path:
-    """Return the names of a key path that names hold, joined with slashes, dots, or as Haiku does."""
-    return tuple(joined(path).replace("/~/", "/").replace(".", "/").split("/"))
 
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:

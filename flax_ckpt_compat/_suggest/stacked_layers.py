@@ -221,15 +221,12 @@ def leaves_of_groups(layer: Contents, count: int) -> set[tuple[str, Look]]:
 
 def groups_of(layer: Contents, count: int, whole: Contents) -> tuple[int, int] | None:
     """Return the lengths of the first two axes of a subtree that holds the layers of a row in groups."""
-    for groups in groupings(count) if layer.total() == whole.total() and len(_ranks(layer)) > 1 else ():
+    # Where the numbers of axes differ, the first axes in common are those of the layers.
+    is_clear = len({len(shape) for _, (shape, _) in layer}) > 1
+    for groups in groupings(count) if is_clear and layer.total() == whole.total() else ():
         if Counter({(name, ((*groups, *shape), kind)): many for (name, (shape, kind)), many in layer.items()}) == whole:
             return groups
     return None
-
-
-def _ranks(layer: Contents) -> set[int]:
-    """Return the numbers of axes of the arrays; where they differ, the first axes in common are those of the layers."""
-    return {len(shape) for _, (shape, _) in layer}
 
 
 def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:

@@ -162,6 +162,19 @@ def test_layers_that_share_a_bias_shift() -> None:
     assert sure(old, new) == ["rules.rename({'Dense_0': 'encoder', 'Dense_1': 'Dense_0', 'Dense_2': 'Dense_1'})"]
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_moments_of_a_layer_that_is_gone(layers: int) -> None:
+    """Where an optimizer moves and a row has a layer less, the numbers do not say whose moments are left."""
+    olds, news = ({f"layer_{n}": dense(4, 4) for n in range(count)} for count in (3, layers))
+    moved = trained(news, optax.chain(optax.clip_by_global_norm(1.0), ADAM))
+    if layers < 3:
+        found = guess(trained(olds), moved)
+        assert [rule.source for rule in found.rules] == ["rules.optimizer_state('opt_state')"]
+        assert any("layer_2" in doubt for doubt in found.doubts)
+    else:
+        assert sure(trained(olds), moved) == ["rules.optimizer_state('opt_state')"]
+
+
 def test_a_level_below_a_number_is_no_shift() -> None:
     """Where one of several layers gets a level inside, the others keep their numbers."""
     layer = {"attn": {"q": dense(4, 6), "k": dense(4, 6)}, "mlp": dense(4, 9)}

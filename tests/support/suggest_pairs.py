@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own
+from flax_ckpt_compat._trees.leaf_sources import Own
+from tests.random_cases.suggestions import evaluated
 from tests.support.suggest_cases import as_stored
 
 Module = dict[str, Any]
@@ -414,7 +414,7 @@ def is_right(pair_: Pair, stored: Node, target: Node, suggestion: Suggestion | N
         if path not in got:
             return False
         new = np.isnan(wanted).all() if wanted.dtype.kind == "f" else False
-        if new != (got[path] is Own.KEEP_TARGET) or (not new and not _equal(_evaluated(got[path], values), wanted)):
+        if new != (got[path] is Own.KEEP_TARGET) or (not new and not _equal(evaluated(got[path], values), wanted)):
             return False
     return True
 
@@ -422,16 +422,6 @@ def is_right(pair_: Pair, stored: Node, target: Node, suggestion: Suggestion | N
 def _equal(one: Any, other: Any) -> bool:
     # A leaf that is partly new is never right: no rule fills a part of a stack.
     return np.shape(one) == np.shape(other) and bool(np.array_equal(one, other))
-
-
-def _evaluated(leaf: Any, values: dict[Any, Any]) -> Any:
-    if isinstance(leaf, LeafHandle):
-        return values[leaf.path]
-    if isinstance(leaf, ArraySlice):
-        return values[leaf.handle.path][leaf.index]
-    if isinstance(leaf, Derived):
-        return leaf.function(*(_evaluated(one, values) for one in leaf.inputs))
-    return None
 
 
 def made(families: dict[str, Any], seed: int) -> tuple[Pair, Node, Node]:
