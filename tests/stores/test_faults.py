@@ -131,7 +131,7 @@ def test_a_store_that_does_not_answer(
     """Waiting ends, with an error that says so."""
     monkeypatch.setattr(s3_client, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(s3_client, "_TRIES", 2)
-    monkeypatch.setenv("AWS_PROFILE", "")  # so that a new client is made
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))  # so that a new client is made
     monkeypatch.setattr(store, "_TIMEOUT", 0.2)
     save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")

@@ -21,8 +21,8 @@ from tests.support.layouts import assert_same
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    """A hub to which the client is led; it reads the variable when it is imported."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """A hub to which the client is led, and a cache of its own; it reads the variables when it is imported."""
     if why := hubs.why_not():
         pytest.skip(why)
     with hubs.serving() as found, pytest.MonkeyPatch.context() as patch:
@@ -31,6 +31,7 @@ def server() -> Iterator[Hub]:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.address)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "ENDPOINT", found.address)
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield found
 

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _REPO = "org/model"
-_SHA = "1" * 40
 
 
 def why_not() -> str | None:
@@ -41,6 +40,12 @@ class Hub:
     def url(self) -> str:
         """Of the repository."""
         return f"hf://{_REPO}"
+
+    @property
+    def commit(self) -> str:
+        """The name of what it holds now: clients keep the files of a commit for ever."""
+        named = b"".join(path.encode() + hashlib.sha1(found).digest() for path, found in sorted(self.files.items()))
+        return hashlib.sha1(named).hexdigest()
 
     def entry(self, path: str) -> dict[str, Any]:
         """What lists and look-ups say of a file."""
@@ -84,7 +89,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif re.fullmatch(rf"/api/models/{_REPO}/paths-info/[^/]+", path):
                 self._json([hub.entry(one) for one in _paths(body) if one in hub.files])
             elif re.fullmatch(rf"/api/models/{_REPO}(/revision/[^/]+)?", path):
-                self._json({"id": _REPO, "modelId": _REPO, "sha": _SHA, "private": False, "tags": [], "siblings": []})
+                about = {"id": _REPO, "modelId": _REPO, "sha": hub.commit}
+                self._json(about | {"private": False, "tags": [], "siblings": []})
             elif (match := re.fullmatch(rf"/{_REPO}/resolve/[^/]+/(.+)", path)) and match[1] in hub.files:
                 self._file(hub.files[match[1]])
             else:
@@ -114,7 +120,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _send(self, status: int, content: bytes, headers: list[tuple[str, str]]) -> None:
             self.send_response(status)
             common = [("Content-Length", str(len(content))), ("ETag", f'"{hashlib.sha1(content).hexdigest()}"')]
-            for name, value in [*headers, *common, ("X-Repo-Commit", _SHA)]:
+            for name, value in [*headers, *common, ("X-Repo-Commit", hub.commit)]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":

@@ -58,7 +58,7 @@ class HubStorage(EpathStorage):
 
         with _telling(path):
             at = _resolve(path)
-            folder = at.pop("path")
+            folder = at.pop("path").rstrip("/")
             copy = huggingface_hub.snapshot_download(allow_patterns=[f"{folder}/*" if folder else "*"], **at)
             return LocalStorage().kvstore(f"{copy}/{folder}")
 

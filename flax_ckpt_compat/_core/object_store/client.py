@@ -190,8 +190,8 @@ class Client(abc.ABC):
     def _run(self, url: str, doing: str, request: Callable[[Any, str, str], Coroutine[Any, Any, Any]]) -> Any:
         scheme, bucket, key = split(url)
         for is_last in (False, True):
-            store = self._store(url)
             try:
+                store = self._store(url)
                 return _run(store.loop, lambda store=store: request(store, bucket, key))  # type: ignore[misc]
             except StorageError:
                 raise

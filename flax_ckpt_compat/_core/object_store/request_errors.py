@@ -20,7 +20,9 @@ _ENDPOINT = {
     "gs": "STORAGE_EMULATOR_HOST",
     "az": "AZURE_STORAGE_CONNECTION_STRING",
 }
-_NO_CREDENTIALS = re.compile(r"NoCredentials|PartialCredentials|CredentialRetrieval|DefaultCredentials|Must provide")
+_NO_CREDENTIALS = re.compile(
+    r"NoCredentials|PartialCredentials|CredentialRetrieval|DefaultCredentials|ProfileNotFound|Must provide"
+)
 _EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName")
 _ELSEWHERE = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint")
@@ -86,7 +88,7 @@ def translate(error: Exception, scheme: str, url: str, bucket: str, doing: str) 
         remedy = "the store is busy, or asks for fewer requests: try again later, or from fewer processes at once"
     elif status and status < 500:
         remedy = f"the store refused the request: check the URL, the credentials and {_ENDPOINT[scheme]}"
-    elif isinstance(error, TimeoutError):
+    elif isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
         reason = "it did not answer in time"
     return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
 
