@@ -70,7 +70,7 @@ def save_checkpoint(
         overwrite: replace this step if it exists, and afterwards remove newer ones.
         keep_every_n_steps: also keep older checkpoints that are at least this many steps apart.
         async_manager: write in the background, with the values at the time of this call.
-        orbax_checkpointer: an Orbax checkpointer to write with.
+        orbax_checkpointer: an Orbax checkpointer to write with; one in the background has old steps removed later.
 
     Returns:
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.

@@ -109,7 +109,7 @@ class Coordinator:
         if self.process.index == 0:
             return self._collect_and_run(stage, failed, on_primary)
         if failed is None:
-            return self.receive(stage)
+            return self._receive(stage)
         # If process 0 has given up, it has removed what this one was writing to. It may have done so for this report.
         self.is_aborted = self._result_of(stage) is not None
         if earlier is None:
@@ -119,12 +119,12 @@ class Coordinator:
     def _result_of(self, stage: str) -> Mapping[str, Any] | None:
         return self._store.read_folder(f"{self._prefix}/{stage}/").get("result")
 
-    def send(self, stage: str, failed: BaseException | None, value: str = "") -> None:
-        """Publish an outcome from process 0 without waiting; the others `receive` it."""
+    def _send(self, stage: str, failed: BaseException | None, value: str = "") -> None:
+        """Publish an outcome from process 0 without waiting; the others `_receive` it."""
         self._store.set(f"{self._prefix}/{stage}/result", {"value": value, "error": encode_error(failed)})
         self._delete_later(f"{self._prefix}/")
 
-    def receive(self, stage: str) -> str:
+    def _receive(self, stage: str) -> str:
         """Wait for the outcome of process 0, which may itself wait for the full timeout before it works."""
         result = self._store.wait_for(f"{self._prefix}/{stage}/result", 2 * self.timeout)
         if result is None:
@@ -247,9 +247,9 @@ class Coordinator:
             self._validate(stage, reports, failed=failed)
             value = on_primary()
         except BaseException as error:
-            self.send(stage, error)
+            self._send(stage, error)
             raise
-        self.send(stage, None, value)
+        self._send(stage, None, value)
         return value
 
     def _validate(
@@ -295,7 +295,7 @@ class Coordinator:
         shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it stopped answering.
         outcome = "so nothing was saved"
-        if missing == [0] and stage in ("commit", "published"):
+        if missing == [0] and stage == "commit":
             outcome = "so it is not known here whether the checkpoint was saved"
         return ProcessTimeoutError(
             f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "

@@ -238,13 +238,10 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
         request.directory.prepare_directory()
         return checkpointer_adapter.written_path(request.path)
 
-    written = coordinator.join(failed=failed, on_primary=begin)
-    if checkpointer_adapter.is_async(request.orbax_checkpointer):
-        checkpointer_adapter.save(request, target, written, coordinator)
-        return
+    written, is_primary = coordinator.join(failed=failed, on_primary=begin), coordinator.process.index == 0
     try:
-        checkpointer_adapter.save(request, target, written, coordinator)
+        checkpointer_adapter.save(request, target, written, is_primary=is_primary)
     except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
-    # Only now has process 0 published.
+    # Only now has process 0 published what replaces something.
     coordinator.barrier("commit", failed=failed)

@@ -78,12 +78,12 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path, background: bool) -> None:
-    """When the save, or the wait for it, returns in any process, the new version of a step has its name."""
+    """When the save returns in any process, the new version of a step has its name."""
     team_of(2).call(real_jobs.overwrite_through, str(tmp_path), 4, background)
 
 
 def test_an_async_checkpointer_whose_save_is_not_published(tmp_path: Path) -> None:
-    """The waits of both processes raise the error of process 0; the version before stays."""
+    """Both processes raise the error of process 0; the version before stays."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), True, 2)
     for kind, text in team.call(real_jobs.fail_to_publish, str(tmp_path)):

@@ -79,10 +79,9 @@ def checkpointer(request: pytest.FixtureRequest) -> Iterator[Any]:
     made.close()
 
 
-def settle(checkpointer: Any) -> None:
-    """Waits for a background save, if there can be one."""
-    if hasattr(checkpointer, "wait_until_finished"):
-        checkpointer.wait_until_finished()
+def settle(directory: Path) -> None:
+    """A call of ours for the directory, which finishes its background saves."""
+    checkpoints.restore_checkpoint(directory, None)
 
 
 def names(directory: Path) -> list[str]:
@@ -151,7 +150,7 @@ def test_retention_and_naming_stay_around_it(checkpointer: Any, tmp_path: Path) 
     """keep=2 leaves two, prefixes are ours, and a smaller step without overwrite is refused before it is written."""
     for step in range(5):
         checkpoints.save_checkpoint(tmp_path, TREE, step, "p_", keep=2, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     assert names(tmp_path) == ["p_3", "p_4"]
     with pytest.raises(InvalidCheckpointError, match="newer"):
         checkpoints.save_checkpoint(tmp_path, TREE, 2, "p_", keep=2, orbax_checkpointer=checkpointer)
@@ -164,7 +163,7 @@ def test_overwrite_replaces_the_step(checkpointer: Any, tmp_path: Path) -> None:
         checkpoints.save_checkpoint(tmp_path, TREE, step, keep=5, orbax_checkpointer=checkpointer)
     new = {**TREE, "a": TREE["a"] + 1}
     checkpoints.save_checkpoint(tmp_path, new, 1, keep=5, overwrite=True, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     assert names(tmp_path) == ["checkpoint_1"]
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), new)
 
@@ -179,9 +178,8 @@ def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
     checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
     assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
     handler.gate.set()
-    checkpointer.wait_until_finished()
+    settle(tmp_path)
     assert names(tmp_path) == ["checkpoint_2"]
-    assert "wait_until_finished" not in vars(checkpointer)
     checkpointer.close()
 
 
@@ -198,36 +196,35 @@ def test_a_restore_through_another_path_waits_for_the_commit(tmp_path: Path) -> 
     np.testing.assert_array_equal(restored["a"], TREE["a"])
 
 
-def test_the_checkpointer_is_left_as_it_was(tmp_path: Path) -> None:
-    """A wait_until_finished that the user has put on the object is there again after the save, and was used."""
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    waits = list[int]()
-    original = checkpointer.wait_until_finished
-
-    def counted() -> None:
-        waits.append(1)
-        original()
-
-    checkpointer.wait_until_finished = counted
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    checkpointer.wait_until_finished()
-    assert waits and checkpointer.wait_until_finished is counted
+def test_the_checkpointer_is_never_changed(tmp_path: Path) -> None:
+    """Its attributes are what they were, and its own wait and its own check raise the failure of its save, once."""
+    handler = Gated()
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    before = dict(vars(checkpointer))
+    for step, find in enumerate([checkpointer.wait_until_finished, checkpointer.check_for_errors]):
+        handler.error = True
+        handler.gate.clear()
+        checkpoints.save_checkpoint(tmp_path, TREE, step, orbax_checkpointer=checkpointer)
+        assert vars(checkpointer).keys() == before.keys()
+        handler.gate.set()
+        with pytest.raises(RuntimeError, match="fire"):
+            for _ in range(3000):
+                find()
+                threading.Event().wait(0.01)
+        handler.error = False
+        checkpoints.save_checkpoint(tmp_path, TREE, step, orbax_checkpointer=checkpointer)
+        settle(tmp_path)
+        assert names(tmp_path) == [f"checkpoint_{step}"]
     checkpointer.close()
 
 
-@needs("orbax-checkpoint", 0, 12, why="leaves less in its directories to know a finished one by")
-def test_a_commit_is_cleaned_up_without_waiting(tmp_path: Path) -> None:
-    """Retention runs after the commit also where nobody calls wait_until_finished."""
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
-    pause = threading.Event()
-    for _ in range(3000):
-        if names(tmp_path) == ["checkpoint_2"]:
-            break
-        pause.wait(0.01)
+def test_a_checkpointer_that_was_closed_before_its_save_was_finished(tmp_path: Path) -> None:
+    """Closing waits for the commit, after which the next call removes what the save replaces."""
+    for step in (1, 2):
+        with ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpoints.save_checkpoint(tmp_path, TREE, step, orbax_checkpointer=checkpointer)
+    settle(tmp_path)
     assert names(tmp_path) == ["checkpoint_2"]
-    checkpointer.close()
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -236,18 +233,18 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     handler = Gated()
     checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(handler)
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     handler.error = True
     new = {**TREE, "a": TREE["a"] + 1}
     with pytest.raises(RuntimeError, match="fire"):
         checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
         assert os.path.exists(tmp_path / "checkpoint_1" / "_METADATA")
-        settle(checkpointer)
+        settle(tmp_path)
     assert checkpoints.available_steps(tmp_path) == [1]
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
     handler.error = False
     checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
     assert os.listdir(tmp_path) == ["checkpoint_1"]
     checkpointer.close()
@@ -260,15 +257,15 @@ def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
     """The new one, of which Orbax has synced nothing, is removed."""
     checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(ocp.PyTreeCheckpointHandler())
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(syncing, "sync_file", failing_sync)
         with pytest.raises(StorageError, match="Input/output error"):
             checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1, overwrite=True, orbax_checkpointer=checkpointer)
-            settle(checkpointer)
+            settle(tmp_path)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
     checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
-    settle(checkpointer)
+    settle(tmp_path)
     assert os.listdir(tmp_path) == ["checkpoint_2"]
     checkpointer.close()
 
@@ -290,7 +287,7 @@ def test_a_checkpoint_saved_meanwhile_is_not_replaced(kind: str, tmp_path: Path)
     checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(Slow())
     with pytest.raises(InvalidCheckpointError, match="already exists"):
         checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-        settle(checkpointer)
+        settle(tmp_path)
     assert_same(checkpoints.restore_checkpoint(tmp_path, other), other)
     assert sorted(name for name in names(tmp_path) if name != "elsewhere") == ["checkpoint_1"]
     checkpointer.close()
@@ -313,55 +310,9 @@ def test_a_background_failure_surfaces_at_the_next_call(then: str, tmp_path: Pat
     assert checkpoints.available_steps(tmp_path) == [1]
     handler.error = False
     checkpoints.save_checkpoint(tmp_path, TREE, 3, orbax_checkpointer=checkpointer)
-    checkpointer.wait_until_finished()
+    settle(tmp_path)
     assert checkpoints.available_steps(tmp_path) == [3]
     checkpointer.close()
-
-
-def test_check_for_errors_raises_a_background_failure(tmp_path: Path) -> None:
-    """As Orbax's own method does, once, without waiting."""
-    handler = Gated()
-    checkpointer = ocp.AsyncCheckpointer(handler)
-    handler.error = True
-    handler.gate.clear()
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    checkpointer.check_for_errors()
-    handler.gate.set()
-    with pytest.raises(RuntimeError, match="fire"):
-        for _ in range(3000):
-            checkpointer.check_for_errors()
-            threading.Event().wait(0.01)
-    checkpointer.check_for_errors()
-    checkpointer.wait_until_finished()
-    assert not {"wait_until_finished", "check_for_errors"} & vars(checkpointer).keys()
-    checkpointer.close()
-
-
-class CheckedByWait:
-    """A checkpointer whose wait raises what its own check_for_errors finds."""
-
-    _failure: Exception | None = None
-
-    def save(self, directory: Any, item: Any) -> None:
-        self._failure = RuntimeError("the disk caught fire")
-
-    def wait_until_finished(self) -> None:
-        self.check_for_errors()
-
-    def check_for_errors(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-
-def test_a_wait_that_calls_check_for_errors(tmp_path: Path) -> None:
-    """The failure is raised by the next wait, whichever thread found it."""
-    checkpointer = CheckedByWait()
-    with pytest.raises(RuntimeError, match="fire"):
-        checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-        checkpointer.wait_until_finished()
-    checkpointer.wait_until_finished()
-    assert vars(checkpointer) == {"_failure": None}
 
 
 @pytest.mark.parametrize("target", [None, np.zeros(5)], ids=["no target", "target"])
