@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
-from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, placement, shardings
+from flax_ckpt_compat._restore import casting, leaf_kinds, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
@@ -177,7 +177,7 @@ class ReadLeaves:
         if source.shape is None:
             self._check_unforeseen(leaf, source, value)
         is_checked = self.plan.options.casts
-        if leaf.cast is not None and not is_checked and not cast_losses.is_safe(value.dtype, leaf.cast):
+        if leaf.cast is not None and not is_checked and not casting.is_safe(value.dtype, leaf.cast):
             self.plan.narrowed.append(Row((show_path(leaf.path),), (f"{value.dtype} to {leaf.cast}",)))
         cast = None if leaf.cast is None else casting.Cast(leaf.cast, is_checked)
         if isinstance(value, np.ndarray):
@@ -214,7 +214,8 @@ class ReadLeaves:
         result = derived.function(*inputs)
         if not isinstance(result, np.ndarray):
             return result
-        if not result.flags.carray or _address(result) in self._addresses or _is_of(result, shared):
+        is_shared = any(isinstance(one, np.ndarray) and np.may_share_memory(result, one) for one in shared)
+        if not result.flags.carray or _address(result) in self._addresses or is_shared:
             result = np.array(result, order="C")
         if derived.shape is None:
             self._addresses.add(_address(result))
@@ -250,7 +251,3 @@ class ReadLeaves:
 def _address(array: np.ndarray[Any, Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _is_of(result: np.ndarray[Any, Any], values: list[Any]) -> bool:
-    return any(isinstance(value, np.ndarray) and np.may_share_memory(result, value) for value in values)

@@ -135,6 +135,13 @@ def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
     return KindDifference(path, f"a sequence of {stored} entries", wanted, hint, is_leaf=False, is_longer=True)
 
 
+def other_type(path: Path, stored: Sequence[str], left: Sequence[str]) -> KindDifference:
+    """Return the difference for a stored namedtuple or dataclass with fields that the target's lacks."""
+    hint = "It is of another type, such as another optimizer's: see rules.optimizer_state, or rules.drop the fields."
+    fields, wanted = f"the fields {', '.join(stored)}", f"one without {', '.join(left)}"
+    return KindDifference(path, fields, wanted, hint, is_leaf=False, is_longer=True)
+
+
 def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
     if isinstance(stored, Derived):
         return wanted is TargetKind.KEY if is_key(stored) else wanted in (TargetKind.ARRAY, TargetKind.NUMBER)

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.errors import DtypeMismatchError
 from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._restore import cast_losses, casting, leaf_kinds, shardings
+from flax_ckpt_compat._restore import casting, leaf_kinds, shardings
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_and_dtype
@@ -100,7 +100,7 @@ class LeafPlanner:
         if leaf.sharding is not None and shardings.is_held(dtype if leaf.cast is None else leaf.cast):
             leaf.slices = shardings.slices(handle, leaf.sharding)
         is_silent = leaf.cast is not None and not self._casts
-        if is_silent and dtype is not None and not cast_losses.is_safe(dtype, leaf.cast):
+        if is_silent and dtype is not None and not casting.is_safe(dtype, leaf.cast):
             self._plan.narrowed.append(Row((name,), (f"{dtype} to {leaf.cast}",)))
         return leaf
 

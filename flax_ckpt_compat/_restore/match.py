@@ -13,7 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun, iter_leaves, node_at
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -57,6 +57,7 @@ class _Absent(enum.Enum):
 
 _ABSENT = _Absent.ABSENT
 _ARRAY = LeafKind.ARRAY
+_DICT = Container.DICT
 
 
 class _Planner:
@@ -64,13 +65,15 @@ class _Planner:
 
     def __init__(self, plan: TreePlan, custom_paths: frozenset[Path]):
         self._plan, self._custom_paths = plan, custom_paths
+        self._dataclasses = frozenset[Path]() if plan.target is None else plan.target.dataclass_paths
         self._leaf_planner = LeafPlanner(plan)
         self._casts = plan.options.casts
         self._lenient = plan.options.transforms.orbax_semantics
         self._choose = None if plan.target is None else plan.options.transforms.chooser(plan.tree)
         # Stored leaves that transforms take for some leaf of the target.
         self._chosen: set[LeafHandle] = set()
-        self._longer: list[tuple[Path, Mapping[str, Node], Branch]] = []
+        # Sequences, namedtuples and dataclasses of the target with fewer entries or fields than stored.
+        self._larger: list[tuple[Path, Mapping[str, Node], Branch]] = []
 
     def node(self, stored: Node, target: Node, path: Path) -> None:
         if not isinstance(target, Branch):
@@ -98,8 +101,8 @@ class _Planner:
         for name, child in fields.items():
             if name not in target.children:
                 self.note_unused(child, (*path, name))
-        if len(fields) > len(target.children) and target.container.is_sequence:
-            self._longer.append((path, fields, target))
+        if not fields.keys() <= target.children.keys() and (target.container is not _DICT or path in self._dataclasses):
+            self._larger.append((path, fields, target))
         # A loop that calls itself, because Flax's own functions nest no fewer than three calls for a level, and what
         # Flax restores within the recursion limit is restored here.
         plan_array, add = self._leaf_planner.array, self._plan.leaves.append
@@ -227,13 +230,18 @@ class _Planner:
             self._plan.unused.extend((*path, *rest) for rest, _ in iter_leaves(stored))
 
     def finish(self) -> None:
-        """Record stored sequences longer than the target's; leaves that transforms take are not left over."""
+        """Record stored entries and fields that the target lacks; leaves that transforms take are not left over."""
         plan, chosen = self._plan, self._chosen
-        for path, fields, target in self._longer:
-            left = [child for name, child in fields.items() if name not in target.children and name.isdecimal()]
-            leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
-            if left and not all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves):
+        for path, fields, target in self._larger:
+            is_sequence = target.container.is_sequence
+            left = [name for name in fields if name not in target.children and (name.isdecimal() or not is_sequence)]
+            leaves = [leaf for name in left for _, leaf in iter_leaves(fields[name])]
+            if not left or all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves):
+                continue
+            if is_sequence:
                 plan.kinds.append(leaf_kinds.longer_sequence(path, len(fields), len(target.children)))
+            elif target.children and any(isinstance(leaf, LeafHandle) and leaf not in chosen for leaf in leaves):
+                plan.kinds.append(leaf_kinds.other_type(path, list(fields), left))
         if chosen:
             used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}
             plan.unused = [path for path in plan.unused if path not in used]

@@ -11,8 +11,8 @@ from flax_ckpt_compat._core.fold_names import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
-from flax_ckpt_compat._restore import common_causes, layer_counts
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
+from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _MAX_STORED = 200
@@ -91,9 +91,9 @@ def changed_optimizer(guess: Any) -> str:
 def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
     """Return the rule for a missing collection with the leaves of a stored one, as averaged parameters; or empty."""
     tops = [path[0] for path in topmost(target, set(missing)) if len(path) == 1]
-    wanted = layer_counts.leaf_shapes(node_at(target, (tops[0],))) if len(tops) == 1 else {}
+    wanted = common_causes.leaf_shapes(node_at(target, (tops[0],))) if len(tops) == 1 else {}
     for name, node in stored.children.items() if len(wanted) > 1 and isinstance(stored, Branch) else ():
-        if layer_counts.leaf_shapes(node) == wanted:
+        if common_causes.leaf_shapes(node) == wanted:
             rule = f"rules.copy({literal(name)!r}, {tops[0]!r})"
             return f"{tops[0]} has the same leaves as the stored {name}: if it is to begin as a copy, {rule}."
     return ""
@@ -113,7 +113,7 @@ def unused_leaves(plan: TreePlan) -> str:
     lines = [f"{plan.path} has {len(unused)} leaves that the target lacks, so a restore would drop them:"]
     lines += [printable(f"  {row.names[0]}{row.note}", one_line=True) for row in rows]
     lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
-    if layers := layer_counts.cut_rows(plan.unused, plan.tree, plan.target.node):
+    if layers := common_causes.cut_rows(plan.unused, plan.tree, plan.target.node):
         lines.append(layers)
     else:
         lines.append("If the target should be what was saved, correct the configuration that it is made from.")
@@ -129,13 +129,23 @@ def unused_leaves(plan: TreePlan) -> str:
 def counts_of_schedules(plan: TreePlan) -> str:
     """Return a sentence that names the dropped counts of an optimizer's schedules, or empty."""
     named = [path for path in plan.unused if path and path[-1] == "count"]
-    counts = [path for path in named if _is_count(node_at(plan.tree, path))]
+    counts = [path for path in named if _is_count(node_at(plan.tree, path)) and _is_in_optimizer(plan, path)]
     if not counts:
         return ""
     return (
         f"the target's optimizer has no place for the step of a schedule, which is dropped: "
         f"{one_line(map(show_path, counts))}; with a schedule later on, that begins at step 0"
     )
+
+
+def _is_in_optimizer(plan: TreePlan, path: Path) -> bool:
+    """Return whether the target has part of what a stored leaf lies in, and that is a sequence, as optax chains."""
+    node: Node = None if plan.target is None else plan.target.node
+    for name in path:
+        if not isinstance(node, Branch) or name not in node.children:
+            break
+        node = node.children[name]
+    return isinstance(node, Branch) and node.container is not Container.DICT
 
 
 def _is_count(leaf: Any) -> bool:
@@ -166,11 +176,12 @@ def other_shapes(
     checkpoint; or they are empty."""
     keys = {one[0] for one in shapes if common_causes.is_raw_key(one, target)}
     rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
-    lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
+    have = "has" if len(shapes) == 1 else "have"
+    lines = [f"{source}: {len(shapes)} of the stored arrays {have} another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
     cause = cause or common_causes.of_shapes(shapes, target, arrays) or _other_keys(shapes, target)
-    cause = cause or layer_counts.stacked(shapes, target)
+    cause = cause or common_causes.stacked(shapes, target)
     if cause or not suggestion:
         lines.append(cause or _changed(shapes, target, arrays))
     else:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
-from flax_ckpt_compat._restore import cast_losses, leaf_kinds
+from flax_ckpt_compat._restore import casting, leaf_kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
 from flax_ckpt_compat._restore.shardings import is_held, local_starts, starts
@@ -57,7 +57,7 @@ def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
         if value.is_fully_addressable and not is_held(cast.dtype):  # jax would narrow it
             return put(np.asarray(value), sharding, cast)
         is_checked = cast.is_checked and value.is_fully_addressable
-        cast.is_lossy = is_checked and cast_losses.is_lossy(np.asarray(value), cast.dtype)
+        cast.is_lossy = is_checked and casting.is_lossy(np.asarray(value), cast.dtype)
         value = value.astype(cast.dtype)
     if sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim):
         return value

@@ -9,7 +9,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.fold_names import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._restore import common_causes, layer_counts, leaf_kinds, messages
+from flax_ckpt_compat._restore import common_causes, leaf_kinds, messages
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -66,7 +66,7 @@ def unused_policy(plan: TreePlan) -> str:
     if settings.unused_leaves != "auto":
         return settings.unused_leaves if messages.unused_values(plan) else "ignore"
     if plan.cuts_layers is None:
-        plan.cuts_layers = bool(layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node))
+        plan.cuts_layers = bool(common_causes.longer_rows(plan.unused, plan.tree, plan.target.node))
     # Layers that are cut off are no other part of the state, which a program may not want.
     if not plan.cuts_layers:
         return "ignore"
@@ -110,7 +110,7 @@ def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     assert plan.target is not None
     message = messages.missing_leaves(plan)
     likely = (
-        layer_counts.explain(plan) or _suggestion(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
+        common_causes.of_layers(plan) or _suggestion(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
     )
     remedies = messages.missing_remedies(plan.missing, plan.target.node, likely)
     missing = tuple(map(show_path, plan.missing))

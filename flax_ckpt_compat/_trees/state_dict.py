@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun, key_name, show_path
-from flax_ckpt_compat._trees import nnx_modules, old_namedtuples
+from flax_ckpt_compat._trees import old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
 # Cache of leaf types: isinstance checks against jax's array types are slow.
@@ -44,6 +45,7 @@ class TargetTree:
         self._state = _state_dict(tree, others)
         self._has_foreign = False
         self._misread: list[Path] = []
+        self.dataclass_paths = set[Path]()  # key paths of dataclasses of flax.struct, such as a TrainState
         custom: list[Path] = []
         self.node = self._describe(tree, self._state, (), custom)  # its neutral tree, the leaves untouched
         # Key paths of nodes whose type has its own Flax serialization, which may read older states.
@@ -68,10 +70,13 @@ class TargetTree:
             and list(state) == list(map(str, range(len(original))))
         ):
             return Branch(dict(state), Container.LIST)
-        entries = _entries(original, _state_of(state) if self._fills_modules else state, path)
+        is_filled = self._fills_modules and _is_module(state)
+        entries = _entries(original, sys.modules["flax.nnx"].state(state) if is_filled else state, path)
         if entries is None:
             return state
-        if _has_custom_serialization(original):
+        if hasattr(type(original), "_flax_dataclass"):
+            self.dataclass_paths.add(path)
+        elif _has_custom_serialization(original):
             custom.append(path)
             custom = []  # what is below is its own matter
         children: dict[str, Node] = {}
@@ -80,7 +85,7 @@ class TargetTree:
             children[name] = value if is_leaf else self._describe(child, value, (*path, name), custom)
         if type(state) is not dict:
             self._has_foreign = True
-            is_sequence = not nnx_modules.is_module(state) and _is_sequence(_one_level(state))
+            is_sequence = not _is_module(state) and _is_sequence(_one_level(state))
             container = Container.LIST if is_sequence else Container.DICT
             return Branch(children, container, _int_keys(state, children))
         branch = Branch(children, _container(original, children), _int_keys(original, children))
@@ -118,11 +123,18 @@ class TargetTree:
         return fill(self.node, ()) if isinstance(self.node, Branch) else next(values)
 
     def rebuild(self, state: Any) -> Any:
-        """Rebuild the user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
+        """Rebuild the tree with the leaves of nested dicts like `node`; fill modules of nnx once nothing can raise."""
+        fills: list[tuple[Any, Any]] = []
+        result = self._rebuilt(state, fills)
+        for module, new in fills:
+            sys.modules["flax.nnx"].update(module, jax.tree_util.tree_map(_as_jax_array, new))
+        return result
+
+    def _rebuilt(self, state: Any, fills: list[tuple[Any, Any]]) -> Any:
         if self._is_nested_dicts:
             return state
         # Most trees have no pytrees that Flax does not expand.
-        unexpanded = _unexpand(self._state, state) if self._has_foreign else state
+        unexpanded = _unexpand(self._state, state, fills) if self._has_foreign else state
         for path in self._misread:  # the inner ones come first
             unexpanded = old_namedtuples.as_old(unexpanded, path)
         if self.custom_paths:  # the types may raise; from the root, Flax's errors tell whole key paths
@@ -262,9 +274,19 @@ def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, 
     return zip(_child_names(entries, path), children, map(_state_dict, children), strict=True)
 
 
-def _state_of(state: Any) -> Any:
-    """Return the state of an nnx module; anything else as it is."""
-    return nnx_modules.state_of(state) if nnx_modules.is_module(state) else state
+def _is_module(value: Any) -> bool:
+    """Return whether nnx splits a value into a state: a module, optimizer, metric, ``Rngs``; never imports nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, getattr(nnx, "Pytree", nnx.Object))
+
+
+def _as_jax_array(leaf: Any) -> Any:
+    """Return an array of numpy as a ``jax.Array``, unless jax would change its dtype; anything else as it is."""
+    is_numeric = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
+    if not is_numeric or jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        return leaf
+    with jax.transfer_guard("allow"):
+        return jax.device_put(leaf)
 
 
 def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
@@ -320,23 +342,24 @@ def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
     return names
 
 
-def _unexpand(original_state: Any, state: Any) -> Any:
-    """Rebuild registered pytrees; Flax's own rules hold below and above them."""
+def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]]) -> Any:
+    """Rebuild registered pytrees; Flax's own rules hold below and above them. Add modules and new states to fills."""
     if type(original_state) is dict:
         if not isinstance(state, dict) or original_state.keys() != state.keys():
             return state
         return {
-            name: state[name] if type(value) in _LEAF_TYPES else _unexpand(value, state[name])
+            name: state[name] if type(value) in _LEAF_TYPES else _unexpand(value, state[name], fills)
             for name, value in original_state.items()
         }
     if _is_leaf(original_state) or not _is_node(original_state):
         return state
-    if nnx_modules.is_module(original_state):
-        return nnx_modules.filled(original_state, _unexpand(nnx_modules.state_of(original_state), state))
+    if _is_module(original_state):
+        fills.append((original_state, _unexpand(sys.modules["flax.nnx"].state(original_state), state, fills)))
+        return original_state
     entries = _one_level(original_state)
     names = _child_names(entries, ())
     if not isinstance(state, dict) or set(names) != state.keys():
         return state
     structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
-    children = [TargetTree(child).rebuild(state[name]) for name, (_, child) in zip(names, entries, strict=True)]
+    children = [TargetTree(child)._rebuilt(state[name], fills) for name, (_, child) in zip(names, entries, strict=True)]
     return jax.tree_util.tree_unflatten(structure, children)

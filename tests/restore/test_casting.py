@@ -14,7 +14,7 @@ import pytest
 from flax_ckpt_compat import checkpoints, config, restore, rules, transforms
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.tree import iter_leaves
-from flax_ckpt_compat._restore import cast_losses, casting
+from flax_ckpt_compat._restore import casting
 from tests.support.saves import use_flag
 from tests.support.stored import Memory
 
@@ -55,11 +55,11 @@ def test_complex_values(wanted: Any, expected: list[complex], flag: bool, tmp_pa
 def test_what_complex_values_lose() -> None:
     """Imaginary parts to real dtypes, but for zeros; range in either part to a narrower complex dtype."""
     wide, small, real = np.dtype(np.complex128), np.dtype(np.complex64), np.dtype(np.float64)
-    assert cast_losses.is_lossy(np.array([1 + 2j], wide), real)
-    assert not cast_losses.is_lossy(np.array([1 + 0j], wide), real)
-    assert cast_losses.is_lossy(np.array([1e300 + 0j], wide), np.dtype(np.float32))
+    assert casting.is_lossy(np.array([1 + 2j], wide), real)
+    assert not casting.is_lossy(np.array([1 + 0j], wide), real)
+    assert casting.is_lossy(np.array([1e300 + 0j], wide), np.dtype(np.float32))
     for value, lost in ((1 + 2j, False), (1e300 + 1j, True), (1 + 1e300j, True)):
-        assert cast_losses.is_lossy(np.array([value], wide), small) is lost
+        assert casting.is_lossy(np.array([value], wide), small) is lost
     cast = casting.Cast(real, is_checked=True)
     for array in (np.array([1j], wide), np.array([2 + 0j], wide)):
         cast(array)
@@ -70,14 +70,14 @@ def test_what_integers_lose() -> None:
     """Values beyond the range of the new dtype, and what it rounds: float64 holds all up to 2**53 (IEEE 754)."""
     for value, lost in ((2**53, False), (2**53 + 1, True), (2**53 + 2, False), (-(2**53) - 1, True), (2**63 - 1, True)):
         for dtype in (np.float64, np.complex128):
-            assert cast_losses.is_lossy(np.array([value], np.int64), np.dtype(dtype)) is lost
+            assert casting.is_lossy(np.array([value], np.int64), np.dtype(dtype)) is lost
     for value, lost in ((-129, True), (-128, False), (127, False), (128, True)):
-        assert cast_losses.is_lossy(np.array([value], np.int64), np.dtype(np.int8)) is lost
+        assert casting.is_lossy(np.array([value], np.int64), np.dtype(np.int8)) is lost
     # The largest float16 is 65504: up to half a step above it, values round to it.
     for value, lost in ((65510.0, False), (65536.0, True), (-65536.0, True)):
-        assert cast_losses.is_lossy(np.array([value], np.float32), np.dtype(np.float16)) is lost
+        assert casting.is_lossy(np.array([value], np.float32), np.dtype(np.float16)) is lost
     for dtype in (np.float16, np.float64):  # the least int32 is beyond float16, and comes back as infinity
-        assert cast_losses.is_lossy(np.array([-np.inf], dtype), np.dtype(np.int32))
+        assert casting.is_lossy(np.array([-np.inf], dtype), np.dtype(np.int32))
 
 
 def test_which_casts_exist() -> None:
@@ -147,14 +147,14 @@ def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("values, lost", [([1.5, -2.0, np.inf, np.nan, -np.inf], False), ([1.0, np.inf, 1e6], True)])
 def test_infinities_and_nan_are_no_loss(values: list[float], lost: bool) -> None:
     """They stay what they are; what becomes infinite is lost: float16 ends at 65504 (IEEE 754)."""
-    assert cast_losses.is_lossy(np.array(values, np.float32), np.dtype(np.float16)) == lost
+    assert casting.is_lossy(np.array(values, np.float32), np.dtype(np.float16)) == lost
 
 
 def test_a_longer_fraction_is_no_longer_range() -> None:
     """float16 holds each bfloat16 but those from 65520 on (IEEE 754), of which float32 holds all."""
     for value, lost in ((65024.0, False), (1e38, True)):
-        assert cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float16)) is lost
-        assert not cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float32))
+        assert casting.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float16)) is lost
+        assert not casting.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("value", [2**63 + 5, 2**64 - 1, -(2**63), 7])

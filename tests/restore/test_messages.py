@@ -16,7 +16,7 @@ from flax import serialization, traverse_util
 
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._restore import layer_counts, messages
+from flax_ckpt_compat._restore import common_causes, messages
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import KindMismatchError, MissingLeavesError, ShapeMismatchError, UnusedLeavesError
 from flax_ckpt_compat.transforms import Transform
@@ -315,15 +315,15 @@ def layers(*numbers: int, size: int = 3) -> dict[str, Any]:
 )
 def test_other_rows_are_no_more_layers(stored: Any, target: Any) -> None:
     """Rows that do not begin at 0, or with gaps, and a layer unlike the others: to build fewer would not help."""
-    assert layer_counts.explain(match(stored, target)) == ""
-    assert "layer_{0,1} (2)" in layer_counts.explain(match(layers(0, 1), layers(0, 1, 2)))
+    assert common_causes.of_layers(match(stored, target)) == ""
+    assert "layer_{0,1} (2)" in common_causes.of_layers(match(layers(0, 1), layers(0, 1, 2)))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5])
 def test_rows_of_layers_in_several_places(count: int) -> None:
     """Up to four of them are named in the rule; of all, how many there are."""
     names = "abcde"[:count]
-    explained = layer_counts.explain(match({n: layers(0, 1) for n in names}, {n: layers(0, 1, 2) for n in names}))
+    explained = common_causes.of_layers(match({n: layers(0, 1) for n in names}, {n: layers(0, 1, 2) for n in names}))
     more = f", and as many in {count - 1} more places" if count > 1 else ""
     assert f"has a/layer_{{0,1}} (2{more}), the target 3" in explained
     places = f"({'|'.join(names)})" if count > 1 else "a"
@@ -339,13 +339,13 @@ def stacks(count: int, length: int) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_stacks_in_several_places(count: int) -> None:
     """Stacks of one name need one pattern, however many they are; those of other names are named up to four."""
-    explained = layer_counts.explain(match(stacks(count, 2), stacks(count, 5)))
+    explained = common_causes.of_layers(match(stacks(count, 2), stacks(count, 5)))
     assert "rules.pad('layers', 5, value='target')." in explained
     unlike = [
         {name: {name: part["layers"], "head": part["head"]} for name, part in stacks(count, length).items()}
         for length in (2, 5)
     ]
-    explained = layer_counts.explain(match(*unlike))
+    explained = common_causes.of_layers(match(*unlike))
     assert ("rules.pad('" in explained) is (count < 5)
 
 
@@ -356,7 +356,7 @@ def test_stacks_on_another_axis() -> None:
             {"l": {"w": np.moveaxis(np.ones((length, 3, 2)), 0, axis), "b": np.ones((length, 3)).swapaxes(0, axis)}}
             for length in (5, 2)
         )
-        told = layer_counts.explain(match(stored | {"n": 1}, target | {"n": 1}))
+        told = common_causes.of_layers(match(stored | {"n": 1}, target | {"n": 1}))
         assert f"rules.cut('l', 2{', axis=1' if axis else ''})." in told
 
 
@@ -364,7 +364,7 @@ def test_another_rank_is_no_other_number_of_layers() -> None:
     """Arrays with one more axis are another model."""
     stored = {"l": {"w": np.ones((2, 3)), "b": np.ones((2, 4))}}
     target = {"l": {"w": np.ones((5, 3, 1)), "b": np.ones((5, 4, 1))}}
-    assert layer_counts.explain(match(stored, target)) == ""
+    assert common_causes.of_layers(match(stored, target)) == ""
 
 
 def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, plan_restore, restore
+from flax_ckpt_compat import checkpoints, plan_restore, restore, save
 from flax_ckpt_compat.errors import MissingLeavesError
 from tests.support.peers import version
 from tests.support.samples import fingerprint
@@ -77,3 +78,39 @@ def test_as_real_flax_saves_and_restores(is_state: bool, tmp_path: Path) -> None
     assert checkpoints.restore_checkpoint(tmp_path, target) is target
     same(target, saved)
     np.testing.assert_array_equal(target.linear.kernel[...], expected.linear.kernel[...])
+
+
+@_needs_pytrees
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(
+    "made",
+    [nnx.Rngs, lambda seed: nnx.Rngs(seed).default, lambda seed: nnx.metrics.Average(), model],
+    ids=["Rngs", "RngStream", "Metric", "Module"],
+)
+def test_whatever_nnx_splits_is_filled(made: Any, format: Any, tmp_path: Path) -> None:
+    """The same objects have the new state, in arrays of jax from either format."""
+    target = made(1)
+    save(tmp_path / "saved", {"state": nnx.state(made(0)), "step": 3}, format=format)
+    restored = restore(tmp_path / "saved", {"state": target, "step": 0})
+    assert restored["state"] is target and restored["step"] == 3
+    same(target, made(0))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(target)))
+
+
+@_needs_pytrees
+def test_a_module_is_as_it_was_if_another_part_of_its_target_raises(tmp_path: Path) -> None:
+    """A type's own deserialization may refuse what is stored: then nothing was filled."""
+
+    class Refusing:
+        pass
+
+    def refuse(target: Any, state: Any) -> Any:
+        raise ValueError("refused")
+
+    serialization.register_serialization_state(Refusing, lambda _: {"w": np.ones(2)}, refuse, override=True)
+    target = model(1)
+    before = fingerprint(nnx.state(target))
+    save(tmp_path / "saved", {"a": nnx.state(model(0)), "z": Refusing()})
+    with pytest.raises(ValueError, match="refused"):
+        restore(tmp_path / "saved", {"a": target, "z": Refusing()})
+    assert fingerprint(nnx.state(target)) == before

@@ -17,8 +17,8 @@ from flax.training import train_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, config, rules
-from flax_ckpt_compat.errors import CheckpointError, MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat import checkpoints, config, restore, rules
+from flax_ckpt_compat.errors import CheckpointError, KindMismatchError, MissingLeavesError, ShapeMismatchError
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
 from tests.support.saves import Save, new_folder, use_flag
@@ -114,7 +114,7 @@ def test_extra_leaves_are_dropped(
 ) -> None:
     """Stored leaves that the target lacks are dropped, whatever container it is, with one info line naming them.
 
-    The end of a stored sequence is rather lost by mistake: restore refuses that, restore_checkpoint warns.
+    Restore refuses, and restore_checkpoint warns, where the end of a sequence or a field of another type is lost.
     """
     make = {dict: lambda *v: dict(zip("abc", v, strict=False)), list: lambda *v: list(v), tuple: lambda *v: v}
     if container in make:
@@ -129,8 +129,12 @@ def test_extra_leaves_are_dropped(
     dropped = [line for line in lines(log, logging.INFO) if ": not in the target, dropped: " in line]
     assert len(dropped) == 1 and "more/y" in dropped[0]
     warnings = lines(log, logging.WARNING)
-    shorter = "x: stored a sequence of 3 entries, target one of 2, which drops the last entry"
-    assert [shorter in text for text in warnings] == ([True] if container in (list, tuple) else [])
+    named = container in (Fields, Pair)
+    told = "target one without z" if named else "target one of 2, which drops the last entry"
+    assert [told in text for text in warnings] == ([] if container is dict else [True])
+    if container is not dict:
+        with pytest.raises(KindMismatchError, match=told):
+            restore(tmp_path, target)
 
 
 def test_none_in_the_target_takes_what_is_stored(save: Save, flag: bool, tmp_path: Path) -> None:

@@ -127,7 +127,24 @@ def test_a_count_of_a_schedule_is_named_when_it_is_dropped(
         assert "the step of a schedule, which is dropped: opt/1/count" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, LOGGER):
-        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params}, unused_leaves="ignore")
+        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params})  # without an optimizer, there is no schedule
+        flax_ckpt_compat.restore(tmp_path / "saved", {"params": params, "opt": target}, unused_leaves="ignore")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_fields_that_another_optimizer_lacks(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Lion's state is no part of Adam's, whose second moments it lacks; a rule carries over what both have."""
+    params = {"w": jnp.ones(3)}
+    target = optax.scale_by_lion().init(params)
+    flax_ckpt_compat.save(tmp_path / "saved", optax.scale_by_adam().init(params), format=format)
+    with pytest.raises(errors.KindMismatchError, match="target one without nu"):
+        flax_ckpt_compat.restore(tmp_path / "saved", target)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        checkpoints.restore_checkpoint(tmp_path / "saved", target)
+    assert "target one without nu" in caplog.text
+    caplog.clear()
+    flax_ckpt_compat.restore(tmp_path / "saved", target, transforms=[rules.drop("nu")])
     assert not caplog.records
 
 
