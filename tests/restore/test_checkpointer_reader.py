@@ -1,6 +1,5 @@
 """Every checkpointer and handler of Orbax as reader: the values that were stored, or an error that says what to do."""
 
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._restore import checkpointer_reader
 from flax_ckpt_compat.errors import CheckpointerError, CheckpointError
 from tests.support.orbax_trees import on_host
 from tests.support.peers import skip_without_typed_keys
@@ -153,28 +148,3 @@ def test_several_items_through_composite(tmp_path: Path, asynchronous: bool) -> 
     restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
     assert fingerprint(restored) == fingerprint(tree)
     checkpointer.close()
-
-
-@pytest.mark.parametrize(
-    ("value", "is_stored"),
-    [(np.float32(1.5), True), (np.float64(1.5), False), (1.5, False), (np.array(1.5, np.float32), False)],
-)
-def test_numbers_of_other_types_are_read_anew(value: Any, is_stored: bool) -> None:
-    """Handlers give numpy's scalars back as they like; only one of the stored dtype is taken."""
-    reader: Any = None
-    handle = LeafHandle(("a",), LeafKind.NUMPY_SCALAR, (), np.dtype(np.float32), 4, "a", reader, None)
-    assert checkpointer_reader._is_as_stored(value, handle) == is_stored
-
-
-def test_slices_are_cut_out_of_writable_arrays() -> None:
-    """Orbax restores arrays whole, and those of jax cannot be written to."""
-    for found in (jnp.arange(6).reshape(2, 3), np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3))):
-        checkpointer = types.SimpleNamespace(restore=lambda path, found=found: {"a": found})
-        tree = Branch({})
-        reader = checkpointer_reader.CheckpointerReader(checkpointer, location_of("/p"), tree)
-        tree.children["a"] = handle = LeafHandle(
-            ("a",), LeafKind.ARRAY, (2, 3), np.dtype(np.int32), 24, "a", reader, None
-        )
-        whole, part = reader.read([handle, ArraySlice(handle, (slice(1, 2), slice(0, 2)))])
-        assert whole.tolist() == [[0, 1, 2], [3, 4, 5]] and part.tolist() == [[3, 4]]
-        assert all(one.flags.writeable and one.flags.c_contiguous for one in (whole, part))

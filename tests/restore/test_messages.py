@@ -349,24 +349,6 @@ def test_stacks_in_several_places(count: int) -> None:
     assert ("rules.pad('" in explained) is (count < 5)
 
 
-def test_stacks_on_another_axis() -> None:
-    """The rule names the axis, if it is not the first, which rules take by default."""
-    for axis in (0, 1):
-        stored, target = (
-            {"l": {"w": np.moveaxis(np.ones((length, 3, 2)), 0, axis), "b": np.ones((length, 3)).swapaxes(0, axis)}}
-            for length in (5, 2)
-        )
-        told = common_causes.of_layers(match(stored | {"n": 1}, target | {"n": 1}))
-        assert f"rules.cut('l', 2{', axis=1' if axis else ''})." in told
-
-
-def test_another_rank_is_no_other_number_of_layers() -> None:
-    """Arrays with one more axis are another model."""
-    stored = {"l": {"w": np.ones((2, 3)), "b": np.ones((2, 4))}}
-    target = {"l": {"w": np.ones((5, 3, 1)), "b": np.ones((5, 4, 1))}}
-    assert common_causes.of_layers(match(stored, target)) == ""
-
-
 def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:
     """A numpy scalar or a typed key that differs beside an array that does not is not a replicated state."""
     key = jax.random.key(1)
