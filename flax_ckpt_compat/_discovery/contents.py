@@ -95,13 +95,24 @@ class Contents:
         return self.state in (State.COMPLETE, State.FOREIGN, State.DENIED)
 
     @property
-    def may_be_removed(self) -> bool:
-        """Return whether ``keep`` and ``overwrite`` may remove it: what is certainly one checkpoint of Flax or Orbax.
+    def has_items(self) -> bool:
+        """Return whether it is a step of several items, as a CheckpointManager writes them, and no save of ours."""
+        return self.layout is Layout.ITEMS
+
+    @property
+    def is_certain(self) -> bool:
+        """Return whether it is certainly one whole checkpoint of Flax or Orbax.
 
         A directory with items that may be checkpoints of their own is not."""
         if not self.counts_for_keep:
             return False
-        return self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
+        return self.is_marked or not self.has_items or not any(map(steps.ends_in_step, self.items))
+
+    def may_be_removed(self, *, with_items: bool = False) -> bool:
+        """Return whether ``keep`` and ``overwrite`` may remove it: one checkpoint, as saves write them.
+
+        Steps with items are a manager's own, unless the saving program writes them, too (``with_items``)."""
+        return self.is_certain and (with_items or not self.has_items)
 
     @property
     def counts_for_keep(self) -> bool:

@@ -32,7 +32,9 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
     (b"SQLite format 3", "an SQLite database"),
 )
 EQUINOX = "several .npy files in a row (equinox.tree_deserialise_leaves reads it)"
-_NPY = b"\x93NUMPY"
+_NPY, _ONE_NPY = b"\x93NUMPY", "a .npy file (numpy.load reads it)"
+TENSORFLOW = "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"
+_TENSORFLOW_INDEX, _FIRST_SHARD = ".index", ".data-00000-of-00001"
 # Tags of msgpack: maps, lists, and the extension types of Flax (arrays, complex numbers, numpy scalars).
 _MAPS, _LISTS = (*range(0x80, 0x90), 0xDE, 0xDF), (*range(0x90, 0xA0), 0xDC, 0xDD)
 _EXTENSIONS = {0xC7: 2, 0xC8: 3, 0xC9: 5, **dict.fromkeys(range(0xD4, 0xD9), 1)}  # → where the type is
@@ -49,6 +51,7 @@ STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read i
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
 _FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
+_READ_SUFFIXES = (*MSGPACK_SUFFIXES, ".npz", ".safetensors")
 _HUGGING_FACE = re.compile(
     r"flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|"
     r"trainer_state\.json|diffusion_flax_model\.msgpack"
@@ -57,7 +60,7 @@ _SHARDS = "flax_model.msgpack.index.json"
 _KINDS = (
     (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, whose load() reads it"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), TENSORFLOW),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
     (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch, which torch.distributed.checkpoint reads"),
@@ -74,7 +77,13 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     head = path.head() if head is None else head
     if _begins_like_container(head) and not _begins_like_other(head):
         return None
-    return bytes_look_like(path.read(0, FIRST_BYTES), path.size())
+    if (
+        path.name.endswith(_TENSORFLOW_INDEX)
+        and path.at(path.path.removesuffix(_TENSORFLOW_INDEX) + _FIRST_SHARD).exists()
+    ):
+        return TENSORFLOW
+    look = bytes_look_like(path.read(0, FIRST_BYTES), path.size())
+    return EQUINOX if look == _ONE_NPY and path.name.endswith(".eqx") else look
 
 
 def bytes_look_like(first: bytes, size: int) -> str | None:
@@ -101,7 +110,7 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
 def _begins_like_other(first: bytes) -> str | None:
     """Return what a file looks like whose first byte may be that of a map or list of msgpack, and which is neither."""
     if first.startswith(_NPY):
-        return "a .npy file (numpy.load reads it)" if first.count(_NPY) == 1 else EQUINOX
+        return _ONE_NPY if first.count(_NPY) == 1 else EQUINOX
     # msgpack's empty map is the single byte 0x80, the first byte of every pickle of protocol 2 or later.
     if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
         return "a Python pickle (it is not opened, because unpickling runs code)"
@@ -235,12 +244,17 @@ def msgpack_file_in(path: Location) -> Location | None:
     return None if name is None or is_lfs_pointer(path / name) else path / name
 
 
+def is_prefix_of_tensorflow(path: Location) -> bool:
+    """Return whether a path that does not exist is the prefix by which TensorFlow names a checkpoint's files."""
+    return not path.is_remote and path.sibling(_TENSORFLOW_INDEX).isfile()
+
+
 def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:
         return f"Restore the file in it: {file}."
-    names = sorted(name for name in path.listdir() if name.endswith(MSGPACK_SUFFIXES))
-    if names:
+    names = sorted(name for name in path.listdir() if name.endswith(_READ_SUFFIXES))
+    if names and not is_lfs_pointer(path / names[-1]):
         return f"Restore one of the files in it, such as {(path / names[-1])}."
     return "Restore another step or path, or read it with the program that wrote it."

@@ -51,6 +51,8 @@ def of_directory(path: Location) -> Absence:
     """Explain that a path does not exist."""
     if why := path.why_too_long():
         return Absence(f"{path} does not exist, as {why}", "shorten it")
+    if foreign.is_prefix_of_tensorflow(path):
+        return Absence(f"{path} does not exist, but is the name of {foreign.TENSORFLOW}")
     if expanded := hints.unexpanded_home(path):
         return Absence(f"{path} does not exist, as '~' is not expanded", f"write {expanded}")
     if outer := hints.checkpoint_around(path):
@@ -114,7 +116,8 @@ def _of_kind(directory: Location, none: str) -> Absence | None:
     with suppress(CheckpointError, OSError):
         found = contents_of(directory)
         if found.state is State.FOREIGN and not foreign.is_unknown_look(found.why):
-            return Absence(f"{none}, but looks like {found.why}", "read it with the program that wrote it")
+            remedy = foreign.foreign_remedy(directory).rstrip(".")
+            return Absence(f"{none}, but looks like {found.why}", remedy[0].lower() + remedy[1:])
     return None
 
 

@@ -66,10 +66,11 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
         return []
 
 
-def counted_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> dict[str, bool]:
+def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items: bool = False) -> dict[str, bool]:
     """Return the numeric checkpoints that retention counts, oldest first: name → whether it may remove it.
 
-    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning."""
+    Incomplete ones, and what is not a checkpoint of Flax, Orbax or this library, stay uncounted, with a warning. See
+    `Contents.may_be_removed` for ``with_items``."""
     counted, broken = dict[str, bool](), []
     checkpoint_dir = checkpoint_dir.listed()
     ours = steps.in_order(names, checkpoint_dir.prefix)
@@ -78,7 +79,7 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> dict[str, 
         path = checkpoint_dir.path(name)
         found = contents_of(path, lists_denied=True)
         if found.counts_for_keep:
-            counted[name] = found.may_be_removed
+            counted[name] = found.may_be_removed(with_items=with_items)
         elif found.state is State.FOREIGN:
             _warn_of_foreign(checkpoint_dir, name, found.why)
         # Otherwise another process has just evicted it.

@@ -98,17 +98,17 @@ def _counted_steps(
     """Return what `saved_steps.counted_steps` does, and look only at steps that decide what is removed, and newer ones.
 
     A look opens a file or lists a directory. The others, for which no look is needed, count, and stay."""
-    known, uncounted = dict[str, bool](), set[str]()
+    known, uncounted, with_items = dict[str, bool](), set[str](), request.orbax_checkpointer is not None
     numbered = steps.in_order(names, listed.prefix)
     while True:
         ordered = [name for name in numbered if name not in uncounted and name not in others]
         if request.name not in ordered:
-            return saved_steps.counted_steps(listed, names)
+            return saved_steps.counted_steps(listed, names, with_items=with_items)
         newer = ordered[ordered.index(request.name) :]  # none but where something is wrong, which is told
         unknown = {*newer, *_deciding(request, ordered)} - known.keys()
         if not unknown:
             return {name: known.get(name, False) for name in ordered}
-        found = saved_steps.counted_steps(listed, list(unknown))
+        found = saved_steps.counted_steps(listed, list(unknown), with_items=with_items)
         known |= found
         uncounted |= unknown - found.keys()
 

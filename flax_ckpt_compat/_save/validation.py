@@ -112,7 +112,7 @@ def _check_replaced(request: SaveRequest) -> None:
     """
     path, strict = request.location, request.replace_only_checkpoints
     if not strict:
-        reason = _check_stable(path, lambda path: _why_never_replaced(contents.contents_of(path)))
+        reason = _check_stable(path, lambda path: _why_never_replaced(contents.contents_of(path), request))
         if reason is not None:
             raise _invalid(
                 request,
@@ -137,11 +137,13 @@ def _check_replaced(request: SaveRequest) -> None:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
 
 
-def _why_never_replaced(found: Contents) -> str | None:
+def _why_never_replaced(found: Contents, request: SaveRequest) -> str | None:
     """Return why a save does not replace what is there, or None."""
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
-    if found.is_complete and not found.may_be_removed and found.layout is not None:
+    if found.is_certain and found.has_items and request.orbax_checkpointer is None:
+        return "it holds items, as a CheckpointManager writes them"
+    if found.is_complete and not found.is_certain and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
     return None
 

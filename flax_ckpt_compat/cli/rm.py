@@ -72,6 +72,6 @@ def _checked(location: Location) -> Location:
         why = "is a directory of checkpoints: pass those to remove, or --step"
     elif found.state is State.TEMPORARY:
         why = "is what an interrupted save left: flax-ckpt clean removes it"
-    elif found.may_be_removed or (found.state is State.INCOMPLETE and steps.ends_in_step(location.name)):
+    elif found.is_certain or (found.state is State.INCOMPLETE and steps.ends_in_step(location.name)):
         return location
     raise UnrecognizedFormatError(f"{location} {why}", path=location.path)

@@ -44,8 +44,8 @@ class Keep:
 class AbsentSourceError(TransformError):
     """A transform asks for a leaf that does not exist."""
 
-    def __init__(self, message: str, *, leaf: str | None = None, source: str | Path = ""):
-        super().__init__(message, leaf=leaf)
+    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, source: str | Path = ""):
+        super().__init__(message, path=path, leaf=leaf)
         self.source = source  # name of that leaf
 
 

@@ -280,13 +280,14 @@ def after_saves(row: Row, columns: dict[str, Any]) -> dict[str, list[Any] | None
         }  # fmt: skip
     is_there = [] if row["kind"] == "absent" or row["reclaimed"] else ["row"]
     is_step_6, evicted = row.at == f"{row.prefix}6", "keep" in removed
-    other_stays = [] if columns["counts_for_keep"] else ["5"]
+    older = ["5"] if row["in_manager"] else []  # a step with items, which saves never remove
+    other_stays = older if columns["counts_for_keep"] else ["5"]
     is_replaced = is_step_6 and ("overwrite" in removed or row["kind"] == "absent")
     blocks = columns["blocks_lower_step"]
     return {
-        "keep=1": [["7", *([] if evicted else is_there)]],
+        "keep=1": [[*older, "7", *([] if evicted else is_there)]],
         "keep=2": [[*other_stays, "7", *is_there]],
-        "overwrite at 4": [["4", *([] if evicted else is_there)]],
+        "overwrite at 4": [["4", *older, *([] if evicted else is_there)]],
         "save at 5.5": ["saved", "InvalidCheckpointError"] if blocks == "any" else
                        ["InvalidCheckpointError" if blocks else "saved"],
         "after 5.5": [["5", *is_there]],

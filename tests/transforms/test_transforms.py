@@ -8,6 +8,7 @@ import itertools
 import logging
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
@@ -20,6 +21,7 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint import transform_utils as real
 from orbax.checkpoint import tree as real_tree
 
+from flax_ckpt_compat import restore, rules, save
 from flax_ckpt_compat import transforms as ours
 from flax_ckpt_compat.errors import NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform, _resolve, apply_transformations, intersect_trees, merge_trees
@@ -173,6 +175,14 @@ def test_what_a_leaf_gets() -> None:
     assert resolved({"(a)": rename, "a": call}, "a", {"b"}).transform is call
     assert resolved({"(a)": call, "a": rename}, "a", {"b"}).transform is rename
     assert resolved({"(a)": rename, "a": fallback}, "a", {"b"}).transform is rename, "a fallback leaves the slot alone"
+
+
+def test_an_absent_source_behind_a_rule_is_told(tmp_path: Path) -> None:
+    """The error of a dict of transforms that follows a rule names the file and the leaf."""
+    path = save(tmp_path, {"b": 1}, step=1)
+    with pytest.raises(TransformError, match="takes b for a") as caught:
+        restore(path, {"a": 0, "b2": 0}, transforms=[rules.rename("b", "b2"), {"a": Transform(original_key="b")}])
+    assert (caught.value.path, caught.value.leaf) == (path, "a")
 
 
 def test_an_absent_source_raises_even_if_overridden() -> None:

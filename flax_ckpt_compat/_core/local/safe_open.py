@@ -42,7 +42,7 @@ class ContainedFiles:
         self._path = path
         root = os.path.realpath(path)
         snapshot = _SNAPSHOT.fullmatch(root)
-        self._roots = [root, *([f"{snapshot[1]}/blobs"] if snapshot else [])]
+        self._roots = [root, *([os.path.realpath(f"{snapshot[1]}/blobs")] if snapshot else [])]
         self._folders: set[str] = set()
 
     def check(self, relative: str) -> int | None:
