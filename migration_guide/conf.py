@@ -47,8 +47,6 @@ PARTS = {
     "Learn": [
         "guide",
         "how_to",
-        "old_checkpoints",
-        "other_layouts",
         "changed_state",
         "recipes",
         "many_hosts",
@@ -77,7 +75,7 @@ def _toctree(entries: list[str], caption: str = "") -> str:
 
 
 def _complete_page(app, docname, source):
-    """Add the tables of contents to the pages that lead to others, and point links at included files to their pages."""
+    """Add the tables of contents to the start page, and point links at included files to their pages."""
     text = source[0]
     for file, page in INCLUDED.items():
         text = text.replace(f"]({file}", f"]({page}")
@@ -87,8 +85,6 @@ def _complete_page(app, docname, source):
         for caption, pages in PARTS.items():
             entries = [entry for page in pages for entry in (others if page == "*" else [page])]
             text += _toctree(entries, caption)
-    elif docname == "recipes":
-        text += _toctree(sorted(page for page in app.env.found_docs if page.startswith("recipes/")))
     source[0] = text
 
 

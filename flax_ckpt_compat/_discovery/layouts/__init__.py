@@ -1,7 +1,7 @@
 """Layouts of other programs that are read and never written, each in a file of its own.
 
 To add one: a file here with a `ReadOnlyLayout`, a line in `LAYOUTS`, rows in ``tests/data/path_kinds.toml``, and a row
-in the table of ``migration_guide/other_layouts.md``. Readers take nothing in the files for granted, and execute none of
+in the table of ``migration_guide/formats.md``. Readers take nothing in the files for granted, and execute none of
 it.
 """
 
