@@ -50,8 +50,6 @@ PARTS = {
         "changed_state",
         "recipes",
         "many_hosts",
-        "moving",
-        "convert",
         "leaving",
         "*",
     ],
