@@ -13,10 +13,10 @@ import tensorstore as ts
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, MissingPathError, StorageError
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.storage import Listing, Stat
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from tests.support.peers import version
 from tests.support.store_places import Place

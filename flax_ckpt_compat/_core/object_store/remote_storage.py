@@ -11,10 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import removal, temporaries
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
-from flax_ckpt_compat._core.storage import Storage
+from flax_ckpt_compat._core.storage import Listing, Stat, Storage
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
