@@ -176,10 +176,6 @@ class Reader(Protocol):
         `read`. Reads in bounded memory; inline leaves may be checked on opening only."""
         return False
 
-    def verify_rest(self, one: LeafHandle | ArraySlice) -> None:  # noqa: ARG002  (of most, reads verify all)
-        """After a read of some leaves or rows, verify what it left unverified of these, if opened with ``verify``."""
-        return
-
     def close(self) -> None:
         """Release files. Values that were read stay valid."""
         return

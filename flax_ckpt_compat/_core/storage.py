@@ -327,7 +327,3 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
         """Return the result of TensorStore's future about a path; a store must answer in time for so many bytes."""
-
-    @abc.abstractmethod
-    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
-        """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""

@@ -11,10 +11,8 @@ import functools
 import heapq
 import itertools
 import logging
-import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +23,6 @@ MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.
 _NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
 _MAX_RUNS = 6
-Columns = tuple[frozenset[str], ...]
 # difflib is slow: of more names, compare only those that share the most pairs of letters.
 _MAX_COMPARED = 40
 # Such as attn and attention; encoder and Dense_0 are less alike.
@@ -123,66 +120,52 @@ def one_line(names: Iterable[str | Row]) -> str:
 
 def fold(rows: Iterable[Row]) -> list[Row]:
     """Merge rows that differ only in numbers, in order of first appearance."""
-    return [folded for folded, _ in _folded(rows)]
+    return [folded for folded, _ in fold_with_members(rows)]
 
 
 def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
     """Like `fold`; return each row with those that it replaces."""
-    return [(folded, members()) for folded, members in _folded(rows)]
-
-
-def _folded(rows: Iterable[Row]) -> Iterator[tuple[Row, Callable[[], list[Row]]]]:
-    groups: dict[Any, list[tuple[Row, list[list[str]]]]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        pieces = [_NUMBER.split(name) for name in row.names]
-        key = (tuple(tuple(parts[::2]) for parts in pieces), row.detail)
-        groups.setdefault(key, []).append((row, pieces))
-    for group in groups.values():
-        first, pieces = group[0]
-        if len(group) == 1:
-            yield first, functools.partial(list, [first])
-            continue
-        numbers = [tuple(number for parts in pieces for number in parts[1::2]) for _, pieces in group]
-        for columns, count in _merged(numbers):
-            members = functools.partial(_members, group, numbers, columns)
-            yield Row(_filled(pieces, columns), first.detail, count), members
+        literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
+        groups.setdefault((literals, row.detail), []).append(row)
+    return [pair for group in groups.values() for pair in _products(group)]
 
 
-def _members(group: list[tuple[Row, Any]], numbers: list[tuple[str, ...]], columns: Columns) -> list[Row]:
-    """Return the rows of a group whose numbers are in a product of sets."""
-    pairs = zip(group, numbers, strict=True)
-    return [row for (row, _), one in pairs if all(map(operator.contains, columns, one))]
-
-
-def _merged(numbers: list[tuple[str, ...]]) -> list[tuple[Columns, int]]:
-    """Cover the rows of numbers with products of sets; return each product with its number of rows."""
+def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
+    """Cover rows that are alike but for numbers with products of sets of numbers; yield each with its rows."""
+    if len(group) == 1:
+        yield group[0], group
+        return
+    numbers = ([number for name in row.names for number in _NUMBER.findall(name)] for row in group)
+    columns = list(zip(*numbers, strict=True))
     # Equal columns, such as those of a leaf's path and its source's, count as one.
-    values = list(zip(*numbers, strict=True))
-    distinct = list(dict.fromkeys(values))
-    place = {column: at for at, column in enumerate(distinct)}
-    single = {text: frozenset((text,)) for column in distinct for text in column}
-    found = Counter(tuple(map(single.__getitem__, row)) for row in zip(*distinct, strict=True))
-    found = found or Counter({(): len(numbers)})
+    distinct = {column: at for at, column in enumerate(dict.fromkeys(columns))}
+    places = [distinct[column] for column in columns]
+    found: dict[tuple[frozenset[str], ...], list[int]] = {}
+    for row in range(len(group)):
+        found.setdefault(tuple(frozenset((column[row],)) for column in distinct), []).append(row)
     for at in reversed(range(len(distinct))):
-        joined: dict[Columns, list[Columns]] = {}
-        for columns in found:
-            joined.setdefault((*columns[:at], *columns[at + 1 :]), []).append(columns)
-        if len(joined) < len(found):
-            found = Counter({_union(same, at): sum(map(found.__getitem__, same)) for same in joined.values()})
-    return [(tuple(columns[place[column]] for column in values), count) for columns, count in found.items()]
+        joined: dict[Any, list[Any]] = {}  # products that differ only in this column
+        for product in found:
+            joined.setdefault((product[:at], product[at + 1 :]), []).append(product)
+        if len(joined) == len(found):
+            continue
+        merged: dict[tuple[frozenset[str], ...], list[int]] = {}
+        for (before, after), same in joined.items():
+            union = frozenset[str]().union(*(one[at] for one in same))
+            merged[(*before, union, *after)] = [row for one in same for row in found[one]]
+        found = merged
+    for product, members in found.items():
+        sets = list(map(_set, product))
+        texts = iter([sets[at] for at in places])
+        names = tuple(_filled(name, texts) for name in group[0].names)
+        yield Row(names, group[0].detail, len(members)), [group[row] for row in sorted(members)]
 
 
-def _union(same: list[Columns], at: int) -> Columns:
-    """Merge columns that differ only at index ``at``."""
-    first = same[0]
-    return first if len(same) == 1 else (*first[:at], frozenset().union(*(one[at] for one in same)), *first[at + 1 :])
-
-
-def _filled(pieces: list[list[str]], columns: Columns) -> tuple[str, ...]:
-    left = iter(columns)
-    return tuple(
-        "".join(part if at % 2 == 0 else _set(next(left)) for at, part in enumerate(parts)) for parts in pieces
-    )
+def _filled(name: str, texts: Iterator[str]) -> str:
+    """Return a name with the next of the texts in place of each number."""
+    return _NUMBER.sub(lambda _: next(texts), name)
 
 
 def _set(numbers: frozenset[str]) -> str:
