@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import misplaced_keywords
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.progress import Callback
@@ -38,7 +38,7 @@ class _Unset(enum.Enum):
     UNSET = "the setting's value"
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
+@arguments.explained(arguments.OF_RESTORE)
 def restore(
     path: str | os.PathLike[str],
     target: Tree | None = None,
@@ -145,7 +145,7 @@ def restore(
     return restored
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_SAVE)
+@arguments.explained(arguments.OF_SAVE)
 def save(
     path: str | os.PathLike[str],
     tree: Any,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from flax import core
 
 from flax_ckpt_compat import config as _settings  # ``checkpoints.config`` is Flax's, as in its own module
-from flax_ckpt_compat._core import arguments, misplaced_keywords, module_names, orbax_layout, steps
+from flax_ckpt_compat._core import arguments, orbax_layout, steps
 from flax_ckpt_compat._core.location import as_text, normal
-from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
+from flax_ckpt_compat._core.steps import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -45,7 +45,7 @@ PyTree = Any
 MultiprocessArrayType = Any
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_SAVE_CHECKPOINT)
+@arguments.explained(arguments.OF_SAVE_CHECKPOINT)
 def save_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -101,7 +101,7 @@ def save_checkpoint(
     return save_pipeline.save(request, target)
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_SAVE_CHECKPOINT)
+@arguments.explained(arguments.OF_SAVE_CHECKPOINT)
 def save_checkpoint_multiprocess(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -160,7 +160,7 @@ def save_checkpoint_multiprocess(
     return save_pipeline.save(request, target)
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE_CHECKPOINT)
+@arguments.explained(arguments.OF_RESTORE_CHECKPOINT)
 def restore_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: Any | None,
@@ -287,7 +287,7 @@ def convert_pre_linen(params: PyTree) -> PyTree:
     """
     if not isinstance(params, (dict, core.FrozenDict)):
         return params
-    renamed = {new: convert_pre_linen(params[old]) for old, new in module_names.linen_names(params.keys()).items()}
+    renamed = {new: convert_pre_linen(params[old]) for old, new in steps.linen_names(params.keys()).items()}
     return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
-from flax_ckpt_compat._core.keyed_cache import AddressableMemo, Memo
+from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, dtypes, memory
-from flax_ckpt_compat._core.bounded_reads import BATCH_BYTES
+from flax_ckpt_compat._core.backend import BATCH_BYTES
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside

@@ -6,14 +6,13 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
+from flax_ckpt_compat._core.load_tensorstore import Encoder, use_tensorstore
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
@@ -25,9 +24,6 @@ from flax_ckpt_compat._core.tree import Shard
 from . import gda_checksums
 from .encode import write_tree
 from .gda_split import DistributedArray
-
-if TYPE_CHECKING:
-    from flax_ckpt_compat._core.tensorstore_codecs import Encoder
 
 # Syncing and requests mostly wait.
 _THREADS = 16
@@ -110,7 +106,6 @@ def _write_shards(save: ProcessSave) -> list[str]:
     if not arrays:
         return []
     use_tensorstore(save.path)
-    from flax_ckpt_compat._core.tensorstore_codecs import Encoder  # which loads TensorStore
 
     in_parallel(functools.partial(_check_metadata, save), arrays, _THREADS)
     encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])

@@ -166,12 +166,6 @@ class MsgpackReader(Reader):
         """Yield the leaves, but for those of runs, of which none is an array."""
         return (leaf for _, leaf in iter_leaves(self.tree, (), {}) if isinstance(leaf, LeafHandle))
 
-    def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
-        """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
-        handle = one if isinstance(one, LeafHandle) else _rows(one)
-        if handle is not None and not handle.in_gda_folder and self._verify and self._sums is not None:
-            self.verify_checksums(handle)
-
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:

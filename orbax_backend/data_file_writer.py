@@ -19,12 +19,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.array_boxes import Shape, full_box
-from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import new_file
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 
 from .chunk_codecs import checksum_of, compressed, with_checksum

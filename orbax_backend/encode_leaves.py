@@ -11,7 +11,7 @@ from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from flax_ckpt_compat._core.tree import (

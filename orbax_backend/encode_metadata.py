@@ -8,7 +8,7 @@ import time
 from json.encoder import encode_basestring_ascii as _text  # a text as JSON
 from typing import Any
 
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY
 
 from .encode_leaves import EncodedLeaf

@@ -10,14 +10,14 @@ import os
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveError, StorageError
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
+from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.upload import Upload
 
 from . import writer
 from .encode_leaves import EncodedLeaf

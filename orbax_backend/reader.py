@@ -10,8 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.array_boxes import readable_boxes
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader, handle_of
-from flax_ckpt_compat._core.bounded_reads import handles_of
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader, handle_of, handles_of
 from flax_ckpt_compat._core.errors import DepthError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo, normalize_index
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 

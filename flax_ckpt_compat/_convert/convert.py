@@ -16,8 +16,8 @@ from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job, find_jobs
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError
-from flax_ckpt_compat._core.fold_names import MAX_SHOWN
 from flax_ckpt_compat._core.location import location_of, of_text
+from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 
 
 def convert(

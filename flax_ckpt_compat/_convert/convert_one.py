@@ -18,12 +18,12 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import item_copies, output_writers
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._convert.output_trees import Output, array_nbytes, output_of
-from flax_ckpt_compat._core import standard_streams
+from flax_ckpt_compat._core.arguments import load_name, load_value
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.import_by_name import load_name, load_value
+from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
 from flax_ckpt_compat._core.location import LOCAL, Location, of_text
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, StoredArray, map_leaves
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
@@ -93,7 +93,7 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
         return "kept"
     if job.dry_run:
         return "planned"
-    standard_streams.occupy()
+    occupy_standard_streams()
     final.parent.prepare_directory()
     with final.temporary() as temporary:
         counted(output, progress)

@@ -16,8 +16,8 @@ from flax_ckpt_compat._core.errors import (
     NameCollisionError,
     UnsupportedLeafError,
 )
-from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, StoredArray, iter_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.orbax_directory import Layout

@@ -14,10 +14,10 @@ import numpy as np
 
 from flax_ckpt_compat._convert.stored_trees import in_memory
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, UnsupportedLeafError
-from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.layouts.safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.bounded_reads import read_all
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
 
 # Bytes. Neighbouring small arrays are read together; a few such batches are kept, because formats order dicts

@@ -15,7 +15,7 @@ from flax_ckpt_compat._convert import stored_trees
 from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import (
     Branch,
     Container,

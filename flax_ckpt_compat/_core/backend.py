@@ -1,23 +1,24 @@
 """Define the Backend and Reader protocols of a format, and the leaf handle through which every format is read.
 
 A backend only reads and writes its format. Names, overwrite, retention, atomic publishing, policies and errors
-about trees live above it.
-"""
+about trees live above it."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flax_ckpt_compat._core import array_boxes, progress
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Node, Path
-from flax_ckpt_compat._core.upload import Upload
+from flax_ckpt_compat._core.storage import Upload
+from flax_ckpt_compat._core.tree import Node, Path, iter_leaves
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
+BATCH_BYTES = 32 * 2**20
+_MAX_BATCH = 10_000
 
 
 class Format(enum.Enum):
@@ -175,10 +176,6 @@ class Reader(Protocol):
         `read`. Reads in bounded memory; inline leaves may be checked on opening only."""
         return False
 
-    def verify_rest(self, one: LeafHandle | ArraySlice) -> None:  # noqa: ARG002  (of most, reads verify all)
-        """After a read of some leaves or rows, verify what it left unverified of these, if opened with ``verify``."""
-        return
-
     def close(self) -> None:
         """Release files. Values that were read stay valid."""
         return
@@ -283,3 +280,53 @@ class Backend(Protocol):
         mapped. Raise CorruptCheckpointError if it does not decode, and ChecksumError if its bytes are not those that
         were saved."""
         ...
+
+
+def handles_of(reader: Reader) -> list[LeafHandle]:
+    """Return all leaves of a tree."""
+    return [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
+
+
+def batches(handles: Sequence[LeafHandle], limit: int | None = None) -> Iterator[list[LeafHandle]]:
+    """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
+    batch: list[LeafHandle] = []
+    nbytes, limit = 0, BATCH_BYTES if limit is None else limit
+    for handle in handles:
+        if batch and (nbytes + handle.nbytes > limit or len(batch) == _MAX_BATCH):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(handle)
+        nbytes += handle.nbytes
+    if batch:
+        yield batch
+
+
+def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
+    """Yield a leaf, or the slices of a large array."""
+    if handle.kind is LeafKind.ARRAY and handle.nbytes > BATCH_BYTES:
+        yield from (ArraySlice(handle, box) for box in handle.reader.boxes(handle, BATCH_BYTES))
+    else:
+        yield handle
+
+
+def reader_of(one: LeafHandle | ArraySlice) -> Reader:
+    """Return the reader of a leaf, or of what a slice is of."""
+    return handle_of(one).reader
+
+
+def read_all(
+    wanted: Sequence[LeafHandle | ArraySlice],
+    choose: Callable[[LeafHandle | ArraySlice], Reader] = reader_of,
+    *,
+    mapped: bool = False,
+) -> list[Any]:
+    """Read leaves and slices in the given order, each with its own reader, or the one that ``choose`` returns."""
+    values: list[Any] = [None] * len(wanted)
+    groups: dict[Reader, list[int]] = {}
+    for number, one in enumerate(wanted):
+        groups.setdefault(choose(one), []).append(number)
+    for reader, numbers in groups.items():
+        found = reader.read([wanted[number] for number in numbers], mapped=mapped)
+        for number, value in zip(numbers, found, strict=True):
+            values[number] = value
+    return values

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
-from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source, Storage
+from flax_ckpt_compat._core.storage import Listing, Source, Storage
 from flax_ckpt_compat._core.storage_errors import translated
 
 if TYPE_CHECKING:

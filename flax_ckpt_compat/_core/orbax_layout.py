@@ -50,8 +50,7 @@ PARTIAL_SAVE = ".partial_save"  # v1 writes parts below a directory with this su
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
-BEGUN, NEXT = "_begun", "_next"  # a running save, and, in a store, what it publishes at once; see `visible_objects`
-NEXT_DATA_LIST = "_data.txt"  # in NEXT, written first: the names of the data objects, to clean up after a dead writer
+BEGUN = "_begun"  # a running save
 TREE_FILES = (TREE_METADATA, MSGPACK_FILE, SHARDING, STRINGS, MANIFEST, CHECKSUMS, *ARRAY_METADATA_FILES)  # of a tree
 ROOT_METADATA = "metadata/_ROOT_METADATA"  # beside the steps of a manager; of Orbax 0.12.8 (measured)
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's

@@ -1,23 +1,34 @@
-"""Report the progress of saves and restores: `Meter` counts bytes, the user's callback gets a `Progress`."""
+"""Report the progress of saves and restores: `Meter` counts bytes, and the user's callback gets a `Progress`.
+
+`Stopwatch` logs one line for each: bytes, seconds, and where the time went. The setting
+``progress="bar"`` stands for a callback that draws bars on a terminal, one for each that runs."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
-from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._core.errors import is_of_handler
+from flax_ckpt_compat._core.text_formatting import format_size, printable
+from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 
 _log = logging.getLogger("flax_ckpt_compat")
 _EVERY_SECONDS = 0.2
 # Of a save to a store: the part for writing the local files that are then uploaded.
 PART_BEFORE_UPLOAD = 0.5
 _TURN_SECONDS = 1.0  # how long the report of a failure waits for a call of the callback that is under way
+BAR = "bar"  # value of the setting ``progress``
+_NAME_WIDTH = 32
+_LOCKED_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,3 +185,140 @@ class Meter:
 
 
 OFF = Meter()
+
+
+def callback_of(setting: Any) -> Callback | None:
+    """Return the callback that a value of the setting ``progress`` means; no bar where no terminal shows it."""
+    if setting != BAR:
+        return setting  # type: ignore[no-any-return]
+    return _bars() if is_shown() else None
+
+
+def is_shown() -> bool:
+    """Return whether standard error is a terminal that takes escape sequences, without which there is no bar."""
+    try:
+        return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    except (AttributeError, ValueError, OSError):  # there is none, or one that is closed, or of a program's own
+        return False
+
+
+def display(**options: Any) -> Any:
+    """Return rich's display of bars of bytes on standard error, which vanishes when it stops.
+
+    ``options`` are those of ``rich.progress.Progress``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Display
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Display(*columns, console=Console(stderr=True), transient=True, **options)
+
+
+@functools.cache
+def _bars() -> _Bars:
+    return _Bars()
+
+
+class _Bars:
+    """The bars of this process; they are drawn while a save or restore runs.
+
+    The first failure to draw, such as that of a terminal that is gone, ends them: no save or restore fails with it."""
+
+    def __init__(self) -> None:
+        # Saves in the background report beside restores. A signal handler that saves may have interrupted one of these
+        # within a report, so that nobody waits for another for long.
+        self._lock = threading.RLock()
+        self._display: Any = None
+        self._is_broken = False
+        self._tasks: dict[tuple[str, str], Any] = {}
+        self._ended = collections.deque[tuple[str, str]]()  # those whose bars are to go
+
+    def __call__(self, report: Progress) -> None:
+        """Show a report; what ends before its first report has no bar."""
+        key, ends = (report.doing, report.path), report.finished or report.error is not None
+        if ends:
+            self._ended.append(key)
+        if self._is_broken or not self._lock.acquire(timeout=_LOCKED_SECONDS):
+            return
+        try:
+            if not ends:
+                self._show(key, report)
+            while self._ended:
+                self._end(self._ended.popleft())
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            self._is_broken = True
+            _log.warning("Progress is not shown any more: %r", error)
+        finally:
+            self._lock.release()
+
+    def _show(self, key: tuple[str, str], report: Progress) -> None:
+        if self._display is None:
+            # Drawn by each report: a thread of its own would go on after a fork. The program's streams stay its own.
+            self._display = display(auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._display.start()
+        if key not in self._tasks:
+            self._tasks[key] = self._display.add_task("")
+        shown = f"{report.doing[:-1]}ing {os.path.basename(report.path)}  {_shortened(report.name)}"
+        self._display.update(self._tasks[key], description=shown, completed=report.done, total=report.total)
+        self._display.refresh()
+
+    def _end(self, key: tuple[str, str]) -> None:
+        if key not in self._tasks:
+            return
+        self._display.remove_task(self._tasks.pop(key))
+        if not self._tasks:
+            self._display.stop()
+            self._display = None
+
+
+def _shortened(name: str) -> str:
+    """Return the end of a name, padded: the bars stay where they are."""
+    name = printable(name, one_line=True)
+    return (name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]).ljust(_NAME_WIDTH)
+
+
+class Stopwatch:
+    """The seconds of each phase of a save or restore, in order."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+        self._nbytes = 0
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to a phase."""
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def count(self, nbytes: Callable[[], int]) -> None:
+        """Take the bytes that are read or written, for `log`; they are computed only if somebody listens."""
+        if _log.isEnabledFor(logging.INFO):
+            self._nbytes = nbytes()
+
+    def log(self, done: str, path: str) -> None:
+        """Log what was ``done`` ("Saved" or "Restored") at INFO."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        nbytes = self._nbytes
+        seconds = self._last - self._start
+        phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
+        rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(nbytes), seconds, rate, phases)
+
+
+def nbytes_of(leaves: Iterable[Any]) -> int:
+    """Return the bytes of arrays or leaf handles."""
+    return sum(map(_nbytes, leaves))
+
+
+def _nbytes(leaf: Any) -> int:
+    nbytes = getattr(leaf.data if isinstance(leaf, KeyData) else leaf, "nbytes", 0)
+    return nbytes if isinstance(nbytes, int) else 0

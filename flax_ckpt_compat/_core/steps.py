@@ -1,8 +1,7 @@
-"""Parse and order checkpoint names: pure functions on names and numbers.
+"""Parse, order and count names of checkpoints and modules, as Flax does: pure functions on names and numbers.
 
-The rules are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
-only if the rest of the name is one finite number.
-"""
+The rules for checkpoints are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
+only if the rest of the name is one finite number."""
 
 from __future__ import annotations
 
@@ -15,18 +14,58 @@ from typing import Any
 
 from flax_ckpt_compat._core import arguments, orbax_layout
 from flax_ckpt_compat._core.errors import ArgumentError
-from flax_ckpt_compat._core.module_names import NUMBER
 
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+SIGNED_FLOAT_RE = re.compile(rf"([-+]?{NUMBER})")
+UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({NUMBER})")
+MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
+_NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refuses to convert thousands of digits
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
 _STEP = re.compile(rf"[-+]?{NUMBER}")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _ENDS_IN_STEP = re.compile(rf".*{NUMBER}", re.DOTALL)
 _SEPARATED = re.compile(rf"(?:.*[^0-9A-Za-z.])?{NUMBER}", re.DOTALL)
-
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
 ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
 FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
+
+
+def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
+    """Sort names by the numbers in them: ``a_2`` before ``a_10``.
+
+    Args:
+        file_list: names to sort.
+        signed: a ``-`` or ``+`` before a number is its sign, not a separator.
+    """
+    pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
+
+    def key(name: str) -> list[Any]:
+        return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
+
+    return sorted(file_list, key=key)
+
+
+@functools.lru_cache(10_000)
+def numbered(name: str) -> tuple[str, int] | None:
+    """Return (text before the number, number) of a name that ends in one; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def linen_names(names: Iterable[str]) -> dict[str, str]:
+    """Return old → new names of modules: pre-linen's have one count for all classes, linen's one count a class.
+
+    Names without a number, and linen's own, stay as they are. Pass all children of one module."""
+    counts: dict[str, int] = {}
+    renamed = {}
+    for name in natural_sort(names):
+        match = MODULE_NUM_RE.match(name)
+        renamed[name] = name
+        if match:
+            renamed[name] = f"{match[1]}_{counts.get(match[1], 0)}"
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return renamed
 
 
 @functools.lru_cache(maxsize=1 << 14)  # a save looks at all names of a directory several times, and the next one again

@@ -2,19 +2,110 @@
 
 Paths are absolute local paths, or normalized URLs. Methods that take a `Listing` answer from it what it covers, and ask
 the storage for the rest; a disk has no listings. A missing file is a FileNotFoundError everywhere; other failures are
-OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of them.
-"""
+OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of them."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.upload import Upload
+
+
+class Stat(NamedTuple):
+    """What a store tells of a file."""
+
+    size: int  # in bytes
+    version: str  # changes when the file is replaced
+    crc32c: int | None = None
+
+
+class Listing:
+    """All files below a folder at one moment, and what was read of them since then."""
+
+    __slots__ = ("contents", "files", "heads", "keys", "root")
+
+    def __init__(self, root: str, files: Mapping[str, Stat]):
+        """Keep the files below ``root``, by their paths relative to it."""
+        self.root, self.files, self.keys = root, files, sorted(files)
+        self.heads: dict[str, bytes] = {}  # path of a file → its first bytes
+        self.contents: dict[str, bytes] = {}  # path of a small file → what it holds
+
+    def covers(self, folder: str) -> bool:
+        """Return whether a folder is this one, or below it."""
+        return folder == self.root or folder.startswith(f"{self.root}/")
+
+    def below(self, folder: str) -> dict[str, Stat] | None:
+        """Return the files below a folder, relative to it; None if it is not covered."""
+        if not self.covers(folder):
+            return None
+        if folder == self.root:
+            return dict(self.files)
+        inner = folder[len(self.root) + 1 :] + "/"
+        first = bisect.bisect_left(self.keys, inner)
+        last = bisect.bisect_left(self.keys, inner[:-1] + "0", first)  # "0" follows "/"
+        return {key[len(inner) :]: self.files[key] for key in self.keys[first:last]}
+
+    def file(self, path: str) -> Stat | None:
+        """Return what is known of a file; None if it is not there, or in a folder that is not covered."""
+        return self.files.get(path[len(self.root) + 1 :]) if path.startswith(f"{self.root}/") else None
+
+
+class Upload(abc.ABC):
+    """The files of one save that its processes write below unique names, until process 0 commits them.
+
+    Attributes:
+        url: the checkpoint's path.
+        folder: the path of the folder that all write below: the checkpoint's, or that of its arrays.
+        needs_commit_file: others take the folder for incomplete unless it has ``commit_success.txt``.
+    """
+
+    url: str
+    folder: str
+    needs_commit_file: bool
+
+    @property
+    @abc.abstractmethod
+    def tag(self) -> str:
+        """Return the suffix of the names of directories that no other save uses."""
+
+    @abc.abstractmethod
+    def fields(self) -> dict[str, str]:
+        """Return what other processes need to join; see `Storage.join_upload`."""
+
+    @abc.abstractmethod
+    def written(self) -> list[str]:
+        """List what the processes have written so far, relative to the folder."""
+
+    @abc.abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file below the folder."""
+
+    @abc.abstractmethod
+    def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
+        """Upload this process's files under the same names; ``last`` tells others that all are complete.
+
+        Raise ConcurrentWriteError if process 0 has aborted the save."""
+
+    @abc.abstractmethod
+    def check_active(self, written: Collection[str]) -> None:
+        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
+
+    @abc.abstractmethod
+    def delete_harmless(self, name: str) -> None:
+        """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
+
+    @abc.abstractmethod
+    def publish(self, staged: str, *, new: bool) -> None:
+        """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Storage.publish`."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Remove what a failed save has written, unless it is committed; ignore refusals."""
+
 
 # What is read with the request that opens a file.
 HEAD_BYTES = 64 * 2**10
@@ -236,7 +327,3 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
         """Return the result of TensorStore's future about a path; a store must answer in time for so many bytes."""
-
-    @abc.abstractmethod
-    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
-        """Run an idempotent request, which returns TensorStore's future; ``operation`` completes "could not be …"."""

@@ -1,17 +1,32 @@
-"""Prepare text for terminals and logs: untrusted names are escaped, sizes and rows formatted.
+"""Write texts of messages: escape untrusted names, format sizes and rows, shorten lists of names, suggest similar ones.
 
 File names and keys of a tree may hold escape sequences that recolour a terminal, move its cursor or forge lines of a
-log. All error messages, log records, plans and command-line output pass through here.
-"""
+log. All error messages, log records, plans and command-line output pass through here."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import heapq
+import itertools
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
 
 _UNITS, _THOUSAND = ("B", "kB", "MB", "GB", "TB", "PB"), 1000
 _UNPRINTABLE = re.compile(r"[^\n -~]")
+_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
+MAX_SHOWN = 20
+# Python refuses to convert numbers of thousands of digits.
+_NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
+_MAX_RUNS = 6
+# difflib is slow: of more names, compare only those that share the most pairs of letters.
+_MAX_COMPARED = 40
+# Such as attn and attention; encoder and Dense_0 are less alike.
+_AKIN = 0.6
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -20,6 +35,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
         return text
     shown = _UNPRINTABLE.sub(_escaped, text)
     return shown.replace("\n", "\\n") if one_line else shown
+
+
+def literal(text: str) -> str:
+    """Return a regular expression that matches a text only; unlike ``re.escape``, with a backslash only if needed."""
+    return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def format_size(nbytes: float) -> str:
@@ -60,6 +80,155 @@ def _escaped(match: re.Match[str]) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8 (PEP 383)
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a list."""
+
+    names: tuple[str, ...]  # key paths, such as those of a leaf and its source; the numbers in them may be folded
+    detail: tuple[str, ...] = ()  # text that must be equal for rows to be folded into one
+    count: int = 1  # number of rows folded into this one
+
+    @property
+    def note(self) -> str:
+        """Return the number of leaves of a folded row, as the end of a line."""
+        return f"   ({self.count} leaves)" if self.count > 1 else ""
+
+
+def shown(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Return the rows to show and the number of rows left out; fold only if there are more than `MAX_SHOWN`."""
+    if len(rows) <= MAX_SHOWN:
+        return list(rows), 0
+    folded = fold(rows)
+    return folded[:MAX_SHOWN], sum(row.count for row in folded[MAX_SHOWN:])
+
+
+def listed(rows: Sequence[Row], more_is: str = "") -> list[str]:
+    """Return the rows to show with their details, a line each; then the number of rows left out, and where they are."""
+    found, more = shown(rows)
+    lines = [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in found]
+    return [*lines, f"  and {more} more{more_is}"] if more else lines
+
+
+def one_line(names: Iterable[str | Row]) -> str:
+    """Join names, or rows with their details, with commas for one line of a log."""
+    found, more = shown([name if isinstance(name, Row) else Row((name,)) for name in names])
+    text = ", ".join(printable(": ".join((*row.names, *row.detail)), one_line=True) for row in found)
+    return f"{text} and {more} more" if more else text
+
+
+def fold(rows: Iterable[Row]) -> list[Row]:
+    """Merge rows that differ only in numbers, in order of first appearance."""
+    return [folded for folded, _ in fold_with_members(rows)]
+
+
+def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
+    """Like `fold`; return each row with those that it replaces."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
+        groups.setdefault((literals, row.detail), []).append(row)
+    return [pair for group in groups.values() for pair in _products(group)]
+
+
+def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
+    """Cover rows that are alike but for numbers with products of sets of numbers; yield each with its rows."""
+    if len(group) == 1:
+        yield group[0], group
+        return
+    numbers = ([number for name in row.names for number in _NUMBER.findall(name)] for row in group)
+    columns = list(zip(*numbers, strict=True))
+    # Equal columns, such as those of a leaf's path and its source's, count as one.
+    distinct = {column: at for at, column in enumerate(dict.fromkeys(columns))}
+    places = [distinct[column] for column in columns]
+    found: dict[tuple[frozenset[str], ...], list[int]] = {}
+    for row in range(len(group)):
+        found.setdefault(tuple(frozenset((column[row],)) for column in distinct), []).append(row)
+    for at in reversed(range(len(distinct))):
+        joined: dict[Any, list[Any]] = {}  # products that differ only in this column
+        for product in found:
+            joined.setdefault((product[:at], product[at + 1 :]), []).append(product)
+        if len(joined) == len(found):
+            continue
+        merged: dict[tuple[frozenset[str], ...], list[int]] = {}
+        for (before, after), same in joined.items():
+            union = frozenset[str]().union(*(one[at] for one in same))
+            merged[(*before, union, *after)] = [row for one in same for row in found[one]]
+        found = merged
+    for product, members in found.items():
+        sets = list(map(_set, product))
+        texts = iter([sets[at] for at in places])
+        names = tuple(_filled(name, texts) for name in group[0].names)
+        yield Row(names, group[0].detail, len(members)), [group[row] for row in sorted(members)]
+
+
+def _filled(name: str, texts: Iterator[str]) -> str:
+    """Return a name with the next of the texts in place of each number."""
+    return _NUMBER.sub(lambda _: next(texts), name)
+
+
+def _set(numbers: frozenset[str]) -> str:
+    """Format a set of numbers as ``7``, ``{0..23}`` or ``{0,2,4}``."""
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    ordered = sorted(numbers, key=lambda text: (int(text), text))
+    runs = [[text for _, text in run] for _, run in groupby(enumerate(ordered), lambda one: int(one[1]) - one[0])]
+    words = [text for run in runs for text in ([f"{run[0]}..{run[-1]}"] if len(run) > 2 else run)]
+    if len(words) > _MAX_RUNS:
+        words = [*words[: _MAX_RUNS - 2], "…", words[-1]]
+    return f"{{{','.join(words)}}}"
+
+
+class Names:
+    """An index of names, for several searches."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._by_last: dict[str, list[str]] = {}
+        for name in names:
+            self._by_last.setdefault(_last(name), []).append(name)
+        self._pairs = functools.cache(_pairs_of)
+
+    def nearest(self, wanted: str) -> list[str]:
+        """Return at most two names that are akin where they differ; with the same last part if any name has it."""
+        names = self._by_last.get(_last(wanted)) or self._names
+        if _last(wanted).isdecimal():  # an item of a list is like no other name
+            names = [name for name in names if _last(name).isdecimal()]
+        if len(names) > _MAX_COMPARED:
+            pairs = _pairs_of(wanted)
+            names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._similarity(name, pairs))
+        matches = difflib.get_close_matches(wanted, names, n=_MAX_COMPARED, cutoff=0.5)
+        akin = (printable(name, one_line=True) for name in matches if _are_akin(wanted, name))
+        return list(itertools.islice(akin, 2))
+
+    def _similarity(self, name: str, pairs: frozenset[str]) -> float:
+        own = self._pairs(name)
+        return len(own & pairs) / (len(own) + len(pairs) + 1)
+
+
+def _are_akin(one: str, other: str) -> bool:
+    """Return whether two key paths, or their ends, differ in the first name or else little: misspelt, a level more."""
+    ours, theirs = one.split("/"), other.split("/")
+    least = min(len(ours), len(theirs))
+    if least > 2 and ours[1:] == theirs[1:]:
+        return True
+    for left, right in ((ours[:], theirs[:]), (ours[-least:], theirs[-least:])):
+        for end in (0, -1):
+            while left and right and left[end] == right[end]:
+                del left[end], right[end]
+        first, second = "/".join(left), "/".join(right)
+        if not first or not second or difflib.SequenceMatcher(None, first, second).ratio() >= _AKIN:
+            return True
+    return False
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _pairs_of(name: str) -> frozenset[str]:
+    return frozenset(map(str.__add__, name, name[1:]))
 
 
 class _Printable(logging.Filter):

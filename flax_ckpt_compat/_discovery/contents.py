@@ -90,11 +90,6 @@ class Contents:
         return self.state is State.FOREIGN and bool(self.items)
 
     @property
-    def is_listed(self) -> bool:
-        """Return whether look-ups name it: complete checkpoints, and, as Flax does, what is foreign."""
-        return self.state in (State.COMPLETE, State.FOREIGN, State.DENIED)
-
-    @property
     def has_items(self) -> bool:
         """Return whether it is a step of several items, as a CheckpointManager writes them, and no save of ours."""
         return self.layout is Layout.ITEMS

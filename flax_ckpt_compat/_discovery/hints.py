@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from flax_ckpt_compat._core import module_names, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import printable
@@ -51,7 +51,7 @@ def checkpoints_below(directory: str) -> list[str]:
     snapshots = os.path.join(directory, "snapshots")
     if os.path.isdir(os.path.join(directory, "refs")) and os.path.isdir(snapshots):
         return _snapshots(directory, snapshots)
-    names = module_names.natural_sort(os.listdir(directory), signed=False)
+    names = steps.natural_sort(os.listdir(directory), signed=False)
     folders = (os.path.join(directory, name) for name in names if not name.startswith("."))
     found = map(_checkpoint_at, itertools.islice(filter(os.path.isdir, folders), _MAX_FOLDERS))
     return [path for path in found if path is not None]
@@ -62,7 +62,7 @@ def steps_of_prefix(path: str) -> list[str]:
     """Return the names of checkpoints whose prefix is a path that does not exist, oldest first."""
     parent, prefix = os.path.split(path)
     found = [name for name in os.listdir(parent) if prefix and (steps.split_step(name) or ("",))[0] == prefix]
-    names = itertools.islice(module_names.natural_sort(found, signed=False), _MAX_FOLDERS)
+    names = itertools.islice(steps.natural_sort(found, signed=False), _MAX_FOLDERS)
     return [name for name in names if saved_steps.is_checkpoint(of_text(os.path.join(parent, name)))]
 
 
@@ -104,7 +104,7 @@ def beside(path: str) -> str:
     near = difflib.get_close_matches(missing, names, 1, _SIMILAR)
     if near and not _differ_in_numbers(near[0], missing):  # of other steps, all are of interest
         return f"did you mean {printable(os.path.join(parent, near[0]), one_line=True)}?"
-    return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
+    return f"{printable(parent, one_line=True)} has {some(steps.natural_sort(names, signed=False))}"
 
 
 @_quietly

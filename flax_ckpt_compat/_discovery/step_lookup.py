@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from flax_ckpt_compat._core import module_names, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
@@ -159,7 +159,7 @@ class Directory:
     def _named(self, belongs: Callable[[str], bool]) -> list[Entry]:
         start = len(self.checkpoint_dir.prefix)
         # Unsigned: the dash in ``ckpt-10`` belongs to the text.
-        texts = module_names.natural_sort((name[start:] for name in self.names if belongs(name)), signed=False)
+        texts = steps.natural_sort((name[start:] for name in self.names if belongs(name)), signed=False)
         named = [(self.checkpoint_dir.prefix + text, text) for text in texts]
         return [Entry(name, self.checkpoint_dir.path(name), None, text) for name, text in named]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core import module_names, steps
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, StorageError
-from flax_ckpt_compat._core.keyed_cache import Memo
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
@@ -44,14 +43,14 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
     while pending:
         folder = pending.pop()
         try:
-            names = module_names.natural_sort(folder.listdir(), signed=False)
+            names = steps.natural_sort(folder.listdir(), signed=False)
         except MissingPathError:
             if folder == root:
                 raise
             continue  # another program removed it meanwhile
         found: list[Location] = []
         inside: list[Location] = []
-        prefixes = Memo[bool](functools.partial(_is_prefix, folder, names))
+        prefixes = functools.cache(functools.partial(_is_prefix, folder, names))
         numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
         steps_there = numbers if any(map(is_step_of_manager, (folder / name for name in numbers))) else ()
         for name in names:
@@ -61,7 +60,7 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             if not path.isdir():
                 split = steps.split_step(name)
                 is_named = _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX)
-                if (is_named or (split and prefixes[split[0]])) and _may_be_checkpoint(contents_of(path)):
+                if (is_named or (split and prefixes(split[0]))) and _may_be_checkpoint(contents_of(path)):
                     found.append(path)
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.fold_names import Row, fold
-from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.text_formatting import Row, fold, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core import bounded_reads, memory
+from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.fold_names import Row, one_line
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.text_formatting import Row, one_line
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
 from flax_ckpt_compat._restore import casting, leaf_kinds, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
@@ -100,7 +100,7 @@ class ReadLeaves:
     def read(self, meter: Meter = OFF) -> None:
         """Read the values."""
         plan, reads = self.plan, self.reads
-        for reader in set(map(bounded_reads.reader_of, reads)) if meter.is_on else ():
+        for reader in set(map(backend.reader_of, reads)) if meter.is_on else ():
             reader.meter = meter
         if self.casts_at_read or self.mapped:
             self.values = casting.read(plan.reader, reads, self.casts_at_read, self.mapped)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import bounded_reads, memory
+from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
@@ -191,8 +191,8 @@ class _ReaderOfSeveral(Reader):
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """See `Reader.read`."""
-        return bounded_reads.read_all(handles, self._reader_of, mapped=mapped)
+        return backend.read_all(handles, self._reader_of, mapped=mapped)
 
     def _reader_of(self, one: LeafHandle | ArraySlice) -> Reader:
-        own = bounded_reads.reader_of(one)
+        own = backend.reader_of(one)
         return own if self._others is None or own in self._others else self._reader

@@ -15,8 +15,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
-from flax_ckpt_compat._core.fold_names import Row, listed
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.text_formatting import Row, listed, literal
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, joined, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key

@@ -9,8 +9,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import DtypeMismatchError
-from flax_ckpt_compat._core.fold_names import Row, one_line
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
+from flax_ckpt_compat._core.text_formatting import Row, one_line
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._restore import casting, leaf_kinds, shardings
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.fold_names import Row, fold, listed, one_line, shown
-from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.similar_names import Names
-from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.text_formatting import Names, Row, fold, listed, literal, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan

@@ -10,7 +10,7 @@ from typing import Any
 from jax import monitoring
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import memory, progress_bar
+from flax_ckpt_compat._core import memory, progress
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,8 +19,7 @@ from flax_ckpt_compat._core.errors import (
     add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._core.timing import Stopwatch
+from flax_ckpt_compat._core.progress import Meter, Stopwatch
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -65,7 +64,7 @@ class _Restore:
         self._target, self._options, self._checkpointer = target, options, checkpointer
         self._start = time.time()
         self.agreement: process_agreement.Agreement | None = None
-        self.meter = Meter(progress_bar.callback_of(options.settings.progress), "restore")
+        self.meter = Meter(progress.callback_of(options.settings.progress), "restore")
 
     def at(self, location: Location) -> Any:
         """Restore the checkpoint at a location."""

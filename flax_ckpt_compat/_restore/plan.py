@@ -9,8 +9,8 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.fold_names import Row
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.text_formatting import Row
 from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import errors
-from flax_ckpt_compat._core.fold_names import MAX_SHOWN, one_line
+from flax_ckpt_compat._core.text_formatting import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
 from flax_ckpt_compat._restore import common_causes, leaf_kinds, messages
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan

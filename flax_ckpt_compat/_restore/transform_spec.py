@@ -15,8 +15,7 @@ import jax
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.similar_names import Names
+from flax_ckpt_compat._core.text_formatting import Names, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.not_found import Absence

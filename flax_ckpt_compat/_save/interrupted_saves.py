@@ -10,12 +10,11 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, add_sentence
-from flax_ckpt_compat._core.fold_names import one_line
 from flax_ckpt_compat._core.local import gda_folder, presence, removal, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import FULL_DISK, translated
-from flax_ckpt_compat._core.text_formatting import format_size
+from flax_ckpt_compat._core.text_formatting import format_size, one_line
 from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)

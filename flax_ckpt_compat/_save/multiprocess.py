@@ -15,11 +15,10 @@ from jax import monitoring
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
+from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, nbytes_of
+from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.storage_errors import writing
-from flax_ckpt_compat._core.timing import nbytes_of
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
-from flax_ckpt_compat._core.upload import Upload
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator

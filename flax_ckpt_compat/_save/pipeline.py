@@ -9,14 +9,13 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
-from flax_ckpt_compat._core.listing import Listing
+from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
 from flax_ckpt_compat._core.location import LOCAL, Location
-from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD
+from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
+from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import writing
-from flax_ckpt_compat._core.timing import Stopwatch, nbytes_of
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import (
@@ -38,7 +37,7 @@ _TRIALS = 3
 def save(request: SaveRequest, target: Any) -> str:
     """Save a tree; return the checkpoint's path in the caller's form."""
     watch = Stopwatch()
-    standard_streams.occupy()
+    occupy_standard_streams()
     monitoring.record_event("/jax/flax/checkpoint/save")
     with depth.limited("saved", target):
         if request.multiprocess and jax.process_count() > 1:

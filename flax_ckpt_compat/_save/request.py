@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, progress_bar, steps
+from flax_ckpt_compat._core import arguments, progress, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._core.location import Location, local, normal, of_text
@@ -136,7 +136,7 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
     settings = config.current()
     if async_manager:  # as Flax asks
         _check_manager(async_manager)
-    meter = Meter(progress_bar.callback_of(settings.progress), "save")
+    meter = Meter(progress.callback_of(settings.progress), "save")
     request = SaveRequest(
         overwrite=arguments.flag(overwrite, "overwrite"),
         async_manager=async_manager,

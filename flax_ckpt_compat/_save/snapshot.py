@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.keyed_cache import AddressableMemo, Memo
+from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import device_transfers, tree_agreement

@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo, normalize_index
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, iter_leaves, show_path
 from flax_ckpt_compat._trees import prng_keys
 

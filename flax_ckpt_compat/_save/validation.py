@@ -13,10 +13,10 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError, StorageError
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside

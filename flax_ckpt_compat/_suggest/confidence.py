@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Node, Path, joined, node_at, show_path
 from flax_ckpt_compat._suggest import moved_layers
 from flax_ckpt_compat._suggest.leaf_features import (

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.regex_templates import literal
-from flax_ckpt_compat._core.text_formatting import count_of_leaves
+from flax_ckpt_compat._core.text_formatting import count_of_leaves, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look

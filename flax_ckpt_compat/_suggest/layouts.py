@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Node, Path, joined, show_path
 from flax_ckpt_compat._suggest.leaf_features import MOMENTS, Roles, bare, leaves_at
 from flax_ckpt_compat._suggest.names import unnumbered

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flax_ckpt_compat._core.module_names import numbered
+from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.leaf_features import Look, bare
 from flax_ckpt_compat._suggest.names import akin, is_named_anew, may_be_one, natural, unnumbered, words

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
 from flax_ckpt_compat._suggest.names import akin

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest.leaf_features import Contents, Look, SubtreeMemo
 

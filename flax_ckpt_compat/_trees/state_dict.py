@@ -20,8 +20,8 @@ import numpy as np
 from flax import core, serialization
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.keyed_cache import Memo
+from flax_ckpt_compat._core.jax_shards import Memo
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun, key_name, show_path
 from flax_ckpt_compat._trees import old_namedtuples
 

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, similar_names, steps
+from flax_ckpt_compat._core import arguments, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
-from flax_ckpt_compat._core.fold_names import Row, shown
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.text_formatting import printable
+from flax_ckpt_compat._core.text_formatting import Names, Row, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
@@ -177,7 +176,7 @@ class Checkpoint(_Shown):
         root = _pruned(self._root, (), wanted.keys(), found)
         missing = tuple(path if isinstance(path, str) else show_path(path) for path in wanted if path not in found)
         if missing:
-            names = similar_names.Names([show_path(path) for path, _ in iter_leaves(self._root)])
+            names = Names([show_path(path) for path, _ in iter_leaves(self._root)])
             rows, more = shown([Row((path,)) for path in missing])
             lines = [f"{self.path} has no leaf and no subtree of these paths:"]
             for row in rows:

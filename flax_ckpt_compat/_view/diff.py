@@ -13,14 +13,12 @@ from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
-from flax_ckpt_compat._core import arguments, bounded_reads
+from flax_ckpt_compat._core import arguments, backend
 from flax_ckpt_compat._core.array_boxes import Box
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.bounded_reads import read_all
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
-from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.text_formatting import count_of_leaves, printable
+from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
@@ -343,7 +341,7 @@ class Comparison:
 def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
     left = iter(pairs)
-    for batch in bounded_reads.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs], _PART):
+    for batch in backend.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs], _PART):
         yield [next(left) for _ in batch]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import misplaced_keywords
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
@@ -27,7 +27,7 @@ from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
 Owners = dict[Reader, str]  # reader of an item → its name
 
 
-@misplaced_keywords.explained(misplaced_keywords.OF_RESTORE)
+@arguments.explained(arguments.OF_RESTORE)
 def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_ckpt_compat._core.fold_names import Row, fold, one_line
-from flax_ckpt_compat._core.text_formatting import format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, fold, format_size, one_line, printable
 from flax_ckpt_compat._core.tree import shown_names
 from flax_ckpt_compat._restore.plan import TreePlan
 from flax_ckpt_compat._restore.policies import refused_by_flax_name

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
-from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
-from flax_ckpt_compat._core.fold_names import Row, fold_with_members
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.text_formatting import count_of_leaves, format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
@@ -165,7 +164,7 @@ def _stats(chosen: dict[Path, LeafHandle], begin: Begin) -> dict[LeafHandle, Sta
                 found.setdefault(handle, Stats()).add(array)
             count(array.nbytes)
 
-    in_parallel(read, [batch for handles in by_reader.values() for batch in bounded_reads.batches(handles)], _AT_ONCE)
+    in_parallel(read, [batch for handles in by_reader.values() for batch in backend.batches(handles)], _AT_ONCE)
     return found
 
 
@@ -175,7 +174,7 @@ def _values(batch: Sequence[LeafHandle]) -> Any:
     if len(batch) > 1:
         yield from zip(batch, reader.read(batch), strict=True)
     else:
-        for part in bounded_reads.pieces(batch[0]):
+        for part in backend.pieces(batch[0]):
             yield batch[0], reader.read([part])[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads
+from flax_ckpt_compat._core import arguments, array_boxes, backend, text_formatting
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -24,10 +24,9 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.fold_names import Row, one_line, shown
 from flax_ckpt_compat._core.location import Location, as_text, location_of
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
-from flax_ckpt_compat._core.text_formatting import count_of_leaves, counted, format_size, printable
+from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
@@ -155,7 +154,7 @@ def _details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, and what lies in it unexpectedly."""
     for state in ("damaged", "unreadable"):
         rows = [Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in checkpoint.leaves if leaf.state == state]
-        found, more = shown(rows)
+        found, more = text_formatting.shown(rows)
         by_reason: dict[str, list[str]] = {}
         for row in found:
             by_reason.setdefault(row.names[1], []).append(row.names[0] + row.note)
@@ -164,7 +163,7 @@ def _details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
         yield from [f"{state}: {more} more"] * bool(more)
     yield from (printable(text.removeprefix(f"{checkpoint.path}: "), one_line=True) for text in checkpoint.damage)
     if checkpoint.unexpected:
-        yield f"unexpected: {one_line(checkpoint.unexpected)}"
+        yield f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}"
 
 
 def _without_place(leaf: VerifiedLeaf, checkpoint: VerifiedCheckpoint) -> str:
@@ -386,7 +385,7 @@ def _unopened(location: Location, error: CheckpointError) -> VerifiedCheckpoint:
 
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
     """Verify all leaves of a tree, in bounded memory."""
-    for batch in bounded_reads.batches(bounded_reads.handles_of(reader)):
+    for batch in backend.batches(backend.handles_of(reader)):
         summed, errors = _compare_checksums(reader, batch)
         # Bytes that are those that were saved decode as they did then.
         errors |= _read(reader, [handle for handle in batch if handle not in summed and handle not in errors])
@@ -429,7 +428,7 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     errors: _Errors = {}
     for handle in batch:
         try:
-            for part in bounded_reads.pieces(handle):
+            for part in backend.pieces(handle):
                 shape = handle.shape if isinstance(part, LeafHandle) else array_boxes.shape_of(part.index)
                 _check_type(reader, handle, shape, reader.read([part])[0])
         except CheckpointError as error:

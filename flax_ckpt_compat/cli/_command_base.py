@@ -156,13 +156,13 @@ def escape_what_cannot_be_shown() -> None:
 @contextmanager
 def progress_shown(*, as_json: bool) -> Iterator[Begin]:
     """Yield what begins a bar on standard error, if both streams are a terminal; else it counts nothing."""
-    from flax_ckpt_compat._core import progress_bar
+    from flax_ckpt_compat._core import progress
     from flax_ckpt_compat._view.metadata import uncounted
 
-    if as_json or not (is_terminal(sys.stdout) and progress_bar.is_shown()):
+    if as_json or not (is_terminal(sys.stdout) and progress.is_shown()):
         yield uncounted
         return
-    with progress_bar.display() as display:
+    with progress.display() as display:
 
         def begin(total: Callable[[], int]) -> Count:
             task = display.add_task("", total=total())

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flax_ckpt_compat._core import progress_bar
-from flax_ckpt_compat._core.import_by_name import load_name
+from flax_ckpt_compat._core import progress
+from flax_ckpt_compat._core.arguments import load_name
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
@@ -154,7 +154,7 @@ def _converted(jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int
     results: list[Conversion] = []
     with ExitStack() as stack:
         bar = stack.enter_context(
-            _progress(jobs) if progress_bar.is_shown() and not (dry_run or as_json) else nullcontext(_Silent())
+            _progress(jobs) if progress.is_shown() and not (dry_run or as_json) else nullcontext(_Silent())
         )
         executor = stack.enter_context(_executor(workers))
         stack.callback(bar.stop)  # first, as the executor waits for its threads
@@ -307,5 +307,5 @@ class _Bar(_Silent):
 
 @contextmanager
 def _progress(jobs: Sequence[Job]) -> Iterator[_Bar]:
-    with progress_bar.display() as progress:
-        yield _Bar(progress, jobs)
+    with progress.display() as bars:
+        yield _Bar(bars, jobs)

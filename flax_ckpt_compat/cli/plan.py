@@ -51,7 +51,7 @@ def command(
     Exit code 0 if flax_ckpt_compat.restore (or restore_checkpoint, with that option) would succeed, 1 if it would
     raise, 2 if there is no plan.
     """
-    from flax_ckpt_compat._core.import_by_name import load_name, load_value
+    from flax_ckpt_compat._core.arguments import load_name, load_value
     from flax_ckpt_compat._view import plan_report, report
     from flax_ckpt_compat._view.plan import plan_restore
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _edit_tree

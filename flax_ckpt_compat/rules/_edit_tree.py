@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import (
     Branch,
     Container,

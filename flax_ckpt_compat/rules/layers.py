@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.fold_names import Row, one_line
+from flax_ckpt_compat._core.text_formatting import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.module_names import linen_names
+from flax_ckpt_compat._core.steps import linen_names
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns, _states

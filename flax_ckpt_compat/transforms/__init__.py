@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.fold_names import one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Path, joined, show_path
 from flax_ckpt_compat.transforms._resolve import (
     Call,

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.regex_templates import compile_template
 from flax_ckpt_compat._core.tree import Path, joined, key_name, show_path
+from flax_ckpt_compat.rules._patterns import compile_template
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 

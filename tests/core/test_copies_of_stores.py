@@ -9,8 +9,8 @@ import pytest
 
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.storage import Stat
 from tests.support.interpreters import start_python
 from tests.support.shelf import Shelf
 

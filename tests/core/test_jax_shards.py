@@ -1,8 +1,66 @@
-"""Shards of jax arrays that several threads look at."""
+"""Shards of jax arrays, and what is found out once about types, dtypes and shardings."""
+
+from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
 from tests.support.interpreters import devices, run_python
+
+
+@given(st.lists(st.sampled_from([1, 1.0, True, 2, "a", None, (1, "b")])))
+def test_every_key_is_asked_for_once_and_gets_its_value(keys: list[Any]) -> None:
+    """Whatever order the keys come in; equal keys are one."""
+    asked: list[Any] = []
+
+    def make(key: Any) -> str:
+        asked.append(key)
+        return repr(key)
+
+    known = Memo(make)
+    expected: dict[Any, str] = {}
+    for key in keys:
+        expected.setdefault(key, repr(key))
+        assert known.of(key) == expected[key] == known[key]
+    assert asked == list(expected)
+
+
+def test_equal_shardings_give_the_first_of_them() -> None:
+    """jax then compares them by identity, which is what this is for."""
+    device = jax.devices()[0]
+    shardings = [jax.sharding.SingleDeviceSharding(device) for _ in range(3)]
+    known = Memo(lambda sharding: sharding)
+    assert [known.of(one) is shardings[0] for one in shardings] == [True] * 3
+
+
+def test_one_process_sees_all_of_its_arrays() -> None:
+    """Several processes have tests of their own."""
+    assert AddressableMemo().is_fully_addressable(jax.numpy.ones(3))
+
+
+def test_trees_of_numpy_arrays_do_not_start_jax() -> None:
+    """A program that only moves checkpoints around must not take the memory of a GPU."""
+    code = """
+import sys, tempfile
+import numpy as np
+from flax_ckpt_compat import checkpoints, config
+import flax
+from jax._src import xla_bridge
+for orbax in (False, True):
+    flax.config.update("flax_use_orbax_checkpointing", orbax)
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoints.save_checkpoint(directory, {"a": np.ones(3)}, 0)
+        restored = checkpoints.restore_checkpoint(directory, {"a": np.zeros(3)})
+        assert restored["a"].tolist() == [1, 1, 1]
+        assert not xla_bridge.backends_are_initialized(), f"a backend was started, orbax={orbax}"
+"""
+    run_python(code, PYTHONWARNINGS="ignore")
+
 
 MIXED_UP = """
 import sys, threading

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import shutil
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice, WriteOptions
-from flax_ckpt_compat._core.errors import ChecksumError, StorageError
+from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import iter_leaves
 from tests.support.profiles import examples
@@ -313,23 +312,6 @@ def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(reader.read([leaves["z"]])[0], LARGE["z"])
     with pytest.raises(ChecksumError):
         reader.read([leaf for name, leaf in leaves.items() if name != "z"])
-    reader.close()
-
-
-def test_the_rest_of_a_block_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a process verifies what it shares with others, a disk's failure is an error that names the file."""
-
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    write(path, LARGE)
-    reader = BACKEND.open(location_of(path), verify=True)
-    leaf = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("z",))
-    reader.read([ArraySlice(leaf, (slice(0, 5),))])
-    with monkeypatch.context() as patch, pytest.raises(StorageError, match=f"{path} could not be read: Input/output"):
-        patch.setattr(os, "preadv", fail)
-        reader.verify_rest(leaf)
-    reader.verify_rest(leaf)
     reader.close()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.regex_templates import compile_template
+from flax_ckpt_compat.rules._patterns import compile_template
 from tests.support.stored import count, same, stored, values
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.object_store import commit, remote_storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError
+from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CheckpointError, StorageError
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
-from flax_ckpt_compat._core.fold_names import Row, fold, fold_with_members
+from flax_ckpt_compat._core.text_formatting import Row, fold, fold_with_members
 from flax_ckpt_compat._view import array_values
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat.cli import main

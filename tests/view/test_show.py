@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from flax import traverse_util
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint
-from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._view import show
 from flax_ckpt_compat._view.array_values import Stats
 from flax_ckpt_compat.cli import main
@@ -201,7 +201,7 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
 
 def test_stats_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are read in slices, with progress in bytes."""
-    monkeypatch.setattr(bounded_reads, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(backend, "BATCH_BYTES", 2**20)
     monkeypatch.setattr("flax_ckpt_compat._view.array_values.BLOCK", 2**16)
     large = np.ones((8, 2**20), np.float32)
     large[3, 7] = 5

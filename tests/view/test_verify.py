@@ -18,7 +18,7 @@ from flax_ckpt_compat.orbax_backend import inspection, zarr
 
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, config, errors, verify
-from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import contents, opening
 from tests.support import corpus
@@ -303,7 +303,7 @@ def test_unreadable(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays larger than a batch are read in slices, also one that msgpack stores in pieces."""
-    monkeypatch.setattr(bounded_reads, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(backend, "BATCH_BYTES", 2**20)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 3 * 2**20)
     tree = {"large": np.ones((4, 2**22), np.float32), "row": np.ones((1, 2**21), np.float32)}
     with use_flag(flag):
@@ -322,7 +322,7 @@ def test_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for step in (1, 2):
         of_orbax(tmp_path / f"checkpoint_{step}")
     shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "again")
-    handles_of = bounded_reads.handles_of
+    handles_of = backend.handles_of
 
     def rotate(reader: Any) -> Any:
         found = handles_of(reader)
@@ -330,7 +330,7 @@ def test_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.rmtree(reader.path)
         return found
 
-    monkeypatch.setattr(bounded_reads, "handles_of", rotate)
+    monkeypatch.setattr(backend, "handles_of", rotate)
     assert [Path(one.path).name for one in verify(tmp_path).checkpoints] == ["again", "checkpoint_2"]
     (tmp_path / "again").rename(tmp_path / "checkpoint_1")
     with pytest.raises(errors.CheckpointNotFoundError, match="was removed"):

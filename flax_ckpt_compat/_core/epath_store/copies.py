@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.local.safe_open import stays_inside
-from flax_ckpt_compat._core.storage import Source
+from flax_ckpt_compat._core.storage import Source, Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _PIECE = 32 * 2**20

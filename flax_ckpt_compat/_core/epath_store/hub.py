@@ -8,10 +8,9 @@ from typing import Any
 
 from flax_ckpt_compat._core.epath_store.storage import EpathStorage
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source
+from flax_ckpt_compat._core.storage import Listing, Source, Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _MISSING_FILE = ("EntryNotFoundError", "RemoteEntryNotFoundError", "LocalEntryNotFoundError")

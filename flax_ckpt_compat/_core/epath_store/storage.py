@@ -18,7 +18,6 @@ from typing import Any
 
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import commit
@@ -26,10 +25,9 @@ from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage, is
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Listing, Source, Stat, Upload
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.upload import Upload
 
 _log = logging.getLogger("flax_ckpt_compat")
 _AT_ONCE, _PIECE = 16, 2**24

@@ -1,6 +1,8 @@
-"""Open only regular files, and only those of the checkpoint.
+"""Open only regular files, and only those of the checkpoint; never as a standard stream of the program.
 
-A pipe would block the reader for ever, also inside TensorStore, and a link may lead to any file of the user.
+A pipe would block the reader for ever, also inside TensorStore, and a link may lead to any file of the user. Where a
+program runs with a closed stderr (``2>&-``, some daemons), the next file that is opened gets the descriptor 2, and what
+native libraries log is written into it.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.storage_errors import storage_error
 
 # In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
+_STANDARD = (0, 1, 2)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -99,3 +103,15 @@ class ContainedFiles:
 
 def _kind(mode: int) -> str:
     return {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
+
+
+def occupy_standard_streams() -> None:
+    """Open the null device for the descriptors 0, 1 and 2 where they are closed."""
+    for descriptor in _STANDARD:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            with suppress(OSError):  # there may be no null device, as in a changed root
+                opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+                if opened not in _STANDARD:  # another thread was faster
+                    os.close(opened)

@@ -9,14 +9,12 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Listing
 from flax_ckpt_compat._core.local import atomic, directories, presence, removal, temporaries
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source, Storage
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
-from flax_ckpt_compat._core.upload import Upload
+from flax_ckpt_compat._core.storage import Listing, Source, Storage, Upload
+from flax_ckpt_compat._core.storage_errors import translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
@@ -197,10 +195,6 @@ class LocalStorage(Storage):
 
     def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002
         return future.result()
-
-    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:  # noqa: ARG002
-        with translated(path, operation, TENSORSTORE_ERRORS):
-            return request().result()
 
     def kvstore(self, path: str) -> dict[str, Any]:
         where = os.path.join(os.path.abspath(path), "")

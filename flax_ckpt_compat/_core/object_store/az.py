@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.object_store.client import ABSENT, ANSWER_SECONDS, CONNECT_SECONDS, Client
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.storage import Stat
 
 _AT_ONCE = 8
 _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}

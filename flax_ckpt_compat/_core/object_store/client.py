@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError, has_expired, translate
 from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.storage import Stat
 
 SCHEMES = ("s3", "gs", "az")
 ABSENT = ""  # the version of an object that is not there

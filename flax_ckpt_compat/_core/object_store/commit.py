@@ -31,7 +31,6 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store.az import AzClient
@@ -43,6 +42,7 @@ from flax_ckpt_compat._core.object_store.s3 import S3Client
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")

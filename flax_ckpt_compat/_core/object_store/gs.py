@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.object_store.client import ANSWER_SECONDS, CONNECT_SECONDS, Client
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.storage import Stat
 
 _ENDPOINTS = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
 _TOKEN = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105  (which TensorStore takes, too)

@@ -18,8 +18,8 @@ from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.upload import Upload
 
 
 @dataclasses.dataclass(frozen=True)

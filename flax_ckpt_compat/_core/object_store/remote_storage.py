@@ -11,11 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.local import removal, temporaries
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
-from flax_ckpt_compat._core.storage import Storage
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found, storage_error, translated
+from flax_ckpt_compat._core.storage import Listing, Stat, Storage
+from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _SHORT_HEAD = 32  # enough to tell a msgpack tree from most other files
@@ -197,14 +196,6 @@ class RemoteStorage(Storage):
     def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002  (a store has its own limit)
         with translated(path):
             return future.result()
-
-    def retry(self, path: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
-        try:
-            return self.wait(path, request(), nbytes)
-        except StorageError:
-            raise
-        except TENSORSTORE_ERRORS as error:
-            raise storage_error(path, error, operation) from error
 
 
 def is_unfinished(names: Iterable[str]) -> bool:

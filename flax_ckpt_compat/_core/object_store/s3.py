@@ -7,7 +7,6 @@ import datetime
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.listing import Stat
 from flax_ckpt_compat._core.object_store.client import (
     ABSENT,
     ANSWER_SECONDS,
@@ -18,6 +17,7 @@ from flax_ckpt_compat._core.object_store.client import (
 )
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, ConflictError, status_of
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

@@ -10,7 +10,6 @@ from typing import Any
 
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.listing import Listing, Stat
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import client, commit, multiprocess
@@ -18,8 +17,7 @@ from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError, store_errors
 from flax_ckpt_compat._core.object_store.s3 import tensorstore_credentials
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
-from flax_ckpt_compat._core.upload import Upload
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Listing, Source, Stat, Upload
 
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _TIMEOUT, _SLOWEST_RATE = 120.0, 2**20  # s, and bytes/s, until TensorStore has answered

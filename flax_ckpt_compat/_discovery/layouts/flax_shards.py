@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, Reader
-from flax_ckpt_compat._core.bounded_reads import read_all
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, Reader, read_all
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
