@@ -13,8 +13,8 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.fold_names import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
-from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
-from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules._edit_tree import Array
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 
@@ -42,13 +42,13 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shape = leaves[0].shape or ()
-        at = _arrays.axis_of(axis, len(shape) + 1, path)
+        at = _edit_tree.axis_of(axis, len(shape) + 1, path)
         shape = (*shape[:at], len(leaves), *shape[at:])
         return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
 
     def stacked(branch: Branch, path: Path) -> Branch | None:
         layers = _in_order(compiled, branch, path, first)
-        return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join)
+        return _join(branch, path, layers, levels, lambda node, _: _edit_tree.describe(node), join)
 
     return _edit_tree.each_branch(stacked, near=pattern)
 
@@ -77,8 +77,8 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         return [into.replace("{}", str(first + n)) for n in range(_common_length(node, path, axis))]
 
     def layer(array: Array, path: Path, number: int, count: int) -> Derived:
-        at = _arrays.axis_of(axis, len(array.shape or ()), path)
-        return _arrays.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
+        at = _edit_tree.axis_of(axis, len(array.shape or ()), path)
+        return _edit_tree.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
 
     return _divide(pattern, names, layer)
 
@@ -105,14 +105,14 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
 
     def alike(node: Node, path: Path) -> str:
         if not is_array(node):
-            return _arrays.describe(node)
-        at = _arrays.axis_of(axis, len(node.shape), path)
+            return _edit_tree.describe(node)
+        at = _edit_tree.axis_of(axis, len(node.shape), path)
         shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
         return f"{node.dtype}[{shape}]"
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shapes = [leaf.shape or () for leaf in leaves]
-        at = _arrays.axis_of(axis, len(shapes[0]), path)
+        at = _edit_tree.axis_of(axis, len(shapes[0]), path)
         shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
         return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
 
@@ -144,10 +144,10 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
 
     def part(array: Array, path: Path, number: int, count: int) -> Derived:
         shape = array.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path)
+        at = _edit_tree.axis_of(axis, len(shape), path)
         lengths = _lengths(shape[at], count, sizes, path)
         first = sum(lengths[:number])
-        return _arrays.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
+        return _edit_tree.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
 
     return _divide(pattern, lambda *_: into, part)
 
@@ -164,7 +164,7 @@ def _join(
     if not levels:
         return None
     nodes, paths = [node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
-    whole = _arrays.join_trees(nodes, paths, describe, join)
+    whole = _edit_tree.join_trees(nodes, paths, describe, join)
     return _edit_tree.replaced(branch, path, levels, [(into, whole)])
 
 
@@ -176,10 +176,10 @@ def _divide(
 
     def piece(node: Node, start: Path, number: int, count: int) -> Node:
         def one(path: Path, leaf: Any) -> Node:
-            if _arrays.has_no_value(leaf):
+            if _edit_tree.has_no_value(leaf):
                 return leaf
             full = (*start, *path)
-            return part(_arrays.require_array(leaf, full), full, number, count)
+            return part(_edit_tree.require_array(leaf, full), full, number, count)
 
         return map_leaves(one, node)
 
@@ -235,10 +235,10 @@ def _common_length(node: Node, start: Path, axis: int) -> int:
     """Return the length that all arrays of a subtree have on an axis."""
     lengths: dict[int, str] = {}
     for path, leaf in iter_leaves(node):
-        if not _arrays.has_no_value(leaf):
+        if not _edit_tree.has_no_value(leaf):
             full = (*start, *path)
-            shape = _arrays.require_array(leaf, full).shape or ()
-            lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full)], show_path(full))
+            shape = _edit_tree.require_array(leaf, full).shape or ()
+            lengths.setdefault(shape[_edit_tree.axis_of(axis, len(shape), full)], show_path(full))
     if len(lengths) != 1 or math.prod(lengths) == 0:
         shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
         raise RuleError(
