@@ -1,9 +1,8 @@
-"""Change trees: give leaves other paths, replace nodes, change matching leaves and branches, slice and join arrays."""
+"""Change trees: give leaves other paths, replace nodes, change and slice arrays."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,18 @@ Array = LeafHandle | Derived
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
-    """Give every leaf new key paths, or none to drop it; containers whose children keep their names keep their type."""
+    """Give every leaf new key paths, or none to drop it; see `rebuild`."""
+    return rebuild(stored, lambda path, leaf: ((new, leaf) for new in new_paths(path)))
+
+
+def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:
+    """Put new leaves, with their key paths, for each leaf.
+
+    Containers whose children keep their names keep their type."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
-    for old, leaf in iter_leaves(stored):
-        for new in new_paths(old):
+    for old, before in iter_leaves(stored):
+        for new, leaf in new_leaves(old, before):
             # What an earlier rule left to the target is no value, and gives way.
             if leaf is Own.KEEP_TARGET and new in leaves:
                 continue
@@ -137,75 +143,7 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
             done.add(new)
             branch, was = node_at(tree, new), node_at(stored, old)
             if branch.container is Container.DICT and branch.children.keys() == was.children.keys():
-                branch.container, branch.int_keys = was.container, was.int_keys
-
-
-def each_branch(change: Callable[[Branch, Path], Branch | None], *, near: str) -> Apply:
-    """Return the `apply` of a rule that changes every branch for which ``change`` returns one, inner ones first."""
-
-    def apply(stored: Node, _: Node) -> Node:
-        found = False
-
-        def visit(node: Node, path: Path) -> Node:
-            nonlocal found
-            if not isinstance(node, Branch):
-                return node
-            children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
-            branch = Branch(children, node.container, node.int_keys, node.type_name)
-            changed = change(branch, path)
-            found = found or changed is not None
-            return branch if changed is None else changed
-
-        tree = visit(stored, ())
-        if not found:
-            raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
-        return tree
-
-    return apply
-
-
-def replaced(branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]]) -> Branch:
-    """Return a branch with nodes below it replaced by (path below it, node) each, where the first old one was."""
-    result = Branch({})
-    for name, child in branch.children.items():
-        inside = [at for at in old if at[0] == name]
-        if inside and inside[0] == old[0]:
-            for at, node in new:
-                _put(result, at, node, path)
-        kept = _without(child, [at[1:] for at in inside])
-        if kept is not None or not inside:
-            _put(result, (name,), kept, path)
-    return result
-
-
-def _without(node: Node, old: Sequence[Path]) -> Node:
-    """Return a node without the paths ``old`` below it; None if nothing is left."""
-    if () in old:
-        return None
-    if not old or not isinstance(node, Branch):
-        return node
-    children = {}
-    for name, child in node.children.items():
-        inside = [at[1:] for at in old if at[0] == name]
-        if (kept := _without(child, inside)) is not None or not inside:
-            children[name] = kept
-    return Branch(children) if children else None
-
-
-def _put(branch: Branch, at: Path, node: Node, path: Path) -> None:
-    """Put a node below a branch, merging subtrees."""
-    name = at[0]
-    for inner in reversed(at[1:]):
-        node = Branch({inner: node})
-    present = branch.children.get(name)
-    if name not in branch.children:
-        branch.children[name] = node
-    elif isinstance(present, Branch) and isinstance(node, Branch):
-        for inner, child in node.children.items():
-            _put(present, (inner,), child, (*path, name))
-    else:
-        shown = show_path((*path, name))
-        raise _collision(f"there already is {shown}", shown)
+                branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
 
 
 def is_empty(node: Node) -> bool:
@@ -244,11 +182,6 @@ def axis_of(axis: int, ndim: int, path: Path) -> int:
     return axis % ndim
 
 
-def has_no_value(leaf: Node) -> bool:
-    """Return whether a leaf holds no stored value: None, left to the target, an empty branch."""
-    return leaf is None or isinstance(leaf, Own | Branch)
-
-
 def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:
     """Return a slice along one axis, which goes with ``squeeze``; of a stored array, only the slice is read."""
     index = tuple(slice(start, stop) if n == axis else slice(0, size) for n, size in enumerate(leaf.shape or ()))
@@ -259,33 +192,6 @@ def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squee
     return Derived(
         (part,), lambda value: (value if is_own else value.copy(order="C")).reshape(shape), shape, leaf.dtype, how
     )
-
-
-def join_trees(
-    nodes: Sequence[Node],
-    paths: Sequence[Path],
-    describe_one: Callable[[Node, Path], str],
-    join: Callable[[list[Array], Path], Derived],
-) -> Node:
-    """Join several similar trees, of whose nodes ``describe_one`` says the same; ``join`` takes an array of each."""
-    texts = [describe_one(node, path) for node, path in zip(nodes, paths, strict=True)]
-    usual, count = collections.Counter(texts).most_common(1)[0]
-    if count < len(texts):
-        odd = next(n for n, text in enumerate(texts) if text != usual)
-        like = show_path(paths[texts.index(usual)])
-        raise misfit(paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first")
-    first = nodes[0]
-    if isinstance(first, Branch) and first.children:
-        children = {
-            name: join_trees(
-                [node.children[name] for node in nodes], [(*path, name) for path in paths], describe_one, join
-            )
-            for name in first.children
-        }
-        return Branch(children, first.container, first.int_keys)
-    if has_no_value(first):
-        return first
-    return join([require_array(leaf, path) for leaf, path in zip(nodes, paths, strict=True)], paths[0])
 
 
 def each_array(pattern: str, change: Callable[[Array, Path, Node], Node], needed: str = "array") -> Apply:
