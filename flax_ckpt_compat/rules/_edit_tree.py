@@ -146,6 +146,11 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
                 branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
 
 
+def leaves_of(node: Node) -> dict[Path, Any]:
+    """Return the leaves of a node by key path, without empty branches."""
+    return {path: leaf for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
+
+
 def is_empty(node: Node) -> bool:
     """Return whether a node is None or a branch without children."""
     return node is None or (isinstance(node, Branch) and not node.children)

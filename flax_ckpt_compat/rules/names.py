@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -164,12 +163,7 @@ def wrap(name: str, at: str = "") -> Apply:
         raise RuleError("the new level needs a name")
     _patterns.compiled(at)
 
-    def apply(stored: Node, _: Node) -> Node:
-        starts = _patterns.select(stored, [at])
-        _expect_children(stored, starts)
-        return _edit_tree.moved(stored, {start: (*start, *levels) for start in starts})
-
-    return apply
+    return _of_subtrees(lambda stored: {start: (*start, *levels) for start in _patterns.select(stored, [at])})
 
 
 @rule
@@ -187,12 +181,25 @@ def unwrap(name: str, at: str = "") -> Apply:
     for pattern in (name, at):
         _patterns.compiled(pattern)
 
+    def ends(stored: Node) -> dict[Path, Path]:
+        inside = {
+            start: _patterns.select(node_at(stored, start), [name], whose=show_path(start))
+            for start in _patterns.select(stored, [at])
+        }
+        return {(*start, *level): start for start, levels in inside.items() for level in levels}
+
+    return _of_subtrees(ends)
+
+
+def _of_subtrees(ends_of: Callable[[Node], dict[Path, Path]]) -> Apply:
+    """Return the `apply` of a rule that gives what lies below some subtrees another beginning of its key paths."""
+
     def apply(stored: Node, _: Node) -> Node:
-        ends: dict[Path, Path] = {}
-        for start in _patterns.select(stored, [at]):
-            inside = _patterns.select(node_at(stored, start), [name], whose=show_path(start))
-            ends |= {(*start, *level): start for level in inside}
-        _expect_children(stored, ends)
+        ends = ends_of(stored)
+        for path in ends:
+            node = node_at(stored, path)
+            if not isinstance(node, Branch) or not node.children:
+                raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
         return _edit_tree.moved(stored, ends)
 
     return apply
@@ -235,13 +242,6 @@ def nest(separator: str = "/", at: str = "") -> Apply:
         return tree
 
     return apply
-
-
-def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]]) -> None:
-    for path in paths:
-        node = node_at(stored, path)
-        if not isinstance(node, Branch) or not node.children:
-            raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
 
 
 @rule

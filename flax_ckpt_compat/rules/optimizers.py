@@ -11,10 +11,10 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.fold_names import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves, node_at, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._edit_tree import is_empty
+from flax_ckpt_compat.rules._edit_tree import is_empty, leaves_of
 from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
@@ -67,13 +67,19 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
             group = [state for state in wanted if state.names == names]
-            similar = [_State(*one, _leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
+            similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
             taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
         if not taken:
             raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
         _refuse_loss(stored, at_path, start)
-        taken = {**taken, **_given(stored, at_path, start, own)}
-        return _edit_tree.put(stored, at_path, _with(taken, own))
+
+        def new_leaf(path: Path, leaf: Node) -> Node:
+            # What earlier rules have put there goes first.
+            given = node_at(stored, (*at_path, *path)) if _is_elsewhere(at_path, start) else None
+            is_given = isinstance(given, LeafHandle | Derived) and not is_empty(leaf)
+            return leaf if isinstance(leaf, Branch) else given if is_given else taken.get(path, Own.KEEP_TARGET)
+
+        return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
 
     return apply
 
@@ -170,15 +176,6 @@ def _is_elsewhere(at_path: Path, start: Path) -> bool:
     return at_path[: len(start)] != start and start[: len(at_path)] != at_path
 
 
-def _given(stored: Node, at_path: Path, start: Path, own: Node) -> dict[Path, Node]:
-    """Return the leaves that earlier rules have put where the target has them, by path below ``at_path``."""
-    if not _is_elsewhere(at_path, start):
-        return {}
-    wanted = {path for path, leaf in iter_leaves(own) if not is_empty(leaf)}
-    here = iter_leaves(node_at(stored, at_path))
-    return {path: leaf for path, leaf in here if path in wanted and isinstance(leaf, LeafHandle | Derived)}
-
-
 def _in_part(old: Node, own: Node, part: Path) -> Node:
     """Return a stored state whose moments have, or lack, a level of the parameters as those of the target do."""
     fields = [
@@ -190,22 +187,17 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
         where = "both states have" if all(fields) else "neither state has"
         raise RuleError(f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown)
 
-    def changed(node: Node) -> Node:
-        if not isinstance(node, Branch):
-            return node
-        children = dict(node.children)
-        for name, child in node.children.items():
-            if name not in fields[0] | fields[1]:
-                children[name] = changed(child)
-            elif fields[0]:
-                children[name] = node_at(child, part) if _has(child, part) else changed(child)
-            else:
-                for level in reversed(part):
-                    child = Branch({level: child})
-                children[name] = child
-        return Branch(children, node.container, node.int_keys)
+    def new_paths(path: Path) -> list[Path]:
+        end = next((end for end, name in enumerate(path, 1) if name in fields[1]), None)
+        if end is not None:
+            return [path[:end] + part + path[end:]]
+        for end, name in enumerate(path, 1):
+            if name in fields[0] and _has(node_at(old, path[:end]), part):
+                is_inside = path[end : end + len(part)] == part
+                return [path[:end] + path[end + len(part) :]] if is_inside else []
+        return [path]
 
-    return changed(old)
+    return _edit_tree.remap(old, new_paths)
 
 
 def _has(node: Node, part: Path) -> bool:
@@ -219,7 +211,7 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
         here = (*at_path, *path)
         return isinstance(leaf, LeafHandle) and here[max(len(here) - len(leaf.path), 0) :] == leaf.path
 
-    lost = (is_stored_here(path, leaf) for path, leaf in iter_leaves(node_at(stored, at_path)))
+    lost = (is_stored_here(path, leaf) for path, leaf in leaves_of(node_at(stored, at_path)).items())
     if _is_elsewhere(at_path, start) and any(lost):
         here, there = show_path(at_path), show_path(start)
         raise RuleError(
@@ -237,14 +229,6 @@ def _nothing(start: str, wanted: list[_State], old: Node) -> str:
         f"checkpoint has: {there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new "
         "optimizer"
     )
-
-
-def _with(taken: dict[Path, Node], own: Node, path: Path = ()) -> Node:
-    """Return the target's optimizer state with the taken leaves, and `Own.KEEP_TARGET` elsewhere."""
-    if isinstance(own, Branch):
-        children = {name: _with(taken, child, (*path, name)) for name, child in own.children.items()}
-        return Branch(children, own.container, own.int_keys)
-    return taken.get(path, Own.KEEP_TARGET)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -288,13 +272,11 @@ class _State:
     def common_paths(self, other: _State) -> list[Path]:
         """Return paths of the leaves that another state has in the same shape: of a parameter all moments, or none."""
         if other not in self._common_paths:
-            there = other.leaves
-            both = {path: leaf for path, leaf in self.moments.items() if there.get(path) is not None}
-            differ = {path[1:] for path, leaf in both.items() if not _fits(there[path], leaf)}
+            fitting = {path for path, leaf in self.leaves.items() if _fits(other.leaves.get(path), leaf)}
+            others = [path for path in self.moments if path not in fitting and other.leaves.get(path) is not None]
+            differ = {path[1:] for path in others}
             self._common_paths[other] = [
-                path
-                for path, leaf in self.leaves.items()
-                if _fits(there.get(path), leaf) and not (path in self.moments and path[1:] in differ)
+                path for path in self.leaves if path in fitting and (path not in self.moments or path[1:] not in differ)
             ]
         return self._common_paths[other]
 
@@ -321,34 +303,26 @@ class _State:
         return any(path in self.moments for path in common_paths) if self.moments else bool(common_paths)
 
 
-def _target_states(node: Node) -> Iterator[_State]:
+def _target_states(root: Node) -> Iterator[_State]:
     """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
-    nodes = [(path, branch) for path, branch in iter_branches(node) if branch.children]
-    tuples = [path for path, branch in nodes if branch.container is Container.NAMEDTUPLE]
-    yield from _at(node, tuples or [path for path, branch in nodes if branch.children.keys() & _FIELDS])
+    nodes = {path: branch for path, branch in iter_branches(root) if branch.children}
+    tuples = [path for path, branch in nodes.items() if branch.container is Container.NAMEDTUPLE]
+    paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & _FIELDS]
+    for path in paths:
+        inner = {other[len(path) :] for other in paths if other != path and other[: len(path)] == path}
+        leaves = leaves_of(nodes[path]).items()
+        own = {below: leaf for below, leaf in leaves if _edit_tree.prefix_in(below, inner) is None}
+        if own:
+            way = [(nodes[path[:end]].container, name) for end, name in enumerate(path)]
+            labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())
+            is_in_order = all(kind.is_sequence for kind, name in way if name.isdecimal())
+            yield _State(path, nodes[path], own, labels, is_in_order)
 
 
 def _alike(first: Branch, second: Branch) -> bool:
     """Return whether two nodes have the same fields; empty ones may be missing, as releases of optax add fields."""
     fields = {**first.children, **second.children}
     return all(is_empty(fields[name]) for name in first.children.keys() ^ second.children.keys())
-
-
-def _at(node: Node, paths: list[Path]) -> Iterator[_State]:
-    for path in paths:
-        inner = [other[len(path) :] for other in paths if other != path and other[: len(path)] == path]
-        branch = node_at(node, path)
-        leaves = _leaves_of(branch).items()
-        own = {below: leaf for below, leaf in leaves if not any(below[: len(one)] == one for one in inner)}
-        if own:
-            way = [(node_at(node, path[:end]).container, name) for end, name in enumerate(path)]
-            labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())
-            yield _State(path, branch, own, labels, all(kind.is_sequence for kind, name in way if name.isdecimal()))
-
-
-def _leaves_of(branch: Branch) -> dict[Path, Any]:
-    """Return the leaves of a node by key path, without empty branches."""
-    return {path: leaf for path, leaf in iter_leaves(branch) if not isinstance(leaf, Branch)}
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
