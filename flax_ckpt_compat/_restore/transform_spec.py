@@ -23,7 +23,7 @@ from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize
-from flax_ckpt_compat.rules import Rule, sources
+from flax_ckpt_compat.rules import Rule, names
 from flax_ckpt_compat.transforms import restore_args
 from flax_ckpt_compat.transforms._resolve import (
     AbsentSourceError,
@@ -164,7 +164,7 @@ def _step(given: Any) -> Rule:
     if _is_of_names(given):
         if not all(isinstance(one, str) for one in given.values()):
             raise TransformError(f"names and Transforms in one mapping; give two in a list: {given!r:.200}")
-        return sources.from_names(given)
+        return names.from_names(given)
     transforms = Transforms(given)
 
     def apply(tree: Node, target: Node) -> Node:

@@ -43,11 +43,10 @@ from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
-from flax_ckpt_compat.rules.names import copy, drop, move, nest, rename, unwrap, wrap
+from flax_ckpt_compat.rules.names import copy, drop, from_checkpoint, from_target, move, nest, rename, unwrap, wrap
 from flax_ckpt_compat.rules.old_flax import pre_linen, pre_optax
 from flax_ckpt_compat.rules.optimizers import optimizer_state
 from flax_ckpt_compat.rules.shapes import cut, index, merge_axes, reshape, resize, split_axis, transpose, unreplicate
-from flax_ckpt_compat.rules.sources import from_checkpoint, from_target
 from flax_ckpt_compat.rules.values import apply, cast, key_data, pad, wrap_key_data
 
 __all__ = [

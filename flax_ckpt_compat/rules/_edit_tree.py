@@ -1,10 +1,13 @@
-"""Change trees: give leaves other paths, replace nodes, change matching leaves and branches."""
+"""Change trees: give leaves other paths, replace nodes, change and slice arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import (
@@ -18,18 +21,26 @@ from flax_ckpt_compat._core.tree import (
     node_at,
     show_path,
 )
-from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError
-from flax_ckpt_compat.rules._states import is_empty
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit
+
+Array = LeafHandle | Derived
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
-    """Give every leaf new key paths, or none to drop it; containers whose children keep their names keep their type."""
+    """Give every leaf new key paths, or none to drop it; see `rebuild`."""
+    return rebuild(stored, lambda path, leaf: ((new, leaf) for new in new_paths(path)))
+
+
+def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:
+    """Put new leaves, with their key paths, for each leaf.
+
+    Containers whose children keep their names keep their type."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
-    for old, leaf in iter_leaves(stored):
-        for new in new_paths(old):
+    for old, before in iter_leaves(stored):
+        for new, leaf in new_leaves(old, before):
             # What an earlier rule left to the target is no value, and gives way.
             if leaf is Own.KEEP_TARGET and new in leaves:
                 continue
@@ -132,72 +143,99 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
             done.add(new)
             branch, was = node_at(tree, new), node_at(stored, old)
             if branch.container is Container.DICT and branch.children.keys() == was.children.keys():
-                branch.container, branch.int_keys = was.container, was.int_keys
+                branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
 
 
-def each_branch(change: Callable[[Branch, Path], Branch | None], *, near: str) -> Apply:
-    """Return the `apply` of a rule that changes every branch for which ``change`` returns one, inner ones first."""
-
-    def apply(stored: Node, _: Node) -> Node:
-        found = False
-
-        def visit(node: Node, path: Path) -> Node:
-            nonlocal found
-            if not isinstance(node, Branch):
-                return node
-            children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
-            branch = Branch(children, node.container, node.int_keys, node.type_name)
-            changed = change(branch, path)
-            found = found or changed is not None
-            return branch if changed is None else changed
-
-        tree = visit(stored, ())
-        if not found:
-            raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
-        return tree
-
-    return apply
+def leaves_of(node: Node) -> dict[Path, Any]:
+    """Return the leaves of a node by key path, without empty branches."""
+    return {path: leaf for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
 
 
-def replaced(branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]]) -> Branch:
-    """Return a branch with nodes below it replaced by (path below it, node) each, where the first old one was."""
-    result = Branch({})
-    for name, child in branch.children.items():
-        inside = [at for at in old if at[0] == name]
-        if inside and inside[0] == old[0]:
-            for at, node in new:
-                _put(result, at, node, path)
-        kept = _without(child, [at[1:] for at in inside])
-        if kept is not None or not inside:
-            _put(result, (name,), kept, path)
-    return result
+def is_empty(node: Node) -> bool:
+    """Return whether a node is None or a branch without children."""
+    return node is None or (isinstance(node, Branch) and not node.children)
 
 
-def _without(node: Node, old: Sequence[Path]) -> Node:
-    """Return a node without the paths ``old`` below it; None if nothing is left."""
-    if () in old:
-        return None
-    if not old or not isinstance(node, Branch):
-        return node
-    children = {}
-    for name, child in node.children.items():
-        inside = [at[1:] for at in old if at[0] == name]
-        if (kept := _without(child, inside)) is not None or not inside:
-            children[name] = kept
-    return Branch(children) if children else None
+def describe(node: Node) -> str:
+    """Describe a node in a few words: names of its children, dtype and shape, or its kind."""
+    if isinstance(node, Branch):
+        return f"a subtree of {one_line(sorted(node.children)) or 'nothing'}"
+    if is_array(node):
+        return f"{node.dtype}{list(node.shape)}"
+    if isinstance(node, LeafHandle):
+        return f"a stored {node.kind.value}"
+    if isinstance(node, Own):
+        return "left to the target"
+    if isinstance(node, Derived):
+        return "computed, of unknown shape" if node.shape is None else "a computed PRNG key"
+    return "None"
 
 
-def _put(branch: Branch, at: Path, node: Node, path: Path) -> None:
-    """Put a node below a branch, merging subtrees."""
-    name = at[0]
-    for inner in reversed(at[1:]):
-        node = Branch({inner: node})
-    present = branch.children.get(name)
-    if name not in branch.children:
-        branch.children[name] = node
-    elif isinstance(present, Branch) and isinstance(node, Branch):
-        for inner, child in node.children.items():
-            _put(present, (inner,), child, (*path, name))
-    else:
-        shown = show_path((*path, name))
-        raise _collision(f"there already is {shown}", shown)
+def require_array(leaf: Node, path: Path) -> Array:
+    """Return a leaf, or raise RuleError if it is not an array."""
+    if not is_array(leaf):
+        raise misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
+    found: Array = leaf
+    return found
+
+
+def axis_of(axis: int, ndim: int, path: Path) -> int:
+    """Return an axis counted from the front; raise RuleError if an array of ``ndim`` axes has no such axis."""
+    if not -ndim <= axis < ndim:
+        other = f"pass one from {-ndim} to {ndim - 1}" if ndim else "match only arrays that have axes"
+        raise misfit(path, f"has {ndim} axes, so no axis {axis}; {other}")
+    return axis % ndim
+
+
+def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:
+    """Return a slice along one axis, which goes with ``squeeze``; of a stored array, only the slice is read."""
+    index = tuple(slice(start, stop) if n == axis else slice(0, size) for n, size in enumerate(leaf.shape or ()))
+    part = slice_leaf(leaf, index)
+    shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
+    # A slice that was read owns its memory; one of a computed array is a view that others may share.
+    is_own = isinstance(part, ArraySlice)
+    return Derived(
+        (part,), lambda value: (value if is_own else value.copy(order="C")).reshape(shape), shape, leaf.dtype, how
+    )
+
+
+def each_array(pattern: str, change: Callable[[Array, Path, Node], Node], needed: str = "array") -> Apply:
+    """Return the `apply` of a rule that changes every matching array; see `each_leaf`.
+
+    A ValueError or IndexError of ``change``, such as numpy's own, says why an array does not fit."""
+
+    def changed(leaf: Any, path: Path, target: Node) -> Node:
+        if not is_array(leaf):
+            return None
+        try:
+            return change(leaf, path, target)
+        except (ValueError, IndexError) as error:
+            raise misfit(path, f"is {describe(leaf)}: {error}") from error
+
+    return each_leaf(pattern, changed, needed)
+
+
+def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
+    """Return the `apply` of a rule that gives every matching array another shape by a function of the array.
+
+    The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
+
+    def changed(leaf: Array, _: Path, __: Node) -> Node:
+        shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
+        note = how or f"{leaf.shape} → {shape}"
+        return apply_to(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
+
+    return each_array(pattern, changed)
+
+
+def apply_to(
+    leaf: Array,
+    function: Callable[[Any], Any],
+    how: str,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: np.dtype[Any] | None = None,
+) -> Derived:
+    """Derive a leaf by a function of an ``np.ndarray``; give shape and dtype if they change."""
+    shape = leaf.shape if shape is None else shape
+    return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.text_formatting import Row, one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
-from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
-from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
-from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
+from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules._edit_tree import Array
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule
 
 
@@ -42,15 +43,14 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shape = leaves[0].shape or ()
-        at = _arrays.axis_of(axis, len(shape) + 1, path)
+        at = _edit_tree.axis_of(axis, len(shape) + 1, path)
         shape = (*shape[:at], len(leaves), *shape[at:])
         return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
 
-    def stacked(branch: Branch, path: Path) -> Branch | None:
-        layers = _in_order(compiled, branch, path, first)
-        return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join)
+    def layers(branch: Branch, path: Path) -> list[Path]:
+        return _in_order(compiled, branch, path, first)
 
-    return _edit_tree.each_branch(stacked, near=pattern)
+    return _inner_first(layers, _joining(levels, lambda node, _: _edit_tree.describe(node), join), near=pattern)
 
 
 @rule
@@ -77,8 +77,8 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
         return [into.replace("{}", str(first + n)) for n in range(_common_length(node, path, axis))]
 
     def layer(array: Array, path: Path, number: int, count: int) -> Derived:
-        at = _arrays.axis_of(axis, len(array.shape or ()), path)
-        return _arrays.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
+        at = _edit_tree.axis_of(axis, len(array.shape or ()), path)
+        return _edit_tree.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
 
     return _divide(pattern, names, layer)
 
@@ -105,22 +105,22 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
 
     def alike(node: Node, path: Path) -> str:
         if not is_array(node):
-            return _arrays.describe(node)
-        at = _arrays.axis_of(axis, len(node.shape), path)
+            return _edit_tree.describe(node)
+        at = _edit_tree.axis_of(axis, len(node.shape), path)
         shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
         return f"{node.dtype}[{shape}]"
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shapes = [leaf.shape or () for leaf in leaves]
-        at = _arrays.axis_of(axis, len(shapes[0]), path)
+        at = _edit_tree.axis_of(axis, len(shapes[0]), path)
         shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
         return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
 
-    def fused(branch: Branch, path: Path) -> Branch | None:
-        siblings = [next(_patterns.paths_of(branch, name), ()) for name in names]
-        return _join(branch, path, siblings if all(siblings) else [], levels, alike, join)
+    def siblings(branch: Branch, _: Path) -> list[Path]:
+        found = [next(_patterns.paths_of(branch, name), ()) for name in names]
+        return found if all(found) else []
 
-    return _edit_tree.each_branch(fused, near=names[0])
+    return _inner_first(siblings, _joining(levels, alike, join), near=names[0])
 
 
 @rule
@@ -144,28 +144,86 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
 
     def part(array: Array, path: Path, number: int, count: int) -> Derived:
         shape = array.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path)
+        at = _edit_tree.axis_of(axis, len(shape), path)
         lengths = _lengths(shape[at], count, sizes, path)
         first = sum(lengths[:number])
-        return _arrays.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
+        return _edit_tree.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
 
     return _divide(pattern, lambda *_: into, part)
 
 
-def _join(
-    branch: Branch,
-    path: Path,
-    levels: Sequence[Path],
-    into: Path,
+Find = Callable[[Branch, Path], list[Path]]  # takes a branch and its path, returns paths below it
+Change = Callable[[Node, dict[Path, list[Path]]], Node]
+
+
+def _inner_first(find: Find, change: Change, *, near: str) -> Apply:
+    """Return the `apply` of a rule that changes what it finds below branches, in inner ones first.
+
+    ``change`` takes a tree, and by branch the paths below it that were found."""
+
+    def apply(stored: Node, _: Node) -> Node:
+        tree, is_found = stored, False
+        deepest = max((len(path) for path, _ in iter_branches(stored)), default=-1)
+        for depth in range(deepest, -1, -1):
+            branches = [(path, branch) for path, branch in iter_branches(tree) if len(path) == depth]
+            if found := {path: levels for path, branch in branches if (levels := find(branch, path))}:
+                tree, is_found = change(tree, found), True
+        if not is_found:
+            raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
+        return tree
+
+    return apply
+
+
+def _joining(into: Path, describe: Callable[[Node, Path], str], join: Callable[[list[Array], Path], Derived]) -> Change:
+    """Return the change that joins the nodes below each branch into one, which takes the place of the first."""
+
+    def joined(tree: Node, found: dict[Path, list[Path]]) -> Node:
+        starts = {path: [(*path, *level) for level in levels] for path, levels in found.items()}
+        wholes = {
+            paths[0]: ((*path, *into), _join_trees([node_at(tree, one) for one in paths], paths, describe, join))
+            for path, paths in starts.items()
+        }
+        gone = {one for paths in starts.values() for one in paths}
+
+        def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
+            start = _edit_tree.prefix_in(path, gone)
+            if start not in wholes:
+                return [(path, leaf)] if start is None else []
+            end, whole = wholes[start]
+            below = path[len(start) :]
+            return [((*end, *below), node_at(whole, below))]
+
+        return _edit_tree.rebuild(tree, new_leaves)
+
+    return joined
+
+
+def _join_trees(
+    nodes: Sequence[Node],
+    paths: Sequence[Path],
     describe: Callable[[Node, Path], str],
     join: Callable[[list[Array], Path], Derived],
-) -> Branch | None:
-    """Return a branch with the nodes at several paths below it joined into one; None if there are none."""
-    if not levels:
-        return None
-    nodes, paths = [node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
-    whole = _arrays.join_trees(nodes, paths, describe, join)
-    return _edit_tree.replaced(branch, path, levels, [(into, whole)])
+) -> Node:
+    """Join several similar trees, of whose nodes ``describe`` says the same; ``join`` takes an array of each."""
+    texts = [describe(node, path) for node, path in zip(nodes, paths, strict=True)]
+    usual, count = collections.Counter(texts).most_common(1)[0]
+    if count < len(texts):
+        odd = next(n for n, text in enumerate(texts) if text != usual)
+        like = show_path(paths[texts.index(usual)])
+        raise misfit(paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first")
+    first = nodes[0]
+    if isinstance(first, Branch) and first.children:
+        children = {
+            name: _join_trees(
+                [node.children[name] for node in nodes], [(*path, name) for path in paths], describe, join
+            )
+            for name in first.children
+        }
+        return Branch(children, first.container, first.int_keys)
+    if _has_no_value(first):
+        return first
+    return join([_edit_tree.require_array(leaf, path) for leaf, path in zip(nodes, paths, strict=True)], paths[0])
 
 
 def _divide(
@@ -174,25 +232,33 @@ def _divide(
     """Return the `apply` of a rule that divides matching nodes; ``part`` takes array, path, number and count."""
     compiled = _patterns.whole_names(pattern)
 
-    def piece(node: Node, start: Path, number: int, count: int) -> Node:
-        def one(path: Path, leaf: Any) -> Node:
-            if _arrays.has_no_value(leaf):
-                return leaf
-            full = (*start, *path)
-            return part(_arrays.require_array(leaf, full), full, number, count)
+    def divided(tree: Node, found: dict[Path, list[Path]]) -> Node:
+        ends: dict[Path, list[Path]] = {}
+        for path, levels in found.items():
+            for start in ((*path, *level) for level in levels):
+                ends[start] = [(*path, *_levels(name)) for name in names(node_at(tree, start), start)]
 
-        return map_leaves(one, node)
+        def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
+            start = _edit_tree.prefix_in(path, ends)
+            if start is None:
+                return [(path, leaf)]
+            new = [(*end, *path[len(start) :]) for end in ends[start]]
+            if _has_no_value(leaf):
+                return [(end, leaf) for end in new]
+            array = _edit_tree.require_array(leaf, path)
+            return [(end, part(array, path, number, len(new))) for number, end in enumerate(new)]
 
-    def divided(branch: Branch, path: Path) -> Branch | None:
-        levels = [level for level, _ in _patterns.below(branch, path, compiled)]
-        for level in levels:
-            node, start = node_at(branch, level), (*path, *level)
-            parts = [_levels(name) for name in names(node, start)]
-            new = [(name, piece(node, start, number, len(parts))) for number, name in enumerate(parts)]
-            branch = _edit_tree.replaced(branch, path, [level], new)
-        return branch if levels else None
+        return _edit_tree.rebuild(tree, new_leaves)
 
-    return _edit_tree.each_branch(divided, near=pattern)
+    def matching(branch: Branch, path: Path) -> list[Path]:
+        return [level for level, _ in _patterns.below(branch, path, compiled)]
+
+    return _inner_first(matching, divided, near=pattern)
+
+
+def _has_no_value(leaf: Node) -> bool:
+    """Return whether a leaf holds no stored value: None, left to the target, an empty branch."""
+    return leaf is None or isinstance(leaf, Own | Branch)
 
 
 def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path) -> Sequence[int]:
@@ -235,10 +301,10 @@ def _common_length(node: Node, start: Path, axis: int) -> int:
     """Return the length that all arrays of a subtree have on an axis."""
     lengths: dict[int, str] = {}
     for path, leaf in iter_leaves(node):
-        if not _arrays.has_no_value(leaf):
+        if not _has_no_value(leaf):
             full = (*start, *path)
-            shape = _arrays.require_array(leaf, full).shape or ()
-            lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full)], show_path(full))
+            shape = _edit_tree.require_array(leaf, full).shape or ()
+            lengths.setdefault(shape[_edit_tree.axis_of(axis, len(shape), full)], show_path(full))
     if len(lengths) != 1 or math.prod(lengths) == 0:
         shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
         raise RuleError(

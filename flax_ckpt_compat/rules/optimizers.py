@@ -1,16 +1,25 @@
-"""Carry over the optimizer's state of parameters that still exist."""
+"""Carry over the optimizer's state of parameters that still exist.
+
+The states inside an optimizer's state are nodes with named fields, in the target and in checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
 
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own
-from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, map_leaves, node_at, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
+from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules._edit_tree import is_empty, leaves_of
 from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
-from flax_ckpt_compat.rules._states import State
+
+# Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
+_FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
+_NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
 
 @rule
@@ -54,19 +63,23 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None, subtree
         own, old = node_at(target, at_path), node_at(stored, start)
         if subtree is not None:
             old = _in_part(old, own, _patterns.names_in(subtree))
-        wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
+        wanted, branches = list(_target_states(own)), list(iter_branches(old))
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
             group = [state for state in wanted if state.names == names]
-            similar = [
-                State(*one, _states.leaves_of(one[1])) for one in branches if _states.alike(one[1], group[0].node)
-            ]
-            taken |= _Group(at_path, start, group, sorted(similar, key=State.order)).taken()
+            similar = [_State(*one, leaves_of(one[1])) for one in branches if _alike(one[1], group[0].node)]
+            taken |= _Group(at_path, start, group, sorted(similar, key=_State.order)).taken()
         if not taken:
             raise RuleError(_nothing(show_path(start), wanted, old), leaf=show_path(at_path))
         _refuse_loss(stored, at_path, start)
-        taken = {**taken, **_given(stored, at_path, start, own)}
-        return _edit_tree.put(stored, at_path, _with(taken, own))
+
+        def new_leaf(path: Path, leaf: Node) -> Node:
+            # What earlier rules have put there goes first.
+            given = node_at(stored, (*at_path, *path)) if _is_elsewhere(at_path, start) else None
+            is_given = isinstance(given, LeafHandle | Derived) and not is_empty(leaf)
+            return leaf if isinstance(leaf, Branch) else given if is_given else taken.get(path, Own.KEEP_TARGET)
+
+        return _edit_tree.put(stored, at_path, map_leaves(new_leaf, own))
 
     return apply
 
@@ -77,15 +90,15 @@ class _Group:
 
     at_path: Path  # of the optimizer's state in the target
     start: Path  # of that in the checkpoint
-    wanted: list[State]
-    stored: list[State]
+    wanted: list[_State]
+    stored: list[_State]
 
     def taken(self) -> dict[Path, Node]:
         """Map paths in the target's optimizer state to stored leaves."""
         chosen = [self._chosen(state) for state in self.wanted]
         spare = [state for state in self.stored if state not in chosen]
         taken: dict[Path, Node] = {}
-        users: dict[tuple[State, Path], State] = {}
+        users: dict[tuple[_State, Path], _State] = {}
         for state, source in zip(self.wanted, chosen, strict=True):
             if source is None:
                 continue
@@ -105,7 +118,7 @@ class _Group:
                     taken[(*state.path, *path)] = fits[0]
         return taken
 
-    def _chosen(self, state: State) -> State | None:
+    def _chosen(self, state: _State) -> _State | None:
         """Return the stored state that fits a target's state best."""
         able = [one for one in self.stored if state.may_come_from(one)]
         able = [one for one in able if not any(state.is_nearer(other, one) for other in able)]
@@ -121,9 +134,9 @@ class _Group:
             return equal[0]  # each has other parameters; `taken` adds those of the rest
         raise self._ambiguous([(state, one) for one in equal])
 
-    def _in_order(self, state: State, equal: list[State]) -> State | None:
+    def _in_order(self, state: _State, equal: list[_State]) -> _State | None:
         """Return the stored chain member at the same position, if the chains are equally long; names have no order."""
-        peers = sorted((one for one in self.wanted if one.plain == state.plain), key=State.order)
+        peers = sorted((one for one in self.wanted if one.plain == state.plain), key=_State.order)
         members = [one for one in self.stored if one.plain == equal[0].plain]
         is_chain = all(one.is_in_order for one in peers)
         if len(peers) != len(members) or any(one not in members for one in equal):
@@ -133,7 +146,7 @@ class _Group:
         found = members[peers.index(state)]
         return found if found in equal else None
 
-    def _ambiguous(self, pairs: list[tuple[State, State]]) -> RuleError:
+    def _ambiguous(self, pairs: list[tuple[_State, _State]]) -> RuleError:
         """Return the error for target states and stored states that fit equally well."""
         first, second = (dict.fromkeys(states) for states in zip(*pairs, strict=True))
         targets_own = [show_path((*self.at_path, *one.path)) for one in first]
@@ -146,7 +159,7 @@ class _Group:
             leaf=targets_own[0],
         )
 
-    def _line(self, one: State, source: State) -> str:
+    def _line(self, one: _State, source: _State) -> str:
         """Return a rule that pairs two states, by the outermost paths that hold no other state."""
         here, there = one.path, source.path
         while here and there and here[-1] == there[-1] and self._holds_one(here[:-1], there[:-1]):
@@ -163,15 +176,6 @@ def _is_elsewhere(at_path: Path, start: Path) -> bool:
     return at_path[: len(start)] != start and start[: len(at_path)] != at_path
 
 
-def _given(stored: Node, at_path: Path, start: Path, own: Node) -> dict[Path, Node]:
-    """Return the leaves that earlier rules have put where the target has them, by path below ``at_path``."""
-    if not _is_elsewhere(at_path, start):
-        return {}
-    wanted = {path for path, leaf in iter_leaves(own) if not _states.is_empty(leaf)}
-    here = iter_leaves(node_at(stored, at_path))
-    return {path: leaf for path, leaf in here if path in wanted and isinstance(leaf, LeafHandle | Derived)}
-
-
 def _in_part(old: Node, own: Node, part: Path) -> Node:
     """Return a stored state whose moments have, or lack, a level of the parameters as those of the target do."""
     fields = [
@@ -183,22 +187,17 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
         where = "both states have" if all(fields) else "neither state has"
         raise RuleError(f"{where} {shown} below its moments, so that it is neither taken away nor added", leaf=shown)
 
-    def changed(node: Node) -> Node:
-        if not isinstance(node, Branch):
-            return node
-        children = dict(node.children)
-        for name, child in node.children.items():
-            if name not in fields[0] | fields[1]:
-                children[name] = changed(child)
-            elif fields[0]:
-                children[name] = node_at(child, part) if _has(child, part) else changed(child)
-            else:
-                for level in reversed(part):
-                    child = Branch({level: child})
-                children[name] = child
-        return Branch(children, node.container, node.int_keys)
+    def new_paths(path: Path) -> list[Path]:
+        end = next((end for end, name in enumerate(path, 1) if name in fields[1]), None)
+        if end is not None:
+            return [path[:end] + part + path[end:]]
+        for end, name in enumerate(path, 1):
+            if name in fields[0] and _has(node_at(old, path[:end]), part):
+                is_inside = path[end : end + len(part)] == part
+                return [path[:end] + path[end + len(part) :]] if is_inside else []
+        return [path]
 
-    return changed(old)
+    return _edit_tree.remap(old, new_paths)
 
 
 def _has(node: Node, part: Path) -> bool:
@@ -212,7 +211,7 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
         here = (*at_path, *path)
         return isinstance(leaf, LeafHandle) and here[max(len(here) - len(leaf.path), 0) :] == leaf.path
 
-    lost = (is_stored_here(path, leaf) for path, leaf in iter_leaves(node_at(stored, at_path)))
+    lost = (is_stored_here(path, leaf) for path, leaf in leaves_of(node_at(stored, at_path)).items())
     if _is_elsewhere(at_path, start) and any(lost):
         here, there = show_path(at_path), show_path(start)
         raise RuleError(
@@ -222,7 +221,7 @@ def _refuse_loss(stored: Node, at_path: Path, start: Path) -> None:
         )
 
 
-def _nothing(start: str, wanted: list[State], old: Node) -> str:
+def _nothing(start: str, wanted: list[_State], old: Node) -> str:
     fields = "; ".join(dict.fromkeys(", ".join(sorted(state.names)) for state in wanted)) or "none"
     there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
     return (
@@ -232,9 +231,109 @@ def _nothing(start: str, wanted: list[State], old: Node) -> str:
     )
 
 
-def _with(taken: dict[Path, Node], own: Node, path: Path = ()) -> Node:
-    """Return the target's optimizer state with the taken leaves, and `Own.KEEP_TARGET` elsewhere."""
-    if isinstance(own, Branch):
-        children = {name: _with(taken, child, (*path, name)) for name, child in own.children.items()}
-        return Branch(children, own.container, own.int_keys)
-    return taken.get(path, Own.KEEP_TARGET)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _State:
+    """A node with named fields that holds values of its own, such as Adam's count, mu and nu."""
+
+    path: Path  # from the root of the optimizer's state
+    node: Branch
+    leaves: dict[Path, Any]  # by key path from the node, without those of inner states
+    # For the target's states only: names in the path that the user gave; all numbers in it are indices.
+    labels: frozenset[str] = frozenset()
+    is_in_order: bool = False
+    _common_paths: dict[_State, list[Path]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the fields."""
+        return frozenset(self.node.children)
+
+    @functools.cached_property
+    def moments(self) -> dict[Path, Any]:
+        """Return the leaves that belong to parameters."""
+        return {
+            path: leaf for path, leaf in self.leaves.items() if _shape(leaf) or len(path) - (path[-1] == _NNX_VALUE) > 1
+        }
+
+    @property
+    def plain(self) -> Path:
+        """Return the path without numbers."""
+        return tuple(name for name in self.path if not name.isdecimal())
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers in the path."""
+        return tuple(int(name) for name in self.path if name.isdecimal())
+
+    def order(self) -> tuple[tuple[bool, int, str], ...]:
+        """Return a sort key of the path: numbers by value, independent of the format's order of names."""
+        return tuple((not one.isdecimal(), int(one) if one.isdecimal() else 0, one) for one in self.path)
+
+    def common_paths(self, other: _State) -> list[Path]:
+        """Return paths of the leaves that another state has in the same shape: of a parameter all moments, or none."""
+        if other not in self._common_paths:
+            fitting = {path for path, leaf in self.leaves.items() if _fits(other.leaves.get(path), leaf)}
+            others = [path for path in self.moments if path not in fitting and other.leaves.get(path) is not None]
+            differ = {path[1:] for path in others}
+            self._common_paths[other] = [
+                path for path in self.leaves if path in fitting and (path not in self.moments or path[1:] not in differ)
+            ]
+        return self._common_paths[other]
+
+    def fit(self, other: _State) -> tuple[int, int]:
+        """Rate the fit of a stored state: number of common leaves, then of the user's names in its path."""
+        return len(self.common_paths(other)), len(self.labels & set(other.path))
+
+    def overlap(self, others: list[_State]) -> bool:
+        """Return whether two of several stored states have moments of the same parameter, in any shape."""
+        held = [path for one in others for path in self.moments if one.leaves.get(path) is not None]
+        return len(held) > len(set(held))
+
+    def is_nearer(self, one: _State, other: _State) -> bool:
+        """Return whether one of two stored states with common leaves has more of this state's names in its path."""
+        if self.fit(one)[1] <= self.fit(other)[1]:
+            return False
+        return any(
+            path in self.moments or not self.moments for path in {*self.common_paths(one)} & {*self.common_paths(other)}
+        )
+
+    def may_come_from(self, other: _State) -> bool:
+        """Return whether another state has leaves for this one other than counts without their moments."""
+        common_paths = self.common_paths(other)
+        return any(path in self.moments for path in common_paths) if self.moments else bool(common_paths)
+
+
+def _target_states(root: Node) -> Iterator[_State]:
+    """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
+    nodes = {path: branch for path, branch in iter_branches(root) if branch.children}
+    tuples = [path for path, branch in nodes.items() if branch.container is Container.NAMEDTUPLE]
+    paths = tuples or [path for path, branch in nodes.items() if branch.children.keys() & _FIELDS]
+    for path in paths:
+        inner = {other[len(path) :] for other in paths if other != path and other[: len(path)] == path}
+        leaves = leaves_of(nodes[path]).items()
+        own = {below: leaf for below, leaf in leaves if _edit_tree.prefix_in(below, inner) is None}
+        if own:
+            way = [(nodes[path[:end]].container, name) for end, name in enumerate(path)]
+            labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())
+            is_in_order = all(kind.is_sequence for kind, name in way if name.isdecimal())
+            yield _State(path, nodes[path], own, labels, is_in_order)
+
+
+def _alike(first: Branch, second: Branch) -> bool:
+    """Return whether two nodes have the same fields; empty ones may be missing, as releases of optax add fields."""
+    fields = {**first.children, **second.children}
+    return all(is_empty(fields[name]) for name in first.children.keys() ^ second.children.keys())
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return shape_and_dtype(leaf)[0] or ()
+
+
+def _fits(stored: Any, own: Any) -> bool:
+    """Return whether a stored leaf has the shape of the target's."""
+    shape = _shape(own)
+    if isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY:
+        return stored.shape[: len(shape)] == shape
+    if isinstance(stored, LeafHandle | Derived):
+        return stored.shape == shape
+    return False

@@ -13,8 +13,8 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
-from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
-from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat.rules import _edit_tree, _patterns
+from flax_ckpt_compat.rules._edit_tree import Array
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
 from flax_ckpt_compat.rules.values import checked_cast, kind_of
 
@@ -38,14 +38,14 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path)
+        at = _edit_tree.axis_of(axis, len(shape), path)
         if shape[at] == size:
             return leaf
         if shape[at] < size:
             raise misfit(path, f"has length {shape[at]} on axis {axis} only; see pad")
-        return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
+        return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
 
-    return _arrays.each_array(pattern, changed)
+    return _edit_tree.each_array(pattern, changed)
 
 
 @rule
@@ -59,7 +59,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
-    return _arrays.rearranged(pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
+    return _edit_tree.rearranged(pattern, lambda value: value.transpose(axes), f"axes {tuple(axes)}")
 
 
 @rule
@@ -75,7 +75,7 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     """
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
         raise RuleError("at most one length may be -1; other negative lengths are not allowed")
-    return _arrays.rearranged(pattern, lambda value: value.reshape(tuple(shape)))
+    return _edit_tree.rearranged(pattern, lambda value: value.reshape(tuple(shape)))
 
 
 @rule
@@ -99,7 +99,7 @@ def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
         new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
         return value.reshape(*before, *new, *after)
 
-    return _arrays.rearranged(pattern, function)
+    return _edit_tree.rearranged(pattern, function)
 
 
 @rule
@@ -121,7 +121,7 @@ def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
         before, merged, after = _around(value.shape, axis, count)
         return value.reshape(*before, math.prod(merged), *after)
 
-    return _arrays.rearranged(pattern, function)
+    return _edit_tree.rearranged(pattern, function)
 
 
 def _around(shape: tuple[int, ...], axis: int, count: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -148,13 +148,13 @@ def index(pattern: str, number: int, axis: int = 0) -> Apply:
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path)
+        at = _edit_tree.axis_of(axis, len(shape), path)
         if not -shape[at] <= number < shape[at]:
             raise misfit(path, f"has length {shape[at]} on axis {axis}, so no index {number}")
         first = number % shape[at]
-        return _arrays.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
+        return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
 
-    return _arrays.each_array(pattern, changed)
+    return _edit_tree.each_array(pattern, changed)
 
 
 @rule
@@ -189,7 +189,7 @@ def unreplicate(pattern: str = ".*") -> Apply:
                 raise misfit(path, problem)
             how = f"replica 0 of {count}"
             if is_array(leaf):
-                return _arrays.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
+                return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
         return _edit_tree.each_leaf(pattern, first, "array")(stored, target)
@@ -240,7 +240,7 @@ def resize(
                 raise misfit(path, f"is {list(old)}, expected as many axes as in {list(new)}")
             whole, before, after = new, old, new
         else:
-            at = _arrays.axis_of(axis, len(old), path)
+            at = _edit_tree.axis_of(axis, len(old), path)
             count = old[at] - skip
             side = round(max(count, 0) ** (1 / len(new)))
             if side ** len(new) != count or not side:
@@ -262,9 +262,9 @@ def resize(
             parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
             return np.concatenate(parts, axis=at, out=memory.empty(whole, value.dtype))
 
-        return _arrays.apply_to(leaf, resized, f"{method} {before} → {after}", shape=whole)
+        return _edit_tree.apply_to(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _arrays.each_array(pattern, changed, "array of floats")
+    return _edit_tree.each_array(pattern, changed, "array of floats")
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:

@@ -14,8 +14,8 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
-from flax_ckpt_compat.rules import _arrays, _edit_tree
-from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat.rules import _edit_tree
+from flax_ckpt_compat.rules._edit_tree import Array
 from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
 
 _finfo: Any = ml_dtypes.finfo  # which has no types
@@ -54,9 +54,9 @@ def cast(pattern: str, dtype: Any) -> Apply:
         def function(value: Any) -> Any:
             return checked_cast(value, wanted, what)
 
-        return _arrays.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
+        return _edit_tree.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
 
-    return _arrays.each_array(pattern, changed, f"array of {kind}")
+    return _edit_tree.each_array(pattern, changed, f"array of {kind}")
 
 
 @rule
@@ -79,7 +79,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
 
     def changed(leaf: Array, path: Path, target: Node) -> Node:
         old = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(old), path)
+        at = _edit_tree.axis_of(axis, len(old), path)
         if old[at] == size:
             return leaf
         if old[at] > size:
@@ -90,9 +90,9 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
         else:
             fill, note = _fill(value, leaf.dtype, path), f"filled with {value}"
         function = _filled(fill, shape, leaf.dtype, f"{name_in_messages()}: the target's own {show_path(path)}")
-        return _arrays.apply_to(leaf, function, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
+        return _edit_tree.apply_to(leaf, function, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
 
-    return _arrays.each_array(pattern, changed)
+    return _edit_tree.each_array(pattern, changed)
 
 
 @rule
@@ -157,7 +157,7 @@ def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
             ) from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
-    return _arrays.each_array(pattern, changed, "array of uint32")
+    return _edit_tree.each_array(pattern, changed, "array of uint32")
 
 
 @rule

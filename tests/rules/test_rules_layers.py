@@ -16,7 +16,7 @@ from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import KeyData, iter_leaves
+from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._trees import leaf_sources
 from tests.support.stored import Memory, count, flat, same, stored, value_of, values
@@ -242,13 +242,16 @@ def test_unstack_refuses() -> None:
         rules.unstack("y", "y_{}").apply(stored({"x": count((2,))}), None)
 
 
-def test_what_is_joined_keeps_its_numbers_as_keys() -> None:
-    """A subtree whose keys are ints has them again, where a restore gives ints back."""
-    for rule in (rules.stack(r"l_(\d)", "l"), rules.fuse(["l_0", "l_1"], "l")):
-        whole = stored({f"l_{n}": {"0": count((2,)), "1": count((3,))} for n in range(2)})
+def test_what_is_joined_keeps_its_container() -> None:
+    """A subtree whose keys are ints has them again, where a restore gives ints back; a namedtuple keeps its class."""
+    for rule in (rules.stack(r"l_(\d)", "l"), rules.fuse(["l_0", "l_1"], "l"), rules.rename("l_0", "l")):
+        whole = stored({f"l_{n}": {"0": count((2,)), "1": {"x": count((3,))}} for n in range(2)})
         for layer in whole.children.values():
             layer.int_keys = frozenset({"0", "1"})
-        assert rule.apply(whole, None).children["l"].int_keys == {"0", "1"}
+            layer.children["1"].container, layer.children["1"].type_name = Container.NAMEDTUPLE, "module.Pair"
+        after = rule.apply(whole, None).children["l"]
+        assert after.int_keys == {"0", "1"}
+        assert (after.children["1"].container, after.children["1"].type_name) == (Container.NAMEDTUPLE, "module.Pair")
 
 
 def test_fuse_and_split_refuse() -> None:
