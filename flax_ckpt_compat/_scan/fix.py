@@ -21,7 +21,7 @@ def fix(code: str) -> str:
     nodes = list(ast.walk(ast.parse(code)))
     changes = {change for node in nodes for change in _changes(node, lines)}
     imports = [node for node in nodes if isinstance(node, ast.Import) and any(map(_binds_flax, node.names))]
-    if imports and any(_written(node) == API for node in nodes):
+    if imports and any(map(_is_api, nodes)):
         changes.add(_added(imports[0], lines, f"import {OURS}"))
     for (line, column), (last, end), text in sorted(changes, reverse=True):
         lines[line : last + 1] = [lines[line][:column] + text.encode() + lines[last][end:]]
@@ -42,7 +42,7 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[Change]:
             elif alias.name == API:  # it binds `flax`, which other code may need
                 yield _start(alias), _end(alias), _PACKAGE
                 yield _added(node, lines, f"import {OURS}")
-    elif isinstance(node, ast.Attribute) and _written(node) == API:
+    elif isinstance(node, ast.Attribute) and _is_api(node):
         yield _start(node), _end(node), OURS
 
 
@@ -86,9 +86,5 @@ def _end(node: ast.expr | ast.stmt | ast.alias) -> Place:
     return (node.end_lineno or node.lineno) - 1, node.end_col_offset or 0
 
 
-def _written(node: ast.AST) -> str:
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return ".".join([node.id, *names]) if isinstance(node, ast.Name) else ""
+def _is_api(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "checkpoints" and ast.unparse(node) == API

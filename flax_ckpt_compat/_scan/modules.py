@@ -22,7 +22,7 @@ OURS = "flax_ckpt_compat.checkpoints"
 _ADDS = {"append", "appendleft", "add", "insert", "extend", "heappush", "put", "push", "setdefault"}
 _JOINS = {"join", "Path", "PurePath", "PosixPath", "joinpath", "with_name", "glob", "iglob", "rglob"}
 _SAME = {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "split", "compile"}
-_DEEPEST = 4  # names of names that are followed
+_DEEPEST = 40  # expressions in expressions, and names of names
 _UNKNOWN = "*"
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
 _SUFFIXES = {".py", ".ipynb"}
@@ -137,6 +137,7 @@ class Module:
         self.imported: dict[str, str] = {}
         self.wildcards: set[str] = set()
         self._values: dict[str, list[ast.expr]] = defaultdict(list)
+        self._texts: dict[ast.AST, str] = {}
         for node in self.nodes:
             self._take_import(node, parts[:-1])
             for target, value in _bindings(node):
@@ -235,8 +236,14 @@ class Module:
 
     def text(self, node: ast.AST | None, depth: int = 0) -> str:
         """Return the text that an expression may be, with ``*`` for unknown parts."""
-        if depth > _DEEPEST or node is None:
+        if node is None or depth > _DEEPEST:
             return _UNKNOWN
+        if node not in self._texts:
+            self._texts[node] = _UNKNOWN  # where the text depends on itself
+            self._texts[node] = self._text(node, depth)
+        return self._texts[node]
+
+    def _text(self, node: ast.AST, depth: int) -> str:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str) else _UNKNOWN
         if isinstance(node, ast.JoinedStr):
@@ -252,7 +259,7 @@ class Module:
             return re.sub(r"%\(?[-\w.)]+", _UNKNOWN, left) if is_formatting else left + joint + right
         if isinstance(node, ast.Call):
             return self._text_of_call(node, depth + 1)
-        known = [self.text(value, depth + 1) for value in self.values(node)]
+        known = (self.text(value, depth + 1) for value in self.values(node))
         return next((text for text in known if text != _UNKNOWN), _UNKNOWN)
 
     def _text_of_call(self, node: ast.Call, depth: int) -> str:

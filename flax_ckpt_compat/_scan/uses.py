@@ -60,7 +60,6 @@ _MODE_TO_WRITE = re.compile(r"[wax][bt+]*")
 _SHELLS = re.compile(r"os\.(system|popen)|subprocess\.\w+|get_ipython\(\)\.system")
 _COMMANDS = re.compile(r"cp|scp|gsutil|rsync|azcopy|aws|zip|rm|unlink|cat|curl|gzip|pigz|bzip2|xz|zstd|lz4|\w+sum")
 _TAKES_FOLDERS = re.compile(r"(-\w*[raR]\w*|--recursive|--archive|mv)$")
-_DEEPEST = 4  # names of names that are followed
 _SHORTEST = 3  # letters that say what a name is
 
 Found = Iterator[tuple[str, ast.AST]]
@@ -170,7 +169,7 @@ class FileUses:
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
         dotted = self._module.dotted(node.func)
         if kind := self._kind(node.func):
-            yield kind, values[: 2 if kind == "open" and dotted == "filecmp.cmp" else 1]
+            yield kind, values[: 2 if dotted == "filecmp.cmp" else 1]
         elif _SHELLS.fullmatch(dotted or ast.unparse(node.func)) and node.args:
             yield "shell", self._files_of_command(node.args[0])
         elif isinstance(node.func, ast.Attribute) and not dotted and (method := _METHOD_KINDS.get(node.func.attr)):
@@ -214,32 +213,45 @@ class FileUses:
         attributes = {getattr(one, "attr", "") for one in self._module.nodes}
         return 0 not in numbers and (last_name(node.func) != "stat" or bool(attributes & {"st_size", "length"}))
 
-    def _is_checkpoint(self, node: ast.AST, depth: int = 0) -> bool | None:
+    def _is_checkpoint(self, node: ast.AST) -> bool | None:
         """Return whether an expression is the path of a checkpoint; None if nothing says so."""
-        name = self._module.text(node).rpartition("/")[2]
-        if _EXTENSION.search(name):
+        if _EXTENSION.search(self._name(node)):
             return False
-        if name.startswith(self._prefixes):
-            return True
-        if (_letters(name) >= _SHORTEST and " " not in name) or depth > _DEEPEST:
-            return None
-        is_one = any(
-            part in self._listings
-            or (isinstance(part, ast.Call) and self._is_of_api(part.func))
-            or _PATH_NAME.search(last_name(part))
-            or any(self._is_checkpoint(value, depth + 1) for value in self._module.values(part))
-            for part in _names_in(node)
-        )
-        return True if is_one else None
+        for one in self._origins(node):
+            if self._is_named(one):
+                is_one = self._name(one).startswith(self._prefixes) and not _EXTENSION.search(self._name(one))
+            else:
+                is_one = any(map(self._is_of_checkpoints, _names_in(one)))
+            if is_one:
+                return True
+        return None
 
-    def _is_of_api(self, function: ast.expr) -> bool:
-        return (self._module.dotted(function) or last_name(function)).rpartition(".")[2] in _OF_CHECKPOINTS
+    def _is_of_checkpoints(self, node: ast.expr) -> bool:
+        """Return whether a name is one of checkpoints, or a call gives their paths."""
+        called = self._module.dotted(node.func) or last_name(node.func) if isinstance(node, ast.Call) else ""
+        is_of_api = called.rpartition(".")[2] in _OF_CHECKPOINTS
+        return is_of_api or node in self._listings or bool(_PATH_NAME.search(last_name(node)))
 
-    def _is_of_listing(self, node: ast.AST, depth: int = 0) -> bool:
+    def _is_of_listing(self, node: ast.AST) -> bool:
         """Return whether a call is about all that a listing gives."""
-        values = [value for part in _names_in(node) for value in self._module.values(part)]
-        deeper = values if depth < _DEEPEST else []
-        return bool(_called(node) & _LISTINGS) or any(self._is_of_listing(value, depth + 1) for value in deeper)
+        return any(_called(one) & _LISTINGS for one in self._origins(node))
+
+    def _origins(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield an expression and those that its names may be, each once; what has a name is not followed."""
+        found, seen = [node], {node}
+        for one in found:
+            yield one
+            for part in [] if self._is_named(one) else _names_in(one):
+                new = [value for value in self._module.values(part) if value not in seen]
+                found += new
+                seen.update(new)
+
+    def _name(self, node: ast.AST) -> str:
+        return self._module.text(node).rpartition("/")[2]
+
+    def _is_named(self, node: ast.AST) -> bool:
+        name = self._name(node)
+        return bool(_EXTENSION.search(name)) or (_letters(name) >= _SHORTEST and " " not in name)
 
     def _may_be(self, pattern: str) -> bool:
         """Return whether a pattern, part or regular expression fits names such as ``checkpoint_1``."""
