@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .findings import KINDS, Finding
-from .modules import Module, Project, Source, argument, files_below, read
+from .modules import Module, Project, argument, files_below, read
 from .uses import FileUses, api_name, api_uses
 
 _OTHER_FRAMEWORKS = {"torch", "pytorch_lightning", "lightning", "keras"}
@@ -31,15 +31,13 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
     The code is parsed, never imported or run: ``.py``, ``.ipynb``, and files that are named, whatever their suffix."""
     files = list(dict.fromkeys(file for path in paths for file in files_below(Path(path))))
     project = Project()
-    read_files: list[tuple[Source, Module]] = []
+    modules: list[Module] = []
     unreadable: list[tuple[str, str]] = []
     for file in files:
         try:
-            source = read(file)
-            read_files.append((source, Module(source, project)))
+            modules.append(Module(read(file), project))
         except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
             unreadable.append((str(file), f"{type(error).__name__}: {error}"))
-    modules = [module for _, module in read_files]
     for module in modules:
         for node in module.nodes:
             if isinstance(node, ast.Call):
@@ -47,11 +45,11 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
     users = [module for module in modules if any(kind != "flag" for kind, _ in api_uses(module))]
     prefixes = _prefixes(users)
     found: list[Finding] = []
-    for source, module in read_files:
+    for module in modules:
         uses = [(kind, KINDS[kind].action, node) for kind, node in api_uses(module)]
         if module in users or (users and _is_near(module, users, prefixes)):
             uses += FileUses(module, prefixes).found()
-        placed = {source.finding(kind, action, node) for kind, action, node in uses}
+        placed = {module.source.finding(kind, action, node) for kind, action, node in uses}
         found += sorted(placed, key=lambda one: (one.cell or 0, one.line, one.kind))
     return ScanReport(tuple(found), len(files), tuple(unreadable))
 

@@ -19,7 +19,7 @@ from .findings import Finding
 
 API = "flax.training.checkpoints"
 OURS = "flax_ckpt_compat.checkpoints"
-_ADDS = {"append", "appendleft", "add", "insert", "extend", "heappush", "put", "push", "setdefault"}
+_ADDS = {"append", "appendleft", "add", "insert", "extend", "put", "push", "setdefault"}
 _JOINS = {"join", "Path", "PurePath", "PosixPath", "joinpath", "with_name", "glob", "iglob", "rglob"}
 _SAME = {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "split", "compile"}
 _DEEPEST = 40  # expressions in expressions, and names of names
@@ -129,7 +129,7 @@ class Module:
     """A parsed file of a project. A name may be whatever is assigned to it anywhere in the file."""
 
     def __init__(self, source: Source, project: Project) -> None:
-        self.nodes, self.project = list(ast.walk(source.tree)), project
+        self.source, self.nodes, self.project = source, list(ast.walk(source.tree)), project
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         file = Path(source.path).absolute().with_suffix("")
         parts = tuple(re.sub(r"\W", "_", part) for part in file.parts)
@@ -219,8 +219,9 @@ class Module:
                 return self.project.imported.get(".".join(name.split(".")[-2:]), name)
             if "flax.training" in self.wildcards and node.id == "checkpoints":
                 return API
-            values = self.values(node)
-            return self.dotted(values[0], depth + 1) if len(values) == 1 else self._of_wildcard(node.id)
+            if len(values := self.values(node)) == 1:
+                return self.dotted(values[0], depth + 1)
+            return f"{API}.{node.id}" if self.wildcards & {API, OURS} else ""
         if isinstance(node, ast.Subscript) and self.dotted(node.value, depth + 1) == "sys.modules":
             return text_constant(node.slice)
         if not isinstance(node, ast.Call) or not node.args:
@@ -230,9 +231,6 @@ class Module:
             return texts[1] + texts[0] if texts[0].startswith(".") and len(texts) > 1 else texts[0]
         base = self.dotted(node.args[0], depth + 1) if name in {"getattr", "partial"} else ""
         return f"{base}.{texts[0]}" if name == "getattr" and texts and base else base
-
-    def _of_wildcard(self, name: str) -> str:
-        return f"{API}.{name}" if self.wildcards & {API, OURS} else ""
 
     def text(self, node: ast.AST | None, depth: int = 0) -> str:
         """Return the text that an expression may be, with ``*`` for unknown parts."""
@@ -299,18 +297,22 @@ def argument(call: ast.Call, name: str, at: int) -> ast.expr | None:
 
 def _bindings(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
     """Yield what a node binds, as (target, value); what is added to a container counts as its value."""
-    if isinstance(node, ast.Assign):
-        yield from ((target, node.value) for target in node.targets)
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
-        yield node.target, node.value
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield node.target, node.iter
-    elif isinstance(node, ast.withitem) and node.optional_vars:
-        yield node.optional_vars, node.context_expr
-    elif isinstance(node, ast.Call) and last_name(node.func) in _ADDS and isinstance(node.func, ast.Attribute):
-        holder = node.args[0] if node.func.attr == "heappush" and node.args else node.func.value
-        yield from ((holder, value) for value in node.args)
-    elif isinstance(node, ast.arguments):
-        plain = [*node.posonlyargs, *node.args]
-        yield from zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True)
-        yield from ((arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            yield from ((target, value) for target in targets)
+        case (
+            ast.AnnAssign(target=ast.expr() as target, value=ast.expr() as value)
+            | ast.NamedExpr(target=ast.expr() as target, value=ast.expr() as value)
+            | ast.For(target=ast.expr() as target, iter=ast.expr() as value)
+            | ast.AsyncFor(target=ast.expr() as target, iter=ast.expr() as value)
+            | ast.comprehension(target=ast.expr() as target, iter=ast.expr() as value)
+            | ast.withitem(optional_vars=ast.expr() as target, context_expr=ast.expr() as value)
+        ):
+            yield target, value
+        case ast.Call(func=ast.Attribute(attr="heappush"), args=[holder, value]):
+            yield holder, value
+        case ast.Call(func=ast.Attribute(attr=name, value=holder), args=values) if name in _ADDS:
+            yield from ((holder, value) for value in values)
+        case ast.arguments(posonlyargs=first, args=plain, defaults=defaults, kwonlyargs=named, kw_defaults=others):
+            yield from zip([*first, *plain][::-1], defaults[::-1], strict=False)
+            yield from ((arg, value) for arg, value in zip(named, others, strict=True) if value)
