@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from .module import API
+from .modules import API, OURS
 
-_OURS = "flax_ckpt_compat.checkpoints"
 _PACKAGE, _OUR_PACKAGE = "flax.training", "flax_ckpt_compat"
 
 Place = tuple[int, int]  # of a byte: line from 0, column
@@ -22,8 +21,8 @@ def fix(code: str) -> str:
     nodes = list(ast.walk(ast.parse(code)))
     changes = {change for node in nodes for change in _changes(node, lines)}
     imports = [node for node in nodes if isinstance(node, ast.Import) and any(map(_binds_flax, node.names))]
-    if imports and any(_written(node) == API for node in nodes):
-        changes.add(_added(imports[0], lines, f"import {_OURS}"))
+    if imports and any(map(_is_api, nodes)):
+        changes.add(_added(imports[0], lines, f"import {OURS}"))
     for (line, column), (last, end), text in sorted(changes, reverse=True):
         lines[line : last + 1] = [lines[line][:column] + text.encode() + lines[last][end:]]
     return b"\n".join(lines).decode()
@@ -33,18 +32,18 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[Change]:
     """Yield what to write in place of which bytes."""
     if isinstance(node, ast.ImportFrom) and not node.level:
         if node.module == API:
-            yield from _in_statement(node, lines, API, _OURS)
+            yield from _in_statement(node, lines, API, OURS)
         elif node.module == _PACKAGE and any(alias.name == "checkpoints" for alias in node.names):
             yield from _of_package(node, lines)
     elif isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name == API and alias.asname:
-                yield _start(alias), (alias.lineno - 1, alias.col_offset + len(API)), _OURS
+                yield _start(alias), (alias.lineno - 1, alias.col_offset + len(API)), OURS
             elif alias.name == API:  # it binds `flax`, which other code may need
                 yield _start(alias), _end(alias), _PACKAGE
-                yield _added(node, lines, f"import {_OURS}")
-    elif isinstance(node, ast.Attribute) and _written(node) == API:
-        yield _start(node), _end(node), _OURS
+                yield _added(node, lines, f"import {OURS}")
+    elif isinstance(node, ast.Attribute) and _is_api(node):
+        yield _start(node), _end(node), OURS
 
 
 def _of_package(node: ast.ImportFrom, lines: list[bytes]) -> Iterator[Change]:
@@ -87,9 +86,5 @@ def _end(node: ast.expr | ast.stmt | ast.alias) -> Place:
     return (node.end_lineno or node.lineno) - 1, node.end_col_offset or 0
 
 
-def _written(node: ast.AST) -> str:
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return ".".join([node.id, *names]) if isinstance(node, ast.Name) else ""
+def _is_api(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "checkpoints" and ast.unparse(node) == API
