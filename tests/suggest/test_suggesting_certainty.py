@@ -40,7 +40,7 @@ def trained(params: Any, tx: Any = ADAM) -> dict[str, Any]:
     return {"step": 0, "params": params, "opt_state": jax.eval_shape(tx.init, params)}
 
 
-@pytest.mark.parametrize(("cases", "least"), [(60, 15), pytest.param(2000, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cases", "least"), [(60, 15), pytest.param(1000, 200, marks=pytest.mark.slow)])
 def test_what_is_certain_is_right(cases: int, least: int) -> None:
     """Over the random models and edits no certain proposal gives a leaf a wrong value."""
     counts: Counter[str] = Counter()
