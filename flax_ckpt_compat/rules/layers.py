@@ -163,10 +163,11 @@ def _inner_first(find: Find, change: Change, *, near: str) -> Apply:
 
     def apply(stored: Node, _: Node) -> Node:
         tree, is_found = stored, False
-        deepest = max((len(path) for path, _ in iter_branches(stored)), default=-1)
-        for depth in range(deepest, -1, -1):
-            branches = [(path, branch) for path, branch in iter_branches(tree) if len(path) == depth]
-            if found := {path: levels for path, branch in branches if (levels := find(branch, path))}:
+        places: dict[int, list[Path]] = {}  # of branches, by depth: a change leaves those above it where they are
+        for path in [path for path, _ in iter_branches(stored)]:
+            places.setdefault(len(path), []).append(path)
+        for depth in sorted(places, reverse=True):
+            if found := {path: levels for path in places[depth] if (levels := find(node_at(tree, path), path))}:
                 tree, is_found = change(tree, found), True
         if not is_found:
             raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
