@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -163,11 +164,9 @@ def _inner_first(find: Find, change: Change, *, near: str) -> Apply:
 
     def apply(stored: Node, _: Node) -> Node:
         tree, is_found = stored, False
-        places: dict[int, list[Path]] = {}  # of branches, by depth: a change leaves those above it where they are
-        for path in [path for path, _ in iter_branches(stored)]:
-            places.setdefault(len(path), []).append(path)
-        for depth in sorted(places, reverse=True):
-            if found := {path: levels for path in places[depth] if (levels := find(node_at(tree, path), path))}:
+        paths = sorted((path for path, _ in iter_branches(stored)), key=len, reverse=True)  # inner changes move none
+        for _depth, alike in itertools.groupby(paths, len):
+            if found := {path: levels for path in alike if (levels := find(node_at(tree, path), path))}:
                 tree, is_found = change(tree, found), True
         if not is_found:
             raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
