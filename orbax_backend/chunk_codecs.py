@@ -31,7 +31,7 @@ class ChunkChecksumError(UndecodableChunkError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkCodec:
-    """How chunks are stored."""
+    """Encoding of stored chunks: compression, checksum, and place in a shard."""
 
     zstd: bool = False
     checksum: bool = False  # whether their CRC-32C follows

@@ -156,8 +156,7 @@ def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
         body = compressed(body)
     length = _HEADER + len(body) + CHECKSUM_NBYTES
     header = magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([VERSION, ZSTD if compress else PLAIN])
-    data = header + body
-    return with_checksum(data)
+    return with_checksum(header + body)
 
 
 def _file_table(names: Sequence[str]) -> bytes:
@@ -189,9 +188,9 @@ def varints(numbers: Sequence[int]) -> bytes:
     for number in numbers:
         rest = number
         while rest > 0x7F:
-            encoded += (rest & 0x7F | 0x80,)
+            encoded.append(rest & 0x7F | 0x80)
             rest >>= 7
-        encoded += (rest,)
+        encoded.append(rest)
     return bytes(encoded)
 
 

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 
 
 class Stat(NamedTuple):
-    """What a store tells of a file."""
+    """Size and version of a file, as its store lists them."""
 
     size: int  # in bytes
     version: str  # changes when the file is replaced

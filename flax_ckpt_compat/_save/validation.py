@@ -141,7 +141,7 @@ def _why_never_replaced(found: Contents, request: SaveRequest) -> str | None:
     """Return why a save does not replace what is there, or None."""
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
-    if found.is_certain and found.has_items and request.orbax_checkpointer is None:
+    if found.is_certain and not found.may_be_removed(with_items=request.orbax_checkpointer is not None):
         return "it holds items, as a CheckpointManager writes them"
     if found.is_complete and not found.is_certain and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"

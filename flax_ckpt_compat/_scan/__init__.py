@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checkpoint_uses import FileUses, api_name, api_uses
 from .findings import KINDS, Finding
-from .modules import Module, Project, argument, files_below, read
-from .uses import FileUses, api_name, api_uses
+from .source_modules import Module, Project, argument, files_below, read
 
 _OTHER_FRAMEWORKS = {"torch", "pytorch_lightning", "lightning", "keras"}
 _SHORTEST = 3  # letters of a prefix

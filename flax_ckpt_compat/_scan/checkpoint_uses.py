@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 
 from .findings import CHECK, KINDS
-from .modules import API, OURS, Module, argument, last_name, text_constant
+from .source_modules import API, OURS, Module, argument, last_name, text_constant
 
 _UTILS = "flax.training.orbax_utils"
 _FLAG = "flax_use_orbax_checkpointing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from .modules import API, OURS
+from .source_modules import API, OURS
 
 _PACKAGE, _OUR_PACKAGE = "flax.training", "flax_ckpt_compat"
 

@@ -117,7 +117,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class Project:
-    """What names may be, in all modules: functions are what they return, options what they are by default."""
+    """Values that names may have in all modules: of functions what they return, of options their defaults."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
