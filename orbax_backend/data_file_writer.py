@@ -163,6 +163,8 @@ class DataFiles:
     def _put(self, file: _DataFile, value: Value) -> None:
         """Write a value, and drop its data."""
         data, encoding = value.stored(), value.encoding
+        if value.may_change and (encoding.codec is not None or encoding.checksums):
+            data = memoryview(bytes(data))  # zstd, too, reads its input more than once
         if encoding.codec is not None:
             encoded = with_checksum(compressed(data))
             self._count(value, len(data))
@@ -171,7 +173,6 @@ class DataFiles:
             else:
                 value.place = file.append([memoryview(encoded)])
         elif encoding.checksums:
-            data = memoryview(bytes(data)) if value.may_change else data
             file.make_room_for(data)
             value.place = file.append([data, memoryview(checksum_of(data))])
             self._count(value, len(data))
