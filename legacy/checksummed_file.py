@@ -7,6 +7,7 @@ summed while it is in the CPU's cache.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class ChecksummedFile:
         """Verify the whole file, given its bytes."""
         view, units = memoryview(data), range(len(self._units))
         for unit in units:
-            self._units[unit] = checksums.crc32(view[unit * UNIT : (unit + 1) * UNIT])
+            self._units[unit] = self._sums.crc(view[unit * UNIT : (unit + 1) * UNIT])
         self._verify(units, {})
 
     def verify_range(self, start: int, stop: int) -> None:
@@ -98,7 +99,7 @@ class ChecksummedFile:
         """Note the checksum of a unit."""
         unit, inside = divmod(run.start, UNIT)
         if not inside and run.stop == min((unit + 1) * UNIT, self._sums.size):
-            self._units[unit] = _sum(checksums.crc32, filled.pieces)
+            self._units[unit] = _sum(self._sums.crc, filled.pieces)
 
     def _ended(self, read: Read | None) -> CorruptCheckpointError:
         return self._changed() if read is None else truncated(self._source.path, read)
@@ -109,7 +110,7 @@ class ChecksummedFile:
             found = [self._units[unit] for unit in self._sums.units_of(block)]
             known = [checksums.encode(one) for one in found if one is not None]
             if len(known) == len(found):
-                if checksums.total(b"".join(known)) != self._sums.blocks[block]:
+                if self._sums.crc(b"".join(known)) != self._sums.blocks[block]:
                     raise self._damaged(block, parts)
                 self._verified[block] = True
 
@@ -136,11 +137,13 @@ class ChecksummedFile:
 
 
 class ChecksummedObject:
-    """A whole object of a store that reports the CRC-32C of its objects, and the checksums of its pieces."""
+    """A whole object of a store that reports the CRC-32C of its objects."""
 
     def __init__(self, source: StoredObject) -> None:
-        self._source = source
-        self._found: dict[int, int] = {}  # offset of a piece → its checksum
+        self._source, self._lock = source, threading.Lock()
+        self._found = self._end = 0  # the checksum of the bytes up to here
+        # Pieces that arrived before one that is before them in the object: offset → bytes.
+        self._early: dict[int, Sequence[memoryview]] = {}
 
     def read(self, reads: Sequence[Read], deliver: Deliver = bool, meter: Meter = OFF) -> bool:
         """Read parts, and the bytes between them; return False, without reading, if the store reports no CRC-32C.
@@ -152,32 +155,30 @@ class ChecksummedObject:
             return False
         (parts, cut_reads), starts = _by_unit(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)
         for version in (source, source.opened):
+            self._found = self._end = 0
             runs = [
                 Run(version, at, min(at + PIECE_BYTES, source.size), parts.get(at // PIECE_BYTES, [])) for at in starts
             ]
             read_runs(runs, deliver, self._ended, meter, self._add)
-            if self._total() == expected:
+            if self._found == expected:
                 deliver(cut_reads)
                 return True
         raise ChecksumError(
-            f"{source.path}: the bytes that arrive have the CRC-32C {self._total():08x}, the store reports "
+            f"{source.path}: the bytes that arrive have the CRC-32C {self._found:08x}, the store reports "
             f"{expected:08x}; they are changed in transit, or the store is damaged. Check the proxy before the store, "
             "or restore an older step. To read it as it is, set checksums='off'",
             path=source.path,
         )
 
     def _add(self, run: Run, filled: Filled) -> None:
-        """Note the checksum of a piece; raise if it differs from what the structure was parsed from."""
+        """Add a piece to the checksum, in order; raise if it differs from what the structure was parsed from."""
         if any(itertools.starmap(self._source.contradicts, zip(filled.pieces, filled.starts, strict=True))):
             raise self._changed()
-        self._found[run.start] = _sum(checksums.crc32c, filled.pieces)
-
-    def _total(self) -> int:
-        found = 0
-        for start in sorted(self._found):
-            nbytes = min(PIECE_BYTES, self._source.size - start)
-            found = checksums.combine(found, self._found[start], nbytes, checksums.CRC32C_POLYNOMIAL)
-        return found
+        with self._lock:
+            self._early[run.start] = filled.pieces
+            while (pieces := self._early.pop(self._end, None)) is not None:
+                self._found = _sum(checksums.crc32c, pieces, self._found)
+                self._end += sum(map(len, pieces))
 
     def _ended(self, read: Read | None) -> CorruptCheckpointError:
         return self._changed() if read is None else truncated(self._source.path, read)
@@ -207,8 +208,7 @@ def _by_unit(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], l
     return parts, cut_reads
 
 
-def _sum(checksum: Any, pieces: Iterable[memoryview]) -> int:
-    found = 0
+def _sum(checksum: Any, pieces: Iterable[memoryview], found: int = 0) -> int:
     for piece in pieces:
         found = checksum(piece, found)
     return int(found)

@@ -8,10 +8,9 @@ has a member of its own, which TensorStore ignores. Both are in every copy of th
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
-
-from flax_ckpt_compat._core import checksums
 
 _MEMBER, _CRC32 = "flax_ckpt_compat", "crc32"
 _MAGIC, _CHECKSUM_FLAG = bytes.fromhex("28b52ffd"), 1 << 2
@@ -50,4 +49,4 @@ def holds(fields: Mapping[str, Any]) -> bool | None:
 
 def _sum(fields: Mapping[str, Any]) -> int:
     others = {name: value for name, value in fields.items() if name != _MEMBER}
-    return checksums.crc32(json.dumps(others, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())

@@ -12,7 +12,12 @@ from typing import Any
 import tensorstore as ts
 
 from flax_ckpt_compat._core import array_boxes
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    ChecksumError,
+    CorruptCheckpointError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import Meter
@@ -25,7 +30,8 @@ from .read_plan import ArrayRead, Copy, by_chunk, scatter
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 _CACHE_BYTES = 64 << 20
-_CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
+# Of TensorStore.
+_CHECKSUM_ERROR, _UNKNOWN_CODEC = "Digest mismatch", "is not registered"
 
 
 class DriverReader:
@@ -75,7 +81,11 @@ class DriverReader:
     def _tensorstore_errors(self, read: ArrayRead) -> AbstractContextManager[None]:
         """Translate TensorStore's errors about one array."""
 
-        def damaged(error: Exception) -> CorruptCheckpointError:
+        def damaged(error: Exception) -> CheckpointError:
+            if _UNKNOWN_CODEC in str(error):
+                what = f"the codec of {read.keystr!r} is not known to TensorStore ({error}); update tensorstore, or"
+                message = f"{self._location.path}: {what} restore the other leaves only"
+                return UnrecognizedFormatError(message, path=self._location.path, leaf=read.keystr)
             kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
             return corrupt_array(self._location.path, read, str(error), kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from .decode_leaves import StoredLeaf, describe_leaf, may_be_key_data
 from .open_index import Index
 from .tree_structure import UNKNOWN, LeafEntry, Structure, is_unlisted
 from .type_annotations import LeafType
-from .zarr import ArrayInfo, parse_array_metadata
+from .zarr import ArrayInfo, UnsupportedArrayError, parse_array_metadata
 
 _EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
 # Leaves of other types may be stored in any way, even if there are arrays of their names.
@@ -26,6 +27,13 @@ _ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKN
 _STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
 _UNANNOTATED = LeafType()
 _log = logging.getLogger("flax_ckpt_compat")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The locator of a leaf that this release does not read."""
+
+    what: str  # goes on after "it is"
 
 
 class LeafDescriptions:
@@ -50,7 +58,11 @@ class LeafDescriptions:
         # A value in the msgpack file overrides the arrays, as in real Orbax.
         if self._values and (inner := self._values.get(path)) is not None:
             return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
-        if value_type in _ARRAY_TYPES and not skipped and (stored := self._stored_leaf(entry, name, value_type)):
+        try:
+            stored = self._stored_leaf(entry, name, value_type) if value_type in _ARRAY_TYPES and not skipped else None
+        except UnsupportedArrayError as error:
+            return self._unsupported(entry, str(error))
+        if stored is not None:
             kind, shape, dtype, nbytes = stored.described
             kinds = stored.possible_kinds
             return LeafHandle(path, kind, shape, dtype, nbytes, name, self._reader, stored, False, kinds)
@@ -58,7 +70,7 @@ class LeafDescriptions:
             container = _EMPTY[value_type]
             return None if container is None else Branch({}, container)
         if value_type not in _STORED_TYPES:
-            raise self._unknown_type(entry)
+            return self._unsupported(entry, f"of the type {value_type!r}")
         if skipped:
             raise corrupt_leaf(
                 self._path, entry, f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
@@ -151,15 +163,20 @@ class LeafDescriptions:
                 f"each survived, and all of them restore as that one"
             )
 
-    def _unknown_type(self, entry: LeafEntry) -> UnrecognizedFormatError:
-        leaf, known = show_path(entry.path), ", ".join(sorted((_STORED_TYPES - {UNKNOWN}) | _EMPTY.keys()))
-        return UnrecognizedFormatError(
-            f"{self._path}: the leaf {leaf!r} is of the type {entry.value_type!r}, which this release does not know "
-            f"(it knows {known}); a type handler of its own saved it, or a newer Orbax: restore it with the "
-            f"orbax_checkpointer that saved it",
-            path=self._path,
-            leaf=leaf,
-        )
+    def _unsupported(self, entry: LeafEntry, what: str) -> LeafHandle:
+        return self._handle(entry, LeafKind.UNSUPPORTED, (), None, 0, Unsupported(what))
+
+
+def unsupported_leaf(path: str, leaf: LeafHandle) -> UnrecognizedFormatError:
+    """Return the error for a leaf that this release does not read."""
+    keystr = show_path(leaf.path)
+    return UnrecognizedFormatError(
+        f"{path}: the leaf {keystr!r} is {leaf.locator.what}, which this release does not read; a type handler of its "
+        f"own saved it, or a newer Orbax: restore it with the orbax_checkpointer that saved it, or leave it out of the "
+        f"target",
+        path=path,
+        leaf=keystr,
+    )
 
 
 def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptCheckpointError:

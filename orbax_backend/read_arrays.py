@@ -82,10 +82,9 @@ class ArrayReader:
                     opened.append((group, self._driver.open(group[0])))
                 else:
                     (pieces if info.raw else encoded).extend(plan_pieces(group))
-            self._read_pieces(pieces, meter, _scatter, verifier.add)
+            self._read_pieces(pieces, meter, _scatter, verifier.check)
             self._read_pieces(encoded, OFF, functools.partial(_decode, meter))
             self._driver.read(opened, meter)
-            verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
@@ -100,7 +99,7 @@ class ArrayReader:
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
                 piece = Piece(read, part, extent, memory.empty((count,), _BYTE))
-                self._read_pieces([piece], OFF, _scatter, verifier.add)
+                self._read_pieces([piece], OFF, _scatter, verifier.check)
         return True
 
     def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier) -> int:

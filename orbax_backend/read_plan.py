@@ -124,9 +124,8 @@ class Piece:
     def range_of(self, source: Source) -> Read:
         """Return the read of the range from its file."""
         target = None if self.target is None else self.target.data
-        # From a disk it is cut where the blocks of the chunk end, which are summed in the CPU's cache.
-        origin = self.within.offset if source.is_local else self.extent.offset
-        return Read(source, *self.extent[1:], self.read.path, target, self, origin)
+        # It is cut where the blocks of the chunk end, which are summed in the CPU's cache.
+        return Read(source, *self.extent[1:], self.read.path, target, self, self.within.offset)
 
     def scatter(self, data: memoryview) -> None:
         """Copy what was read without a target to the arrays, decoded."""

@@ -20,7 +20,7 @@ from .chunk_boxes import BoxLayout
 from .chunk_codecs import UndecodableChunkError
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
-from .leaf_handles import LeafDescriptions, corrupt_leaf
+from .leaf_handles import LeafDescriptions, Unsupported, corrupt_leaf, unsupported_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -106,6 +106,8 @@ class OrbaxReader(Reader):
                     cut_keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
+            elif isinstance(leaf, Unsupported):
+                raise unsupported_leaf(self.path, handle)
             else:
                 values[number] = leaf
         if self._index is not None and self._arrays is not None:

@@ -1,8 +1,8 @@
 """Read and check the checksum file beside a database: of its chunks and of the JSON files, one file per process.
 
-    bytes     msgpack of {version, algorithm, block_bytes, data_files, chunks, files}, then their CRC-32
+    bytes     msgpack of {version, algorithm, block_bytes, data_files, chunks, files}, then their CRC-32 (zlib's)
     chunks    key → checksums of the blocks of the stored chunk
-    files     path relative to the checkpoint → [size, checksums of its blocks]
+    files     path relative to the checkpoint → [size, CRC-32 (zlib's) of its blocks]
 
 Chunks in the nodes of the database have none, nor those with a codec: both hold checksums of their own. Chunks in
 other files than ``data_files`` were written later by somebody else, and files of another size were edited: unverified.
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zlib
 from collections.abc import Mapping
 
 import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.checksums import Crc
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.location import Location
@@ -33,19 +35,20 @@ class Record:
     """The content of one file of checksums; see the module."""
 
     data_files: frozenset[str] = frozenset()
+    algorithm: str = checksums.ALGORITHM  # of the chunks
     chunks: dict[str, bytes] = dataclasses.field(default_factory=dict)
     files: dict[str, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
 
     def add_files(self, path: str, contents: Mapping[str, bytes]) -> None:
         """Add files of the checkpoint at ``path``: full path → content."""
         for file, data in contents.items():
-            self.files[os.path.relpath(file, path)] = len(data), checksums.of_blocks(data)
+            self.files[os.path.relpath(file, path)] = len(data), _file_sums(data)
 
     def encode(self) -> bytes:
         """Return the content of the file."""
         content = {
             "version": _VERSION,
-            "algorithm": checksums.ALGORITHM,
+            "algorithm": self.algorithm,
             "block_bytes": checksums.BLOCK_BYTES,
             "data_files": sorted(self.data_files),
             "chunks": self.chunks,
@@ -67,7 +70,12 @@ def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]
 
 def _own_sum(data: bytes) -> bytes:
     """Return the one checksum at the end of the file, of all that is before it."""
-    return checksums.encode(checksums.crc32(data))
+    return checksums.encode(zlib.crc32(data))
+
+
+def _file_sums(data: bytes) -> bytes:
+    # Manifests end with their own CRC-32C, so that those of all are the same.
+    return checksums.of_blocks(data, zlib.crc32)
 
 
 def _decode(data: bytes) -> Record | None:
@@ -76,13 +84,13 @@ def _decode(data: bytes) -> Record | None:
     if not body or _own_sum(body) != end:
         raise ValueError("it does not have its own checksum")
     found = msgpack.unpackb(body)
-    ours = {"version": _VERSION, "algorithm": checksums.ALGORITHM, "block_bytes": checksums.BLOCK_BYTES}
-    if any(found[name] != value for name, value in ours.items()):
+    algorithm = found["algorithm"]
+    if (found["version"], found["block_bytes"]) != (_VERSION, checksums.BLOCK_BYTES) or algorithm not in checksums.CRCS:
         return None
     files = {str(name): (int(size), sums) for name, (size, sums) in found["files"].items()}
     if not all(type(sums) is bytes for sums in [*found["chunks"].values(), *(sums for _, sums in files.values())]):
         raise TypeError("checksums are bytes")
-    return Record(frozenset(found["data_files"]), dict(found["chunks"]), files)
+    return Record(frozenset(found["data_files"]), algorithm, dict(found["chunks"]), files)
 
 
 class Checksums:
@@ -100,14 +108,16 @@ class Checksums:
             self._records[folder] = self._read(self.location / (folder + CHECKSUMS))
         return self._records[folder]
 
-    def of_chunk(self, key: str, value: StoredValue | None) -> bytes | None:
-        """Return the checksums of a chunk by its key and place; None if none are recorded."""
+    def of_chunk(self, key: str, value: StoredValue | None) -> tuple[bytes, Crc] | None:
+        """Return the checksums of a chunk, by its key and place, and their function; None if none are recorded."""
         # Stores are not asked for the file of each process if there is none of the whole checkpoint.
         if not isinstance(value, ByteRange) or self.record() is None:
             return None
         folder, slash, name = value.file.rpartition(f"{DATA_DIRECTORY}/")
         record = self.record(folder) if slash else None
-        return record.chunks.get(key) if record is not None and name in record.data_files else None
+        if record is None or name not in record.data_files or key not in record.chunks:
+            return None
+        return record.chunks[key], checksums.CRCS[record.algorithm]
 
     def check_files(self) -> bool:
         """Check all files that have checksums; return whether there are any, and all could be checked."""
@@ -130,7 +140,7 @@ class Checksums:
         if record is None or name not in record.files:
             return False
         size, expected = record.files[name]
-        found = checksums.of_blocks(data)
+        found = _file_sums(data)
         if size != len(data) or (found != expected and not self._is_same_database(record)):
             return False
         checksums.check((self.location / name).path, "the file", expected, found)
@@ -141,7 +151,7 @@ class Checksums:
         """Return whether nobody has written to the database, and perhaps the other files, since the save."""
         for name in filter(lambda name: os.path.basename(name) == MANIFEST, record.files):
             data = (self.location / name).read()
-            if record.files[name] != (len(data), checksums.of_blocks(data)):
+            if record.files[name] != (len(data), _file_sums(data)):
                 return False
         return True
 

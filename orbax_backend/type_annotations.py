@@ -138,6 +138,6 @@ def _leaf_to_json(annotation: LeafType) -> dict[str, str]:
 
 def _leaf_from_json(annotation: dict[str, Any]) -> LeafType:
     kind, dtype, impl = annotation.get("kind"), annotation.get("dtype"), annotation.get("impl")
-    if not all(text is None or isinstance(text, str) for text in (dtype, impl)):
+    if not all(text is None or isinstance(text, str) for text in (dtype, impl)) or kind == LeafKind.UNSUPPORTED.value:
         raise TypeError(f"{annotation!r} is not an annotation")
     return LeafType(LeafKind(kind) if kind is not None else None, dtype, impl)

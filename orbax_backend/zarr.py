@@ -100,6 +100,10 @@ class ArrayInfo:
         return self.separator.join([*first, *map(str, cell)]) or "0"
 
 
+class UnsupportedArrayError(Exception):
+    """An array is of a type that this release does not read; the text goes on after "it is"."""
+
+
 def typestr(dtype: np.dtype[Any]) -> str | None:
     """Return the name of a dtype in zarr v2 (as TensorStore reads it), or None."""
     if dtype.str in _TYPESTRS:
@@ -172,7 +176,9 @@ def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
 
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
-    """Parse a ``zarr.json`` or ``.zarray``; raise ValueError if it is damaged, or describes an impossible array."""
+    """Parse a ``zarr.json`` or ``.zarray``; raise ValueError if it is damaged, or describes an impossible array.
+
+    Raise UnsupportedArrayError for dtypes, filters and grids that we do not know."""
     expected = 3 if zarr3 else 2
     try:
         metadata = json.loads(text)
@@ -190,9 +196,11 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
 
 def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
     name = metadata["dtype"]
-    if name not in _NAMED and name not in _TYPESTRS:
-        raise ValueError(f"unknown dtype {name!r}")
-    plain = not metadata.get("filters") and metadata.get("order", "C") == "C"
+    if isinstance(name, list) or (name not in _NAMED and name not in _TYPESTRS):
+        raise _unknown("dtype", name)
+    if metadata.get("filters"):
+        raise _unknown("filters", metadata["filters"])
+    plain = metadata.get("order", "C") == "C"
     compressor = metadata.get("compressor")
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
@@ -210,10 +218,10 @@ def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
 def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
     name = metadata["data_type"]
     if name not in _V3_NAMES:
-        raise ValueError(f"unknown data_type {name!r}")
+        raise _unknown("data_type", name)
     grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
-        raise ValueError(f"unknown chunk grid {grid['name']!r} or key encoding {encoding['name']!r}")
+        raise _unknown("chunk grid or key encoding", [grid["name"], encoding["name"]])
     default, dtype = encoding["name"] == "default", dtype_from_name(name)
     chunks = _lengths(grid["configuration"]["chunk_shape"])
     codec, is_big = codec_of(metadata["codecs"], chunks)
@@ -230,6 +238,13 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
         codec=None if raw else codec,
         checked=codec is not None and codec.checksum,
     )
+
+
+def _unknown(what: str, found: object) -> Exception:
+    """Return the error for metadata of a kind that we do not know; what no writer writes is damage."""
+    if isinstance(found, str | list):
+        return UnsupportedArrayError(f"an array with the {what} {found!r:.200}")
+    return ValueError(f"unknown {what} {found!r}")
 
 
 def _lengths(value: object) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ class LeafKind(enum.Enum):
     STR = "str"
     BYTES = "bytes"
     PRNG_KEY = "prng key"
+    UNSUPPORTED = "unsupported"  # of a type or codec that is not read: asking for its value raises
 
 
 KIND_OF_NUMBER = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}

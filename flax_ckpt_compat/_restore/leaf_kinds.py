@@ -177,6 +177,7 @@ def _show_stored(stored: Any) -> str:
     if (text := _text_of_numpy(stored)) is not None:
         return text.value
     names = {LeafKind.STR: "text", LeafKind.BYTES: "bytes", LeafKind.PRNG_KEY: "a typed PRNG key"}
+    names[LeafKind.UNSUPPORTED] = "a leaf of a type that is not read"
     return names.get(stored.kind, f"a number ({stored.kind.value})")
 
 

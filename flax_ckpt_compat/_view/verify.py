@@ -393,7 +393,8 @@ def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, s
             why = contradictions.get(handle.path, "")
             state: State = "damaged" if why else "ok" if handle in summed else "unverified"
             if (error := errors.get(handle)) is not None:
-                why, state = str(error), "unreadable" if isinstance(error, _NO_DAMAGE) else "damaged"
+                is_unread = isinstance(error, (*_NO_DAMAGE, UnrecognizedFormatError))
+                why, state = str(error), "unreadable" if is_unread else "damaged"
             yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
 
 

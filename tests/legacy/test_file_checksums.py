@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from crc32c import crc32c
 from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat.legacy import BACKEND
 from hypothesis import given, settings
@@ -135,15 +136,22 @@ def test_the_error_names_the_leaf_and_the_way_out(path: Path) -> None:
         assert np.count_nonzero(found["inner"]["w"] != tree["inner"]["w"]) == 1
 
 
-def test_the_checksum_is_zlibs(path: Path) -> None:
-    """CRC-32 of each MiB, little-endian; of a block, that of its units' checksums."""
+def test_the_attribute_is_as_the_guide_says(path: Path) -> None:
+    """CRC-32C of each MiB, little-endian, and of a block that of its units' checksums; older releases had zlib's."""
     write(path, LARGE)
-    data = path.read_bytes()
-    sums = [zlib.crc32(zlib.crc32(data[at : at + MIB]).to_bytes(4, "little")) for at in range(0, len(data), MIB)]
-    content = os.getxattr(path, ATTRIBUTE)
-    assert content[-4:] == zlib.crc32(content[:-4]).to_bytes(4, "little")
-    assert content[-4 - 4 * len(sums) : -4] == b"".join(one.to_bytes(4, "little") for one in sums)
-    assert len(content) < 100
+    data, content = path.read_bytes(), os.getxattr(path, ATTRIBUTE)
+    units = [data[at : at + MIB] for at in range(0, len(data), MIB)]
+    for name, crc in (("crc32c", crc32c), ("crc32", zlib.crc32)):
+        sums = b"".join(crc(crc(unit).to_bytes(4, "little")).to_bytes(4, "little") for unit in units)
+        as_recorded = content[:1] + name.encode().ljust(7, b"\0") + content[8 : -4 - len(sums)] + sums
+        as_recorded += zlib.crc32(as_recorded).to_bytes(4, "little")
+        assert len(content) < 100 and (name == "crc32" or content == as_recorded)
+        os.setxattr(path, ATTRIBUTE, as_recorded)
+        rot(path, MIB + 100)
+        with pytest.raises(ChecksumError):
+            load(path)
+        rot(path, MIB + 100)
+        assert fingerprint(load(path)) == fingerprint(LARGE)
 
 
 def test_no_attribute_without_the_setting(path: Path) -> None:

@@ -132,11 +132,3 @@ def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(
         handle.reader.read([ArraySlice(handle, (slice(0, 251), slice(0, 300)))])[0], LARGE[:251]
     )
-
-
-def test_checksums_of_chunks_need_no_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large arrays are read by the same system calls as raw ones."""
-    path = save(tmp_path / "c", {"w": LARGE}, "crc32c")
-    (handle,) = handles(path).values()
-    monkeypatch.setattr(ts, "open", None)
-    np.testing.assert_array_equal(handle.reader.read([handle])[0], LARGE)

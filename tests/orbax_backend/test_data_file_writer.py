@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from crc32c import crc32c
 from flax_ckpt_compat.orbax_backend import data_file_writer, ocdbt_writer
 from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
@@ -52,14 +52,14 @@ def stored(folder: Path, one: data_file_writer.Value) -> bytes:
 
 @pytest.mark.parametrize("may_change", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_are_where_they_say(tmp_path: Path, may_change: bool) -> None:
-    """With the CRC-32 of every MiB, as zlib computes it; a file that is full gets no more."""
+    """With the CRC-32C of every MiB; a file that is full gets no more."""
     arrays = [np.random.default_rng(n).random(size, np.float32) for n, size in enumerate((5, 300, 700_000, 30 << 20))]
     sums: dict[str, bytes] = {}
     values = [value(str(n), array, may_change=may_change) for n, array in enumerate(arrays)]
     assert written(tmp_path, values, sums) == [array.tobytes() for array in arrays]
     for name, array in enumerate(arrays):
         data = array.tobytes()
-        blocks = [zlib.crc32(data[at : at + MIB]).to_bytes(4, "little") for at in range(0, len(data), MIB)]
+        blocks = [crc32c(data[at : at + MIB]).to_bytes(4, "little") for at in range(0, len(data), MIB)]
         assert sums[str(name)] == b"".join(blocks)
 
 

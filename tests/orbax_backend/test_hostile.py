@@ -9,9 +9,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat import restore
+from flax_ckpt_compat import open_checkpoint, plan_restore, restore, verify
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, KindMismatchError, UnrecognizedFormatError
 from tests.support.orbax_trees import change_metadata, load, save
 
 MARKER = {"value_type": "None", "skip_deserialize": True}
@@ -47,13 +47,9 @@ def files(tmp_path: Path) -> Path:
         {"shape": True},
         {"shape": None},
         {"shape": [3000], "compressor": None, "chunks": [3000]},
-        {"dtype": "|O"},
-        {"dtype": "<U4"},
-        {"dtype": [["a", "<f4"]]},
         {"dtype": None},
         {"dimension_separator": "x"},
         {"compressor": {"id": "gzip", "level": 1}},
-        {"compressor": {"id": "nonsense"}},
         {"zarr_format": 3},
     ],
     ids=repr,
@@ -65,12 +61,38 @@ def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, A
         load(files)
 
 
-def test_filters_are_not_skipped(files: Path) -> None:
-    """TensorStore has none of zarr's filters, and what they made of an array, here differences, is not the array."""
-    _zarray(files, compressor=None, filters=[{"id": "delta", "dtype": "<f8"}])
-    (files / "a" / "0").write_bytes(np.arange(4000.0).tobytes())
-    with pytest.raises(CorruptCheckpointError, match="'a'"):
-        load(files)
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"dtype": "|O"},
+    {"dtype": "<U4"},
+    {"dtype": [["a", "<f4"]]},
+    {"compressor": {"id": "nonsense"}},
+    {"compressor": None, "filters": [{"id": "delta", "dtype": "<f8"}]},
+]
+
+
+@pytest.mark.parametrize("changes", UNSUPPORTED, ids=repr)
+def test_what_is_not_supported_is_no_damage(files: Path, changes: dict[str, Any]) -> None:
+    """An array of an unknown dtype, codec or filter is an error that names it, and hides nothing else."""
+    shutil.copytree(files / "a", files / "b")
+    metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
+    metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
+    change_metadata(files, tree_metadata=metadata)
+    _zarray(files, **changes)
+    _check_only_one_is_refused(files)
+
+
+def _check_only_one_is_refused(path: Path) -> None:
+    """Checks that the leaf ``a`` is unsupported, and ``b`` is read beside it, in every way."""
+    for target in (None, {"a": np.zeros(4000)}):
+        with pytest.raises((UnrecognizedFormatError, KindMismatchError), match=r"\ba\b") as caught:
+            restore(path, target)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+    assert np.array_equal(restore(path, {"b": np.zeros(4000)})["b"], np.arange(4000.0))
+    with open_checkpoint(path) as opened:
+        assert list(opened.read("b")) == ["b"]
+    assert plan_restore(path, {"b": np.zeros(4000)})
+    found = verify(path)
+    assert {leaf.path: leaf.state for leaf in found.checkpoints[0].leaves} == {"a": "unreadable", "b": "unverified"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +137,7 @@ _KEYS = [{"kind": "prng key", "impl": impl} for impl in ("threefry2x32", "rbg", 
 def test_annotations_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
     """No mark turns the 4000 stored float64 into a scalar, a text or a key."""
     change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": mark}, "containers": []}})
-    with pytest.raises(CorruptCheckpointError, match="'a'"):
+    with pytest.raises(CorruptCheckpointError, match=r"'a'|_METADATA"):
         load(files)
 
 
@@ -212,12 +234,15 @@ def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
 @pytest.mark.parametrize("skipped", [True, False])
 def test_unknown_types_are_not_guessed_at(files: Path, value_type: str, skipped: bool) -> None:
     """Real Orbax refuses a type that it has no handler for, though an array of that name lies there; so do we."""
+    shutil.copytree(files / "a", files / "b")
     metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
+    metadata["('b',)"] = json.loads(json.dumps(metadata["('a',)"]).replace('"a"', '"b"'))
     metadata["('a',)"]["value_metadata"] = {"value_type": value_type, "skip_deserialize": skipped}
     change_metadata(files, tree_metadata=metadata)
-    with pytest.raises(UnrecognizedFormatError, match=rf"'a' is of the type {value_type!r}.*np.ndarray") as caught:
+    with pytest.raises(UnrecognizedFormatError, match=rf"'a' is of the type {value_type!r}") as caught:
         load(files)
     assert caught.value.leaf == "a"
+    _check_only_one_is_refused(files)
     if not skipped:
         with pytest.raises(ValueError, match="TypeHandler"):
             ocp.PyTreeCheckpointer().restore(files)

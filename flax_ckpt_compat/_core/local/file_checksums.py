@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
+import zlib
 from contextlib import suppress
 
 from flax_ckpt_compat._core import checksums
@@ -28,7 +29,8 @@ class FileChecksums:
 
     size: int  # of the file, in bytes
     units_per_block: int  # a block is so many units, of `checksums.BLOCK_BYTES`
-    blocks: tuple[int, ...]  # of each block, `checksums.total` of the checksums of its units
+    blocks: tuple[int, ...]  # of each block, the checksum of the checksums of its units
+    crc: checksums.Crc
 
     @property
     def n_units(self) -> int:
@@ -49,13 +51,13 @@ def record(descriptor: int, units: bytes) -> None:
         return
     per_block = max(1, -(-len(units) // checksums.SUM_BYTES // _MAX_BLOCKS))
     step = per_block * checksums.SUM_BYTES
-    blocks = [checksums.total(units[at : at + step]) for at in range(0, len(units), step)]
+    blocks = [checksums.CRCS[checksums.ALGORITHM](units[at : at + step]) for at in range(0, len(units), step)]
     with suppress(OSError):  # an attribute is optional: no support, no space for it, not allowed
         status = os.fstat(descriptor)
         algorithm = checksums.ALGORITHM.encode()
         header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
         content = header + struct.pack(f"<{len(blocks)}I", *blocks)
-        os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(checksums.crc32(content)))
+        os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(zlib.crc32(content)))
 
 
 def recorded(descriptor: int) -> FileChecksums | None:
@@ -66,14 +68,16 @@ def recorded(descriptor: int) -> FileChecksums | None:
         content = os.getxattr(descriptor, _ATTRIBUTE)
         status = os.fstat(descriptor)
         end = len(content) - _OWN_SUM.size
-        if end < _HEADER.size or _OWN_SUM.unpack(content[end:]) != (checksums.crc32(content[:end]),):
+        if end < _HEADER.size or _OWN_SUM.unpack(content[end:]) != (zlib.crc32(content[:end]),):
             return None
-        *kind, per_block, size, mtime_ns = _HEADER.unpack_from(content)
+        version, algorithm, unit, per_block, size, mtime_ns = _HEADER.unpack_from(content)
         blocks = struct.unpack(f"<{(end - _HEADER.size) // 4}I", content[_HEADER.size : end])
     except (OSError, struct.error):
         return None
-    known = [_VERSION, checksums.ALGORITHM.encode().ljust(7, b"\0"), checksums.BLOCK_BYTES]
-    sums = FileChecksums(size, per_block, blocks)
-    if kind != known or (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or not per_block:
+    crc = checksums.CRCS.get(algorithm.rstrip(b"\0").decode("ascii", "replace"))
+    if crc is None or (version, unit) != (_VERSION, checksums.BLOCK_BYTES):
+        return None
+    sums = FileChecksums(size, per_block, blocks, crc)
+    if (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or not per_block:
         return None
     return sums if len(blocks) == -(-sums.n_units // per_block) else None
