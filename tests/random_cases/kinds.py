@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.orbax_backend import test_random_differential as orbax
-from tests.random_cases import field_cases, plans, restores, saves, suggestions
+from tests.random_cases import plans, proposals, restores, saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,5 @@ KINDS = (
     Kind("saves-of-overlapping-prefixes", saves.OVERLAPPING, saves.check_overlapping),
     Kind("orbax-reads-ours", st.tuples(orbax.TREES), _inner(orbax.test_real_orbax_reads_what_we_write)),
     Kind("ours-reads-orbax", st.tuples(orbax.TREES), _inner(orbax.test_we_read_what_real_orbax_writes)),
-    Kind("certain-proposals", suggestions.CASES, suggestions.check),
-    Kind("certain-ports", field_cases.CASES, field_cases.check),
+    Kind("certain-proposals", proposals.CASES, proposals.check),
 )

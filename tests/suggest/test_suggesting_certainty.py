@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from flax_ckpt_compat._suggest import Suggestion
-from tests.random_cases.suggestions import case, verdict
+from tests.random_cases.proposals import case, verdict
 from tests.support.suggest_cases import proposed
 from tests.support.suggest_states import ADAM, array, dense
 
@@ -40,18 +40,17 @@ def trained(params: Any, tx: Any = ADAM) -> dict[str, Any]:
     return {"step": 0, "params": params, "opt_state": jax.eval_shape(tx.init, params)}
 
 
-@pytest.mark.parametrize(("cases", "least"), [(60, 15), pytest.param(1000, 200, marks=pytest.mark.slow)])
-def test_what_is_certain_is_right(cases: int, least: int) -> None:
-    """Over the random models and edits no certain proposal gives a leaf a wrong value."""
+def test_what_is_certain_is_right() -> None:
+    """Over the random models and edits no certain proposal gives a leaf a wrong value; random_cases/ has more."""
     counts: Counter[str] = Counter()
     for seed in range(10_000, 20_000):
         one = case(seed)
         found, suggestion, wrong = verdict(one)
         assert found != "certain wrong", (seed, one.title, wrong, str(suggestion))
         counts[found] += found != "same"
-        if counts.total() == cases:
+        if counts.total() == 60:
             break
-    assert counts["certain right"] >= least, counts
+    assert counts["certain right"] >= 15, counts
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._suggest import proposals, suggest
 from flax_ckpt_compat._suggest.leaf_features import Roles
 from flax_ckpt_compat._trees import state_dict
+from tests.random_cases.proposals import case
 from tests.support.profiles import examples
-from tests.support.suggest_cases import as_stored, proposed, random_case
+from tests.support.suggest_cases import as_stored, proposed
 from tests.support.suggest_states import ADAM, array, dense, nnx_state, train
 from tests.support.suggest_states import Linen as LinenNet
 
@@ -242,8 +243,7 @@ def shuffled(node: Any, random: Any) -> Any:
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_names_does_not_matter(random: Any) -> None:
     """Msgpack keeps the order of definition, Orbax's format sorts: both get the same suggestion."""
-    _, old, new = random_case(random)
-    stored, target = as_stored(old.state), state_dict.describe(new.state)
+    stored, target = case(random.randrange(10**6)).trees
     assert suggest(stored, target) == suggest(shuffled(stored, random), shuffled(target, random))
 
 

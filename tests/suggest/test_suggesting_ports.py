@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import restore, rules, save
-from tests.random_cases import field_cases
-from tests.random_cases.model_edits import fresh, mapped, stacked
-from tests.random_cases.model_families import Arrays
-from tests.random_cases.suggestions import Case, verdict
+from tests.random_cases.edits import fresh, mapped, stacked
+from tests.random_cases.models import Arrays
+from tests.random_cases.proposals import Case, verdict
 
 _A = Arrays()
 LAYERS = [{"w": _A(4, 5), "b": _A(5)} for _ in range(12)]
@@ -99,14 +98,6 @@ def test_logits_that_were_the_embedding_are_no_new_layer_for_certain() -> None:
     new = {**params, "logits": {"kernel": np.full((4, 11), np.inf, np.float32)}}
     found, suggestion, _ = verdict(Case("untied", {"params": params}, {"params": new}))
     assert found == "guess wrong" and suggestion is not None and suggestion.rules == []
-
-
-def test_parameters_become_no_moments() -> None:
-    """Where optimizers are new and have the names of the model's parts, the parts are not taken for moments."""
-    one = field_cases.case(2437)
-    assert set(one.old) == {"step", "params", "opt_state"} and "opt_fc" in one.new["model_state"]
-    found, suggestion, wrong = verdict(one)
-    assert found != "certain wrong", (wrong, str(suggestion))
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -1,15 +1,19 @@
 """Proposals for ports and edits of well-known models, with states of real optax; judged by values.
 
-``python -m tests.random_cases.field_cases --cases 5000`` counts them; ``--families held-out`` takes those that nothing was
-tried on. ``--follow`` pastes each proposal that is certain into a restore of a saved checkpoint."""  # noqa: E501
+``python -m tests.random_cases.proposals --cases 5000`` counts them, and prints what is certain and wrong;
+``--held-out`` takes families that nothing was tried on, ``--follow`` pastes what is certain into a restore."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
+import dataclasses
 import functools
 import random as random_module
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,19 +24,32 @@ from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._suggest import Suggestion
-from tests.random_cases import suggestions
-from tests.random_cases.field_edits import FIELD_EDITS
-from tests.random_cases.field_models import DEVELOPED, HELD_OUT, Family
-from tests.random_cases.model_edits import EDITS, Module, mapped
-from tests.random_cases.model_families import Arrays
-from tests.random_cases.suggestions import Case
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves
+from flax_ckpt_compat._suggest import Suggestion, suggest
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own
+from tests.random_cases.edits import EDITS, Module, mapped
+from tests.random_cases.models import DEVELOPED, HELD_OUT, Arrays, Family
+from tests.support.suggest_cases import as_stored
 
 _STEP, _COUNT = np.int32(7), np.int32(5)
 _FIELDS = {"mu": 2, "nu": 3, "trace": 4, "acc_grads": 5, "v": 6}
-# Edits of the other fuzzer that are tried on these families, too.
-_OTHERS = ["rename_rows", "wrap", "unwrap", "stack", "unlist", "fuse", "deeper", "add", "drop", "boxes", "torch_names",
-           "transpose_one", "unit_axes", "vocabulary"]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An old and a new state; the new one holds what a right restore gives, as in `edits`."""
+
+    title: str
+    old: Any
+    new: Any
+
+    @property
+    def trees(self) -> tuple[Node, Node]:
+        """The trees that `suggest` takes."""
+        return as_stored(self.old), state_dict.describe(self.new)
 
 
 def _schedule() -> Any:
@@ -126,7 +143,7 @@ def _edited(model: Module, r: Any, edits: list[str]) -> Module:
     for edit in edits:
         tried = copy.deepcopy(new)
         with contextlib.suppress(ValueError, KeyError, AttributeError, IndexError):  # what earlier edits made unlike
-            (FIELD_EDITS.get(edit) or EDITS[edit])(tried, r)
+            EDITS[edit](tried, r)
             new = tried
     return new
 
@@ -138,9 +155,9 @@ def case(seed: int, families: dict[str, Family] = DEVELOPED) -> Case:
     old = families[family](a, r)
     if r.random() < 0.2:
         old = _edited(old, r, [r.choice(["unlist", "stack_row", "wrap", "flatten", "fuse", "merge_heads", "affix"])])
-    often = ["port"] * 5 + ["stack_row", "camel", "group", "neutral"] * 2
-    edits = list(dict.fromkeys(r.choices([*FIELD_EDITS, *_OTHERS, *often], k=r.choice([1, 1, 1, 2, 2, 3]))))
-    if any("/" in name for name in old) and r.random() < 0.6:
+    often = ["port"] * 5 + ["stack_row", "rename_rows", "group", "neutral"] * 2
+    edits = list(dict.fromkeys(r.choices([*EDITS, *often], k=r.choice([1, 1, 1, 2, 2, 3]))))
+    if any("/" in name or "." in name for name in old) and r.random() < 0.6:
         edits = ["unflatten", *r.choice([["to_flax"], []])]
     new = _edited(old, r, edits)
     form = r.choice(["params", "train state", "train state", "train state", "new level", "no step", "to target"])
@@ -171,10 +188,76 @@ def mapped_numbers(tree: Any) -> Any:
     return jax.tree_util.tree_map(lambda x: x + np.float32(0.5) if np.ndim(x) else x, tree)
 
 
+def evaluated(leaf: Any, values: dict[Any, Any]) -> Any:
+    """The value of a leaf of a tree that rules have made."""
+    if isinstance(leaf, LeafHandle):
+        return values[leaf.path]
+    if isinstance(leaf, ArraySlice):
+        return values[leaf.handle.path][leaf.index]
+    if isinstance(leaf, Derived):
+        return leaf.function(*(evaluated(one, values) for one in leaf.inputs))
+    return None
+
+
+def judged(one: Case, stored: Node, target: Node, suggestion: Suggestion) -> tuple[bool, str]:
+    """Whether all steps give each leaf its value; and a leaf that gets a wrong one by the rules that are not comments."""  # noqa: E501
+    values = {path: leaf for path, leaf in iter_leaves(state_dict.describe(one.old)) if leaf is not None}
+    wrong = ""
+    outcomes = []
+    for chosen in ([step.rule for step in suggestion.steps], suggestion.rules):
+        tree, bad, lacking = stored, "", False
+        try:
+            for rule in chosen:
+                tree = rule.apply(tree, target)
+        except CheckpointError as error:
+            outcomes.append((False, f"raises {error}"[:300]))
+            continue
+        got = dict(iter_leaves(tree))
+        for path, wanted in iter_leaves(state_dict.describe(one.new)):
+            if isinstance(wanted, Branch) or wanted is None:
+                continue
+            if path not in got:
+                lacking = True
+                continue
+            is_own = got[path] is Own.KEEP_TARGET
+            if is_own:
+                if not np.isnan(wanted).all():
+                    bad = "/".join(path)
+                continue
+            found = np.asarray(evaluated(got[path], values))
+            if found.shape != np.shape(wanted):
+                lacking = True
+            elif not np.array_equal(found, wanted):
+                bad = "/".join(path)
+        outcomes.append((not bad and not lacking, bad))
+    (is_right, all_wrong), (_, wrong) = outcomes
+    return is_right, all_wrong or wrong
+
+
+def is_missing(stored: Node, target: Node) -> bool:
+    """Return whether the checkpoint lacks a leaf of the target, or has it in another shape."""
+    shapes = {path: leaf.shape for path, leaf in iter_leaves(stored) if hasattr(leaf, "shape")}
+    wanted = {path: leaf.shape for path, leaf in iter_leaves(target) if hasattr(leaf, "shape")}
+    return any(shapes.get(path) != shape for path, shape in wanted.items())
+
+
+def verdict(one: Case) -> tuple[str, Suggestion | None, str]:
+    """``certain right``, ``guess wrong``, ``none``, or ``same`` where nothing is missing; the proposal; a wrong leaf."""  # noqa: E501
+    stored, target = one.trees
+    if not is_missing(stored, target):
+        return "same", None, ""
+    suggestion = suggest(stored, target)
+    if suggestion is None:
+        return "none", None, ""
+    is_right, wrong = judged(one, stored, target, suggestion)
+    certainty = "certain" if suggestion.confident else "guess"
+    return f"{certainty} {'right' if is_right else 'wrong'}", suggestion, wrong
+
+
 def check(seed: int) -> None:
     """What is certain is right."""
     one = case(seed)
-    found, suggestion, wrong = suggestions.verdict(one)
+    found, suggestion, wrong = verdict(one)
     assert found != "certain wrong", (seed, one.title, wrong, str(suggestion))
 
 
@@ -204,16 +287,28 @@ def followed(one: Case, suggestion: Suggestion) -> str:
 
 def main() -> int:
     """Count the verdicts of many cases."""
-    sets = {"developed": DEVELOPED, "held-out": HELD_OUT}
-
-    def more(parser: Any) -> None:
-        parser.add_argument("--families", choices=list(sets), default="developed")
-        parser.add_argument("--follow", action="store_true", help="paste what is certain into a restore")
-
-    def made(options: Any) -> Callable[[int], Case]:
-        return lambda seed: case(seed, sets[options.families])
-
-    return suggestions.count("field_cases", __doc__ or "", made, more, followed)
+    parser = argparse.ArgumentParser(prog="python -m tests.random_cases.proposals", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--show", default="certain wrong", help="print the first 20 cases of this verdict")
+    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--follow", action="store_true", help="paste what is certain into a restore")
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    start, seed = time.process_time(), options.seed
+    while counts.total() < options.cases:
+        one = case(seed, HELD_OUT if options.held_out else DEVELOPED)
+        found, suggestion, wrong = verdict(one)
+        if options.follow and found == "certain right" and suggestion and (wrong := followed(one, suggestion)):
+            found = "certain wrong"
+        counts[found] += found != "same"
+        if found == options.show and counts[found] <= 20:
+            print(
+                f"--- {seed} {one.title}: {wrong} {suggestion.doubts if suggestion else ()}\n{suggestion}", flush=True
+            )
+        seed += 1
+    print(dict(sorted(counts.items())), f"{time.process_time() - start:.1f} s of CPU")
+    return counts["certain wrong"]
 
 
 if __name__ == "__main__":

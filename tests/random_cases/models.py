@@ -1,15 +1,48 @@
-"""More families of models, with the names of well-known code bases: nested dicts, and Haiku's names with slashes.
+"""Families of models with the names of well-known code bases, whose every value occurs once: nested dicts of arrays.
 
 Proposals were improved with the families of `DEVELOPED`; `HELD_OUT` give honest figures."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from tests.random_cases.model_families import Arrays, Module
+import numpy as np
 
+Module = dict[str, Any]
 _D = 6  # width: two heads of three
+
+
+class Arrays:
+    """Maker of arrays with values of their own."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count(1)
+
+    def __call__(self, *shape: int) -> np.ndarray:
+        """Return an array whose values no other one has."""
+        size = int(np.prod(shape))
+        start = next(self._next)
+        for _ in range(size):
+            next(self._next)
+        return (np.arange(size, dtype=np.float32) + start).reshape(shape)
+
+    def dense(self, rows: int, columns: int, *, bias: bool = True) -> Module:
+        """Return a dense layer."""
+        return {"kernel": self(rows, columns), **({"bias": self(columns)} if bias else {})}
+
+    def norm(self, width: int) -> Module:
+        """Return a layer norm."""
+        return {"scale": self(width), "bias": self(width)}
+
+    def conv(self, size: int, rows: int, columns: int) -> Module:
+        """Return a convolution."""
+        return {"kernel": self(size, size, rows, columns), "bias": self(columns)}
+
+    def embed(self, rows: int, width: int) -> Module:
+        """Return an embedding."""
+        return {"embedding": self(rows, width)}
 
 
 def _heads(a: Arrays, names: tuple[str, ...] = ("query", "key", "value"), out: str = "out") -> Module:
@@ -326,8 +359,48 @@ def rwkv(a: Arrays, r: Any) -> Module:
             "head": a.dense(_D, 14, bias=False)}  # fmt: skip
 
 
+def flat(a: Arrays, r: Any) -> Module:
+    """Torch's flat names, with dots."""
+    found: Module = {"conv1.weight": a(6, 3, 3, 3), "bn1.weight": a(6), "bn1.bias": a(6)}
+    for stage, block in itertools.product(range(1, r.choice([2, 3]) + 1), range(2)):
+        name = f"layer{stage}.{block}"
+        found |= {f"{name}.conv1.weight": a(6, 6, 3, 3), f"{name}.bn1.weight": a(6), f"{name}.bn1.bias": a(6)}
+    return {**found, "fc.weight": a(5, 6), "fc.bias": a(5)}
+
+
+def moe(a: Arrays, r: Any) -> Module:
+    """Experts that lie stacked."""
+    d = 4
+    layers = {f"layers_{n}": {"router": a.dense(d, 3, bias=False), "wi": {"kernel": a(3, d, 8)}, "wo": {"kernel": a(3, 8, d)},  # noqa: E501
+                              "norm": {"scale": a(d)}} for n in range(r.choice([2, 3]))}  # fmt: skip
+    return {"token_embedder": a.embed(14, d), **layers, "final_norm": {"scale": a(d)}}
+
+
+def agent(a: Arrays, r: Any) -> Module:
+    """An actor with two critics and their slow copies."""
+    d = r.choice([6, 8])
+
+    def tower(outputs: int, inputs: int = 5) -> Module:
+        return {"Dense_0": a.dense(inputs, d), "Dense_1": a.dense(d, d), "Dense_2": a.dense(d, outputs)}
+
+    found = {"actor": {**tower(4), "log_std": a(2)}, "critic": {"q1": tower(1, 7), "q2": tower(1, 7)}}
+    if r.random() < 0.5:
+        found["target_critic"] = {"q1": tower(1, 7), "q2": tower(1, 7)}
+    return {**found, "log_alpha": a(1)}
+
+
+def byol(a: Arrays, r: Any) -> Module:
+    """An online network and its slow copy."""
+
+    def network() -> Module:
+        return {"backbone": {"fc1": a.dense(5, 8), "fc2": a.dense(8, 8)}, "projector": a.dense(8, 4)}
+
+    return {"online": {**network(), "predictor": a.dense(4, 4)}, "target": network()}
+
+
 Family = Callable[[Arrays, Any], Module]
 DEVELOPED: dict[str, Family] = {one.__name__: one for one in (
-    gpt2, vit, t5x, haiku, nerf, sac, dreamer, efficientnet, whisper, compact, scanned, numbered_from_one)}  # fmt: skip
+    gpt2, vit, t5x, haiku, nerf, sac, dreamer, efficientnet, whisper, compact, scanned, numbered_from_one,
+    flat, moe, agent, byol)}  # fmt: skip
 HELD_OUT: dict[str, Family] = {one.__name__: one for one in (
     evoformer, gemma, detr, impala, perceiver, vqgan, wav2vec, rwkv)}  # fmt: skip

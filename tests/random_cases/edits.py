@@ -1,27 +1,19 @@
-"""More edits of models, such as ports between code bases; see `model_edits` for what the new state holds."""
+"""Edits of models and their states; what the new state holds is what a right restore gives.
+
+NaN: the target's own value stays. Infinity: what belongs there cannot be told, so that no certain proposal is right."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from tests.random_cases.model_edits import (
-    Edit,
-    Module,
-    fresh,
-    is_layer,
-    mapped,
-    modules,
-    numbered_rows,
-    put,
-    rename_some,
-    replace_one,
-    stacked,
-    unknown,
-)
+from tests.random_cases.models import Module
+
+Edit = Callable[[Module, Any], None]
 
 _NEUTRAL = ["alpha", "bravo", "delta", "juno", "kappa", "lumen", "orbit", "pixel", "quartz", "tango", "umbra", "violet"]
 _SYNONYMS = {
@@ -54,6 +46,244 @@ _OTHER = {
     "unembed": "probe", "cls": "distill_token", "latents": "memory", "fine_mlp": "background_mlp",
     "pool_proj": "audio_proj", "emb": "user_table", "wpe": "segment_embed", "embed_positions": "speaker_table",
 }  # fmt: skip
+_ROWS = {
+    "BottleneckBlock_": "block_", "layer_": "layers_", "layers_": "block_", "up_": "upsample_", "down_": "downsample_",
+    "down_blocks_": "down_", "up_blocks_": "up_", "resnets_": "res_", "processor_": "step_", "MixerBlock_": "blocks_",
+    "conv_": "Conv_", "deconv_": "ConvTranspose_", "block": "stage", "stage_": "blocks_", "coupling_": "flows_",
+    "lateral_": "in_", "Dense_": "fc", "table_": "embedding_",
+}  # fmt: skip
+_QKV = [("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("gate_proj", "up_proj")]
+
+
+def modules(model: Module) -> Iterator[Module]:
+    """Every module, the outer ones first."""
+    yield model
+    for child in list(model.values()):
+        if isinstance(child, dict):
+            yield from modules(child)
+
+
+def mapped(function: Callable[[np.ndarray], Any], node: Any) -> Any:
+    """A tree with each array replaced."""
+    return {n: mapped(function, c) for n, c in node.items()} if isinstance(node, dict) else function(node)
+
+
+def fresh(node: Any) -> Any:
+    """A tree of which nothing is stored."""
+    return mapped(lambda array: np.full(array.shape, np.nan, np.float32), node)
+
+
+def unknown(node: Any) -> Any:
+    """A tree of which nothing certain can be said."""
+    return mapped(lambda array: np.full(array.shape, np.inf, np.float32), node)
+
+
+def is_layer(node: Any) -> bool:
+    """A module that holds arrays alone."""
+    return isinstance(node, dict) and bool(node) and not any(isinstance(one, dict) for one in node.values())
+
+
+def put(model: Module, items: list[tuple[str, Any]]) -> None:
+    """Give a module other children, unless two of them have one name."""
+    if len(dict(items)) == len(items):
+        model.clear()
+        model.update(items)
+
+
+def rename_rows(model: Module, r: Any) -> None:
+    """Numbered layers get another stem."""
+    found = {m[1] for one in modules(model) for name in one if (m := re.fullmatch(r"(.*?)\d+", name)) and m[1] in _ROWS}
+    stem = r.choice(sorted(found)) if found else ""
+    for one in list(modules(model)) if stem else ():
+        put(one, [(re.sub(rf"^{stem}(\d+)$", rf"{_ROWS[stem]}\1", name), child) for name, child in one.items()])
+
+
+def wrap(model: Module, r: Any) -> None:
+    """One more level around all, or around one module."""
+    holder = r.choice([model, *(one for one in modules(model) if not is_layer(one))])
+    put(holder, [(r.choice(["net", "core", "inner_model"]), dict(holder))])
+
+
+def unwrap(model: Module, r: Any) -> None:
+    """One level less."""
+    for one in list(modules(model)):
+        if len(one) == 1 and isinstance(only := next(iter(one.values())), dict) and not is_layer(only):
+            put(one, list(only.items()))
+            return
+
+
+def numbered_rows(model: Module) -> list[tuple[Module, str, list[str]]]:
+    """Holders of numbered layers, the text before the number, and the names."""
+    found = []
+    for one in modules(model):
+        stems: dict[str, list[str]] = {}
+        for name, child in one.items():
+            if isinstance(child, dict) and (match := re.fullmatch(r"(.*?)(\d+)", name)):
+                stems.setdefault(match[1], []).append(name)
+        found += [(one, stem, sorted(names, key=lambda n: int(re.findall(r"\d+", n)[-1])))
+                  for stem, names in stems.items() if len(names) > 1]  # fmt: skip
+    return found
+
+
+def stacked(nodes: list[Any], axis: int) -> Any:
+    """Several trees as one with one more axis."""
+    if isinstance(nodes[0], dict):
+        return {name: stacked([node[name] for node in nodes], axis) for name in nodes[0]}
+    return np.stack(nodes, min(axis, nodes[0].ndim))
+
+
+def unlist(model: Module, r: Any) -> None:
+    """``layers/0`` becomes ``layers_0``, and the other way round."""
+    rows = numbered_rows(model)
+    for holder, stem, names in rows:
+        if stem == "" and len(names) == len(holder):
+            for above in list(modules(model)):
+                for name, child in list(above.items()):
+                    if child is holder:
+                        put(above, [x for old, c in above.items() for x in (
+                            [(f"{name}_{n}", layer) for n, layer in holder.items()] if old == name else [(old, c)])])  # fmt: skip  # noqa: E501
+            return
+    if rows:
+        holder, stem, names = r.choice(rows)
+        rest = [(name, child) for name, child in holder.items() if name not in names]
+        put(holder, [*rest, (stem.rstrip("_"), {str(n): holder[name] for n, name in enumerate(names)})])
+
+
+def from_one(model: Module, r: Any) -> None:
+    """Numbers begin at 1."""
+    rows = numbered_rows(model)
+    if rows:
+        holder, stem, _ = r.choice(rows)
+        shift = lambda name: re.sub(r"\d+$", lambda m: str(int(m[0]) + 1), name)  # noqa: E731
+        put(holder, [(shift(n) if re.fullmatch(rf"{re.escape(stem)}\d+", n) else n, c) for n, c in holder.items()])
+
+
+def fuse(model: Module, r: Any) -> None:
+    """Query, key and value become one projection."""
+    into = r.choice(["qkv", "qkv_proj", "in_proj"])
+    for one in list(modules(model)):
+        for names in _QKV:
+            if all(name in one and is_layer(one[name]) for name in names):
+                whole = {n: np.concatenate([one[name][n] for name in names], -1) for n in one[names[0]]}
+                new = into if len(names) == 3 else "gate_up_proj"
+                put(one, [(new, whole), *((n, c) for n, c in one.items() if n not in names)])
+
+
+def _resized(array: np.ndarray, axis: int, size: int, value: float) -> np.ndarray:
+    shape = list(array.shape)
+    shape[axis] = size
+    return np.full(shape, value, np.float32)
+
+
+def vocabulary(model: Module, r: Any) -> None:
+    """An embedding gets more rows."""
+    tables = [layer for one in modules(model) for layer in one.values() if is_layer(layer) and "embedding" in layer]
+    if tables := [table for table in tables if np.isfinite(table["embedding"]).all()]:
+        table = r.choice(tables)
+        table["embedding"] = _resized(table["embedding"], 0, table["embedding"].shape[0] + 5, np.inf)
+
+
+def torch_names(model: Module, r: Any) -> None:
+    """Kernels become torch's weights, which are transposed."""
+    for one in list(modules(model)):
+        if "kernel" in one and not isinstance(kernel := one["kernel"], dict) and kernel.ndim in (2, 4):
+            turned = kernel.T if kernel.ndim == 2 else kernel.transpose(3, 2, 0, 1)
+            put(one, [("weight", turned) if n == "kernel" else (n, c) for n, c in one.items()])
+
+
+def transpose_one(model: Module, r: Any) -> None:
+    """One kernel lies the other way round."""
+    layers = [one for one in _kernels(model) if one["kernel"].ndim == 2 and len(set(one["kernel"].shape)) > 1]
+    if layers:
+        layer = r.choice(layers)
+        layer["kernel"] = layer["kernel"].T
+
+
+def unit_axes(model: Module, r: Any) -> None:
+    """The scale of norms gets axes of length 1."""
+    for one in list(modules(model)):
+        if {"scale", "bias"} == one.keys() and not isinstance(one["scale"], dict) and one["scale"].ndim == 1:
+            for name in one:
+                one[name] = one[name].reshape(1, 1, 1, -1)
+
+
+def add(model: Module, r: Any) -> None:
+    """Something small is new."""
+    holder = r.choice([model, *(one for one in modules(model) if not is_layer(one))])
+    layer = {"kernel": np.full((13, 11), np.nan, np.float32), "bias": np.full(11, np.nan, np.float32)}
+    holder[r.choice(["adapter", "extra", "aux_head", "side_net"])] = layer
+
+
+def drop(model: Module, r: Any) -> None:
+    """A module goes."""
+    holders = [one for one in modules(model) if sum(isinstance(c, dict) for c in one.values()) > 1]
+    if holders:
+        holder = r.choice(holders)
+        del holder[r.choice([name for name, child in holder.items() if isinstance(child, dict)])]
+
+
+def move_bias(model: Module, r: Any) -> None:
+    """Of two layers of one shape the other one has the bias, and both are numbered by another name."""
+    for holder, _, names in numbered_rows(model):
+        layers = [holder[name] for name in names[:2]]
+        if (
+            all(is_layer(x) and "kernel" in x for x in layers)
+            and layers[0]["kernel"].shape == layers[1]["kernel"].shape
+        ):
+            first = {"kernel": layers[0]["kernel"]}
+            second = {"kernel": layers[1]["kernel"], "bias": np.full(layers[0]["kernel"].shape[-1], np.nan, np.float32)}
+            put(holder, [(f"fc{names.index(n)}", (first, second)[names.index(n)]) if n in names[:2] else (n, c)
+                          for n, c in holder.items()])  # fmt: skip
+            return
+
+
+def _lost(array: np.ndarray) -> float:
+    """What becomes of an array that cannot be computed from the stored ones: new if it was new before."""
+    return np.nan if np.isnan(array).all() else np.inf
+
+
+def factors(model: Module, r: Any) -> None:
+    """A kernel becomes a product of two."""
+    layers = [one for one in _kernels(model) if one["kernel"].ndim == 2]
+    if layers:
+        layer = r.choice(layers)
+        value = _lost(layer["kernel"])
+        rows, columns = layer.pop("kernel").shape
+        layer["left"] = np.full((rows, 2), value, np.float32)
+        layer["right"] = np.full((2, columns), value, np.float32)
+
+
+def deeper(model: Module, r: Any) -> None:
+    """A row gets another layer: the first one, the middle one or the last one; the later ones get other numbers."""
+    rows = numbered_rows(model)
+    if rows:
+        holder, stem, names = r.choice(rows)
+        layers = [holder[name] for name in names]
+        layers.insert(r.choice([0, len(layers) // 2, len(layers)]), fresh(copy.deepcopy(layers[-1])))
+        first = int(re.findall(r"\d+", names[0])[-1])
+        rest = [(name, child) for name, child in holder.items() if name not in names]
+        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+
+
+def shallower(model: Module, r: Any) -> None:
+    """A row loses a layer."""
+    rows = [row for row in numbered_rows(model) if len(row[2]) > 2]
+    if rows:
+        holder, stem, names = r.choice(rows)
+        layers = [holder[name] for name in names]
+        del layers[r.randrange(len(layers))]
+        first = int(re.findall(r"\d+", names[0])[-1])
+        rest = [(name, child) for name, child in holder.items() if name not in names]
+        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
+
+
+def boxes(model: Module, r: Any) -> None:
+    """Each array, or each of one name, is in a box."""
+    only = r.choice([None, "kernel", "bias"])
+    for one in list(modules(model)):
+        for name, child in one.items():
+            if not isinstance(child, dict) and only in (None, name):
+                one[name] = {"value": child}
 
 
 def _kernels(model: Module) -> list[Module]:
@@ -62,25 +292,10 @@ def _kernels(model: Module) -> list[Module]:
 
 def port(model: Module, r: Any) -> None:
     """Modules get the words of another code base."""
-    rename_some(model, r, _SYNONYMS)
-
-
-def camel(model: Module, r: Any) -> None:
-    """Rows of snake case get names in camel case, or the other way round."""
+    names = sorted({name for one in modules(model) for name in one} & _SYNONYMS.keys())
+    chosen = set(r.sample(names, r.randint(1, len(names)))) if names else set()
     for one in list(modules(model)):
-        found = []
-        for name, child in one.items():
-            match = re.fullmatch(r"([A-Za-z_]*?[A-Za-z])_?(\d+)", name)
-            if match and isinstance(child, dict):
-                stem = match[1]
-                turned = "".join(w.capitalize() for w in stem.split("_")) if stem.islower() else _snake(stem)
-                name = f"{turned}_{match[2]}"
-            found.append((name, child))
-        put(one, found)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        put(one, [(_SYNONYMS[name] if name in chosen else name, child) for name, child in one.items()])
 
 
 def affix(model: Module, r: Any) -> None:
@@ -154,18 +369,6 @@ def unstack(model: Module, r: Any) -> None:
                 row = {str(n) if as_list else f"layer_{n + first}": layer for n, layer in enumerate(layers)}
                 put(one, [*rest, *([(name, row)] if as_list else row.items())])
                 return
-
-
-def insert_middle(model: Module, r: Any) -> None:
-    """A row gets another layer in its middle, and the later ones other numbers."""
-    rows = [row for row in _rows(model) if len(row[2]) > 1]
-    if rows:
-        holder, stem, names = r.choice(rows)
-        layers = [holder[name] for name in names]
-        layers.insert(len(layers) // 2 or 1, fresh(copy.deepcopy(layers[0])))
-        first = int(re.findall(r"\d+", names[0])[-1])
-        rest = [(name, child) for name, child in holder.items() if name not in names]
-        put(holder, [*rest, *((f"{stem}{n}", layer) for n, layer in enumerate(layers, first))])
 
 
 def untie(model: Module, r: Any) -> None:
@@ -259,18 +462,10 @@ def merge_heads(model: Module, r: Any) -> None:
 
 def other_purpose(model: Module, r: Any) -> None:
     """A part goes, and another one of the same shapes comes."""
-    replace_one(model, r, _OTHER)
-
-
-def second(model: Module, r: Any) -> None:
-    """A module gets a sibling of the same shapes, and another name that means the same."""
-    found = [
-        (one, name) for one in modules(model) for name, c in one.items() if name in _SYNONYMS and isinstance(c, dict)
-    ]
-    if found:
-        one, name = r.choice(found)
-        child, other = one[name], r.choice([f"{name}_b", f"aux_{name}", f"second_{_SYNONYMS[name]}"])
-        put(one, [(_SYNONYMS[name] if n == name else n, c) for n, c in one.items()] + [(other, fresh(child))])
+    names = [(one, name) for one in modules(model) for name in one if name in _OTHER]
+    if names:
+        one, name = r.choice(names)
+        put(one, [(_OTHER[n], fresh(c)) if n == name else (n, c) for n, c in one.items()])
 
 
 def wider(model: Module, r: Any) -> None:
@@ -305,9 +500,9 @@ def flatten(model: Module, r: Any) -> None:
 
 
 def unflatten(model: Module, r: Any) -> None:
-    """Names with slashes become levels, without Haiku's ``~``."""
-    for name in [name for name in model if "/" in name]:
-        *above, last = [part for part in name.split("/") if part != "~"]
+    """Names with slashes or dots become levels, without Haiku's ``~``."""
+    for name in [name for name in model if "/" in name or "." in name]:
+        *above, last = [part for part in re.split("[/.]", name) if part != "~"]
         at = model
         for level in above:
             at = at.setdefault(level, {})
@@ -330,6 +525,11 @@ def slow_copy(model: Module, r: Any) -> None:
         model[r.choice(["slow_{}", "{}_momentum", "target_{}", "{}_old"]).format(name)] = unknown(model[name])
 
 
-FIELD_EDITS: dict[str, Edit] = {edit.__name__: edit for edit in (
-    port, camel, affix, neutral, group, stack_row, unstack, insert_middle, untie, no_bias, more_bias, rms, lora, key_value,  # noqa: E501
-    dense_of_conv, merge_heads, other_purpose, second, wider, flatten, unflatten, to_flax, slow_copy)}  # fmt: skip
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit for edit in (
+        rename_rows, wrap, unwrap, unlist, from_one, fuse, vocabulary, torch_names, transpose_one, unit_axes,
+        add, drop, move_bias, factors, deeper, shallower, boxes, port, affix, neutral, group, stack_row,
+        unstack, untie, no_bias, more_bias, rms, lora, key_value, dense_of_conv, merge_heads, other_purpose,
+        wider, flatten, unflatten, to_flax, slow_copy,
+    )
+}  # fmt: skip
