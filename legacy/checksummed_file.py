@@ -150,7 +150,7 @@ class ChecksummedObject:
 
         Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
         source = self._source
-        expected = source.location.storage.stored_crc32c(source.path)
+        expected = source.location.stored_crc32c()
         if expected is None:
             return False
         (parts, cut_reads), starts = _by_unit(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)

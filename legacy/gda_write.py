@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import Encoder, use_tensorstore
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
-from flax_ckpt_compat._core.location import LOCAL, Location, of_text
+from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -87,7 +87,7 @@ def _base(save: ProcessSave) -> Location:
     """Return the folder that the arrays' subpaths are relative to."""
     if save.upload is not None:
         return of_text(save.upload.folder) / save.upload.tag
-    return Location(gda_folder.folder_of(save.path), LOCAL) / gda_folder.generation_prefix(save.path).rstrip("/")
+    return LocalLocation(gda_folder.folder_of(save.path)) / gda_folder.generation_prefix(save.path).rstrip("/")
 
 
 def _subpath(array: DistributedArray, name: str) -> str:

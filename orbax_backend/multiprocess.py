@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveErro
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.directories import files_below
-from flax_ckpt_compat._core.location import LOCAL, Location, of_text
+from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.storage_errors import translated
@@ -76,7 +76,7 @@ def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
     _assign_writers(plan, options)
-    digest, base = _digest(plan), Location(path, LOCAL) if upload is None else of_text(upload.url)
+    digest, base = _digest(plan), LocalLocation(path) if upload is None else of_text(upload.url)
     names = [_name_of(index, upload) for index in range(save.process.count)]
     in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(len(names)))
     if plan.arrays:
@@ -119,14 +119,14 @@ def _merge(path: str, names: list[str], upload: Upload | None) -> None:
     # A process that holds no first replica has written no database.
     written = list(filter(is_written, names))
     if upload is None:
-        merge(path, written, Location(path, LOCAL))
+        merge(path, written, LocalLocation(path))
     else:
         merge(path, written, of_text(upload.url), file_locator(path, of_text(upload.folder)))
 
 
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: Upload | None) -> None:
     if upload is None:
-        location = Location(path, LOCAL)
+        location = LocalLocation(path)
         check_complete(path, plan, encoding, open_database(location), lambda file: size_of(location / file))
         return
     folder = of_text(upload.folder)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.location import LOCAL, Location
+from flax_ckpt_compat._core.location import LocalLocation, Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, PROCESS_PREFIX
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -51,4 +51,4 @@ def _entries_of(location: Location, name: str, locate: Callable[[str], Location]
 
 def file_locator(local: str, store: Location) -> Callable[[str], Location]:
     """Return a function that resolves file names of a local directory with the process databases of a store in it."""
-    return lambda file: (store if file.startswith(PROCESS_PREFIX) else Location(local, LOCAL)) / file
+    return lambda file: (store if file.startswith(PROCESS_PREFIX) else LocalLocation(local)) / file

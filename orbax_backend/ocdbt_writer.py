@@ -15,7 +15,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
-from flax_ckpt_compat._core.location import LOCAL
+from flax_ckpt_compat._core.location import LocalLocation
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
@@ -42,7 +42,7 @@ class Database:
         """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none.
 
         ``past_cache``: see `WriteOptions`."""
-        LOCAL.kvstore(path)  # raises for a path that real Orbax, which reads it by TensorStore, could not open
+        LocalLocation(path).kvstore()  # raises for a path that real Orbax could not open
         self._path, self._files = path, DataFiles(path, sums, meter, past_cache=past_cache)
         self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not

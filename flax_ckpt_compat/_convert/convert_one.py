@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.arguments import load_name, load_value
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
-from flax_ckpt_compat._core.location import LOCAL, Location, of_text
+from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, StoredArray, map_leaves
 from flax_ckpt_compat._discovery.locating import unchanged
@@ -98,7 +98,7 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
     with final.temporary() as temporary:
         counted(output, progress)
         output_writers.write(temporary, job.to, output, prepared, final)
-        compare(Location(temporary, LOCAL), job.to, output, progress)
+        compare(LocalLocation(temporary), job.to, output, progress)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
-from flax_ckpt_compat._core.location import LOCAL, Location, of_text
+from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -103,7 +103,7 @@ def _finish_step(temporary: str, output: Output) -> None:
     times: dict[str, Any] = {}
     for item in output.trees:
         folder = os.path.join(temporary, item)
-        times = metadata.read_step_metadata(Location(folder, LOCAL))
+        times = metadata.read_step_metadata(LocalLocation(folder))
         os.unlink(os.path.join(folder, layout.STEP_METADATA))
         sync_directory(folder)
     _write_step_metadata(temporary, times, output, output.handlers)
@@ -127,7 +127,7 @@ def _write_step_metadata(folder: str, times: dict[str, Any], output: Output, han
 
 
 def _edit_metadata(folder: str, custom: dict[str, Any]) -> None:
-    found = metadata.read_step_metadata(Location(folder, LOCAL))
+    found = metadata.read_step_metadata(LocalLocation(folder))
     content = json.dumps({**found, "custom_metadata": custom}).encode()
     write_file(os.path.join(folder, layout.STEP_METADATA), content, new=False)
     sync_directory(folder)

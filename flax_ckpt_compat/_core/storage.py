@@ -1,18 +1,25 @@
-"""Define `Storage`, what the local disk and object stores have in common; `Location` calls it with its path.
+"""Define `Location`: where something is, as every part of the library hands it down.
 
-Paths are absolute local paths, or normalized URLs. Methods that take a `Listing` answer from it what it covers, and ask
-the storage for the rest; a disk has no listings. A missing file is a FileNotFoundError everywhere; other failures are
-OSErrors of a disk or StorageErrors. `Location` makes a StorageError of all of them."""
+Each storage, the local disk or a store, is a subclass that implements the look-ups and changes. A location may have a
+`Listing`, from which it answers what that covers; a disk has no listings. ``location / name`` is below it and keeps the
+listing, so one listing serves all of a call. Locations of the same path are equal.
+"""
 
 from __future__ import annotations
 
 import abc
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Self
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.storage_errors import translated
 
 
 class Stat(NamedTuple):
@@ -74,7 +81,7 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     def fields(self) -> dict[str, str]:
-        """Return what other processes need to join; see `Storage.join_upload`."""
+        """Return what other processes need to join; see `Location.join_upload`."""
 
     @abc.abstractmethod
     def written(self) -> list[str]:
@@ -100,7 +107,7 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, staged: str, *, new: bool) -> None:
-        """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Storage.publish`."""
+        """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Location.publish`."""
 
     @abc.abstractmethod
     def abort(self) -> None:
@@ -151,163 +158,235 @@ class Source(abc.ABC):
         return False
 
 
-class Storage(abc.ABC):
-    """A place that holds files in folders.
+# Methods whose OSErrors become StorageErrors → what completes "could not be …".
+_TRANSLATED = {
+    "isdir": "",
+    "isfile": "",
+    "exists": "",
+    "listdir": "listed",
+    "files_below": "listed",
+    "read": "read",
+    "size": "read",
+    "head": "read",
+    "total_size": "listed",
+    "open_file": "read",
+    "version": "read",
+    "resolve": "",
+    "why_too_long": "",
+    "holds_nothing": "",
+}
 
-    Attributes:
-        is_remote: each look-up is a request, which a `Listing` saves. There are no links, locks or descriptors, and
-            other libraries cannot open a path as a file.
-        names_processes: names of temporaries tell which process writes them, so that a live writer is noticed.
-        sets_aside: what a rename cannot replace is first renamed itself; `restore_set_aside` puts it back.
+
+def _translating(method: Any, doing: str) -> Any:
+    @functools.wraps(method)
+    def look(self: Location, *args: Any, **kwargs: Any) -> Any:
+        with translated(self.path, doing):
+            return method(self, *args, **kwargs)
+
+    return look
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Location(abc.ABC):
+    """A path and how its storage is reached; a file, a folder, or nothing may be there.
+
+    Its look-ups raise StorageError; where nothing is there, a `MissingPathError`. To look again, after others may have
+    changed something, ask `unlisted`.
     """
 
-    is_remote: bool
-    names_processes: bool
-    sets_aside: bool
+    path: str  # absolute local path, or normalized URL
+    listing: Listing | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    # Names and listings.
+    # Each look-up without a listing is a request. There are no links, locks or descriptors, nobody sees whether a
+    # writer is alive, and other libraries cannot open a path as a file.
+    is_remote: ClassVar[bool]
+
+    def __init_subclass__(cls) -> None:
+        for name, doing in _TRANSLATED.items():
+            if name in vars(cls):
+                setattr(cls, name, _translating(vars(cls)[name], doing))
+
+    def __str__(self) -> str:
+        """Return the path."""
+        return self.path
+
+    def __truediv__(self, name: str) -> Self:
+        """Return the location below this one with a name, or relative path."""
+        if not name:
+            return self
+        return self.at(self.path + name if self.path[-1:] == "/" else f"{self.path}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Return the last name of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        """Return the folder that this is in; the root of a file system is its own."""
+        return self.at(os.path.dirname(self.path))
+
+    def at(self, path: str) -> Self:
+        """Return the location of another path of the same storage, with the same listing."""
+        return type(self)(path, self.listing)
+
+    def sibling(self, suffix: str) -> Self:
+        """Return the location beside this one whose name is this one's and a suffix."""
+        return self.at(self.path + suffix)
+
+    # Listings.
 
     @abc.abstractmethod
-    def listing(self, path: str) -> Listing | None:
-        """List all below a folder in one go; None on a disk, where look-ups are quick and a list would be old soon."""
+    def listed(self) -> Self:
+        """Return this location with a listing that covers it, the one it has or a new one; on a disk itself."""
+
+    def unlisted(self) -> Self:
+        """Return this location without a listing: it asks its storage again."""
+        return self if self.listing is None else type(self)(self.path)
+
+    def with_listing(self, listing: Listing | None) -> Self:
+        """Return this location with a listing that was just made; None is none."""
+        return type(self)(self.path, listing)
+
+    def prefetch_heads(self, names: Iterable[str]) -> None:  # noqa: B027  (a disk answers at once)
+        """Ask at once for the first bytes of the files of these names in this folder, where a listing can keep them."""
+
+    def prefetch_contents(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Read many small files below this folder at once, where a listing can keep them."""
+
+    def forget_contents(self) -> None:
+        """Let go of what `prefetch_contents` has read: later reads are of what is there then."""
+        if self.listing is not None:
+            self.listing.contents.clear()
+
+    # Look-ups.
 
     @abc.abstractmethod
-    def isdir(self, path: str, listing: Listing | None = None) -> bool:
-        """Return whether a path is a folder: on a disk a directory, in a store the beginning of other names."""
+    def isdir(self) -> bool:
+        """Return whether this is a folder: on a disk a directory, in a store the beginning of other names."""
 
     @abc.abstractmethod
-    def isfile(self, path: str, listing: Listing | None = None) -> bool:
-        """Return whether a path is a regular file, or an object that no committed folder of its name hides."""
+    def isfile(self) -> bool:
+        """Return whether this is a regular file, or an object that no committed folder of its name hides."""
 
     @abc.abstractmethod
-    def exists(self, path: str, listing: Listing | None = None) -> bool:
+    def exists(self) -> bool:
         """Return whether something has this name, be it a link that leads nowhere."""
 
     @abc.abstractmethod
-    def listdir(self, path: str, listing: Listing | None = None) -> list[str]:
-        """List the names in a folder; raise FileNotFoundError or NotADirectoryError if there is none."""
+    def listdir(self) -> list[str]:
+        """List the names in this folder; raise MissingPathError if it is none."""
 
     @abc.abstractmethod
-    def files_below(self, path: str, listing: Listing | None = None) -> list[str]:
-        """Return the paths of all files below a folder, relative to it; none if there is no such folder."""
+    def files_below(self) -> list[str]:
+        """Return the paths of all files below this folder, relative to it; none if there is no such folder."""
 
     @abc.abstractmethod
-    def resolve(self, path: str) -> str:
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Read this file from ``start`` to ``stop``; fewer bytes if it ends before."""
+
+    @abc.abstractmethod
+    def open_file(self) -> Source:
+        """Open one version of this file, to read parts of it."""
+
+    @abc.abstractmethod
+    def head(self) -> bytes:
+        """Return the first 32 bytes of this file, fewer of a shorter one; one request in a store if it has more."""
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Return the bytes of this file."""
+
+    @abc.abstractmethod
+    def total_size(self) -> int:
+        """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
+
+    @abc.abstractmethod
+    def stored_crc32c(self) -> int | None:
+        """Return the CRC-32C of this file that the storage reports, or None."""
+
+    @abc.abstractmethod
+    def version(self) -> bytes:
+        """Return bytes that change when this file is replaced, equal on all machines that share it."""
+
+    @abc.abstractmethod
+    def identity(self) -> tuple[int, int, int] | None:
+        """Return device, inode and time of change; None if nothing is here, and in stores, where folders have none."""
+
+    @abc.abstractmethod
+    def watch(self) -> Callable[[], bool]:
+        """Return a function that returns whether the checkpoint here was replaced since its listing, or since now."""
+
+    @abc.abstractmethod
+    def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
 
     @abc.abstractmethod
-    def why_too_long(self, path: str) -> str | None:
-        """Return why no checkpoint can have a path of that length, or None if one can."""
+    def why_too_long(self) -> str | None:
+        """Return why no checkpoint can have a path of this length, or None if one can."""
 
     @abc.abstractmethod
-    def can_hold(self, path: str) -> bool:
+    def can_hold_checkpoint(self) -> bool:
         """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
-
-    # Files.
-
-    @abc.abstractmethod
-    def size(self, path: str, listing: Listing | None = None) -> int:
-        """Return the bytes of a file."""
-
-    @abc.abstractmethod
-    def head(self, path: str, listing: Listing | None = None) -> bytes:
-        """Return the first 32 bytes of a file, fewer of a shorter one; one request in a store if it has more."""
-
-    @abc.abstractmethod
-    def total_size(self, path: str, listing: Listing | None = None) -> int:
-        """Return the bytes of a file, or of all files below a folder; 0 if nothing is there."""
-
-    @abc.abstractmethod
-    def read(self, path: str, start: int = 0, stop: int | None = None, listing: Listing | None = None) -> bytes:
-        """Read a file from ``start`` to ``stop``; fewer bytes if it ends before."""
-
-    @abc.abstractmethod
-    def open_file(self, path: str) -> Source:
-        """Open one version of a file, to read parts of it."""
-
-    @abc.abstractmethod
-    def stored_crc32c(self, path: str) -> int | None:
-        """Return the CRC-32C of a file that the storage reports, or None."""
-
-    @abc.abstractmethod
-    def version(self, path: str) -> bytes:
-        """Return bytes that change when a file is replaced, equal on all machines that share it."""
-
-    @abc.abstractmethod
-    def identity(self, path: str) -> tuple[int, int, int] | None:
-        """Return device, inode and time of change; None if nothing is there, and in stores, where folders have none."""
-
-    @abc.abstractmethod
-    def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:
-        """Return a function that returns whether the checkpoint here was replaced since now, or since the listing."""
-
-    @abc.abstractmethod
-    def delete(self, path: str) -> None:
-        """Delete one file."""
-
-    @abc.abstractmethod
-    def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
-        """Ask at once for the first bytes of those of many paths that are files, for `Listing.heads`."""
-
-    @abc.abstractmethod
-    def prefetch_contents(self, paths: Collection[str], listing: Listing) -> None:
-        """Read many small files at once, for `Listing.contents`."""
 
     # Checkpoints: how they come and go as a whole.
 
     @abc.abstractmethod
-    def why_unfinished(self, path: str, names: Collection[str]) -> str | None:
-        """Return why a folder with these names is incomplete by the rules of the storage, or None."""
+    def why_unfinished(self, names: Collection[str]) -> str | None:
+        """Return why this folder, which has these names, is incomplete by the rules of its storage, or None."""
 
     @abc.abstractmethod
-    def holds_nothing(self, path: str, listing: Listing | None = None) -> bool:
-        """Return whether nothing is lost by replacing a path: an empty file, an empty or unfinished folder."""
+    def holds_nothing(self) -> bool:
+        """Return whether nothing is lost by replacing this: an empty file, an empty or unfinished folder."""
 
     @abc.abstractmethod
-    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:
-        """Create a folder of checkpoints, and remove what dead writers left in it."""
+    def prepare_directory(self) -> None:
+        """Create this folder of checkpoints, and remove what dead writers left in it."""
 
     @abc.abstractmethod
-    def leftovers(self, path: str) -> dict[str, bool]:
-        """Return the names in a folder with something that dead writers left → whether all of it goes."""
+    def leftovers(self) -> dict[str, bool]:
+        """Return the names in this folder with something that dead writers left → whether all of it goes."""
 
     @abc.abstractmethod
-    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
-        """Remove what dead writers left under these names of a folder, unless somebody writes there by now."""
+    def remove_leftovers(self, names: Collection[str]) -> None:
+        """Remove what dead writers left under these names of this folder, unless somebody writes there by now."""
 
     @abc.abstractmethod
-    def temporary_path(self, path: str) -> str:
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:
+        """Put back checkpoints among these names that a dead writer had set aside; return their names."""
+
+    @abc.abstractmethod
+    def temporary_path(self) -> str:
         """Return a local path to write a checkpoint to before `publish` gives it this one.
 
         It is created as `temporaries.temporary_path` says."""
 
-    @abc.abstractmethod
-    def publish(
-        self,
-        temporary: str,
-        path: str,
-        *,
-        new: bool = False,
-        meter: Meter = OFF,
-    ) -> None:
-        """Publish a finished temporary under its final name; no reader sees a part of it.
-
-        With ``new`` a checkpoint that has this name by now is not replaced. ``meter`` counts the bytes."""
+    @contextmanager
+    def temporary(self) -> Iterator[str]:
+        """Yield a `temporary_path` for a checkpoint that is published within the context; a failure removes it."""
+        found = self.temporary_path()
+        try:
+            yield found
+        except BaseException:
+            removal.remove_temporary(found)
+            raise
 
     @abc.abstractmethod
-    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:
-        """Remove checkpoints durably; a crash in the middle leaves no part of one. Return path → failure."""
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
+        """Give a finished temporary this path; no reader sees a part of it.
+
+        With ``new`` a checkpoint that has this path by now is not replaced. ``meter`` counts the bytes."""
 
     @abc.abstractmethod
-    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
-        """Put back checkpoints among these names that a dead writer had set aside; return their names.
+    def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
+        """Remove checkpoints of these names from this folder durably; return name → failure.
 
-        None are where nothing `sets_aside`."""
+        A crash in the middle leaves no part of one."""
 
     # Saves by several processes.
 
     @abc.abstractmethod
-    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload | None:
+    def begin_upload(self, *, in_gda_folder: bool) -> Upload | None:
         """Begin a save by several processes; None where they share a directory, and write to one temporary."""
 
     @abc.abstractmethod
@@ -317,13 +396,13 @@ class Storage(abc.ABC):
     # TensorStore.
 
     @abc.abstractmethod
-    def kvstore(self, path: str) -> dict[str, Any]:
-        """Return TensorStore's spec of a folder."""
+    def kvstore(self) -> dict[str, Any]:
+        """Return TensorStore's spec of this folder."""
 
-    @abc.abstractmethod
     def context(self) -> Any:
         """Return the TensorStore context to open it with; None is its default one."""
+        return None
 
-    @abc.abstractmethod
-    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
-        """Return the result of TensorStore's future about a path; a store must answer in time for so many bytes."""
+    def wait(self, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002  (a store must answer in time for them)
+        """Return the result of TensorStore's future about this, of so many bytes."""
+        return future.result()

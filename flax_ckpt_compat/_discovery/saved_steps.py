@@ -61,7 +61,7 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
     directory = checkpoint_dir.directory
     try:
         names = directory.listdir()
-        return names + directory.storage.restore_set_aside(directory.path, names)
+        return names + directory.restore_set_aside(names)
     except MissingPathError:
         return []
 

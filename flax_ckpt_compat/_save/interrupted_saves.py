@@ -61,7 +61,7 @@ def _remove(folder: Location, name: str, *, force: bool) -> None:
     if temporaries.is_temporary(name) and not folder.is_remote:
         removal.remove_stale(folder.path, [name], force=force)
     elif folder.is_remote:
-        folder.storage.remove_leftovers(folder.path, [name])
+        folder.remove_leftovers([name])
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
         gda_folder.remove_orphan((folder / name).path)
     else:
@@ -79,7 +79,7 @@ def explaining_failures(location: Location) -> Iterator[None]:
             add_sentence(error, _REMOVED_MEANWHILE)
         if error.errno in FULL_DISK:
             with suppress(CheckpointError, OSError):
-                folder = of_text(os.path.dirname(location.storage.temporary_path(location.path)))
+                folder = of_text(os.path.dirname(location.temporary_path()))
                 if found := [one for one in in_folder(folder) if not one.kept or one.by_time]:
                     add_sentence(error, _described(folder, found))
         raise
@@ -158,6 +158,6 @@ def _is_orphan(folder: str) -> bool:
 
 
 def _in_store(folder: Location) -> Iterator[Leftover]:
-    for name, is_whole in folder.storage.leftovers(folder.path).items():
+    for name, is_whole in folder.leftovers().items():
         what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
         yield Leftover(folder / name, what, (folder / name).total_size())

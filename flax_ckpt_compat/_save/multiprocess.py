@@ -106,8 +106,8 @@ class Staging:
     @classmethod
     def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:
         """Choose the temporary; called in process 0."""
-        upload = location.storage.begin_upload(location.path, in_gda_folder=in_gda_folder)
-        return cls(location.storage.temporary_path(location.path), upload)
+        upload = location.begin_upload(in_gda_folder=in_gda_folder)
+        return cls(location.temporary_path(), upload)
 
     @classmethod
     def from_json(cls, text: str, location: Location, is_primary: bool) -> Staging:
@@ -115,8 +115,8 @@ class Staging:
         found = json.loads(text)
         if found["upload"] is None:
             return cls(found["path"])
-        upload = location.storage.join_upload(found["upload"])
-        return cls(found["path"] if is_primary else location.storage.temporary_path(upload.url), upload)
+        upload = location.join_upload(found["upload"])
+        return cls(found["path"] if is_primary else location.at(upload.url).temporary_path(), upload)
 
 
 @dataclasses.dataclass(slots=True)

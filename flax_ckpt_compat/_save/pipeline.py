@@ -12,7 +12,7 @@ from jax import monitoring
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
-from flax_ckpt_compat._core.location import LOCAL, Location
+from flax_ckpt_compat._core.location import LocalLocation, Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import writing
@@ -103,7 +103,7 @@ def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, 
             backend.write(temporary, prepared, request.options)
         watch.lap("write")
         if meter.is_on and location.is_remote:
-            meter.begin_rest(LOCAL.total_size(temporary))
+            meter.begin_rest(LocalLocation(temporary).total_size())
 
         def publish(location: Location, new: bool) -> None:
             location.publish(temporary, new=new, meter=meter)

@@ -74,7 +74,7 @@ def _remove_others(request: SaveRequest) -> None:
         if is_watched and contents.contents_of(request.location).is_complete:
             failures += _remove(checkpoint_dir, request.name, doomed, names)
             lost = not contents.contents_of(request.location).is_complete
-        if checkpoint_dir.directory.storage.names_processes:  # else a live writer cannot be detected
+        if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
@@ -218,7 +218,7 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
 
     if not names:  # no need to lock the directory
         return failures
-    if directory.storage.sets_aside:
+    if not directory.is_remote:
         removal.remove_set_aside(directory.path, listed, names)
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):

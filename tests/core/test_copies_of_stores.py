@@ -32,10 +32,10 @@ def test_what_is_there_is_copied_once(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_names_that_lead_out_are_refused(name: str) -> None:
+def test_names_that_lead_out_are_refused(name: str, shelf: Shelf) -> None:
     """Nothing is written outside of the copy, whatever a store lists."""
     with pytest.raises(CorruptCheckpointError, match="do not use it"):
-        copies.copy_of("shelf://x/run", {name: Stat(1, "1")}, lambda path: location_of(path).open_file())
+        copies.kvstore_of_copy(location_of(shelf.url), {name: Stat(1, "1")})
 
 
 def test_copies_go_with_their_process(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
-from flax_ckpt_compat._core.local.storage import LocalStorage
+from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import hints, not_found, saved_steps
 from tests.support.saves import tree
@@ -195,7 +195,7 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "listdir", refuse)
     for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
         assert not look(location_of(tmp_path / "absent"))
-    monkeypatch.setattr(LocalStorage, "listdir", refuse)
+    monkeypatch.setattr(LocalLocation, "listdir", refuse)
     for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
         assert not look(location_of("s3://bucket/run"))
 

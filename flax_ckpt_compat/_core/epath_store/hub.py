@@ -6,22 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flax_ckpt_compat._core.epath_store.storage import EpathStorage
+from flax_ckpt_compat._core.epath_store.storage import EpathLocation
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
-from flax_ckpt_compat._core.local.storage import LocalStorage
+from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Listing, Source, Stat
+from flax_ckpt_compat._core.storage import Source, Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _MISSING_FILE = ("EntryNotFoundError", "RemoteEntryNotFoundError", "LocalEntryNotFoundError")
 _MISSING_REPOSITORY = ("RepositoryNotFoundError", "RevisionNotFoundError")
 
 
-class HubStorage(EpathStorage):
-    """The files of ``hf://organization/model[@revision]/path``, for reads alone."""
+class HubLocation(EpathLocation):
+    """A file or folder of ``hf://organization/model[@revision]/path``, for reads alone."""
 
-    def __init__(self) -> None:
-        super().__init__("hf")
+    __slots__ = ()
 
     def list_files(self, path: str) -> dict[str, Stat]:
         with _telling(path):
@@ -45,21 +44,21 @@ class HubStorage(EpathStorage):
             return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
 
     def read_range(self, path: str, start: int, stop: int | None) -> bytes:
-        return LocalStorage().read(self._copy(path), start, stop)
+        return LocalLocation(self._copy(path)).read(start, stop)
 
-    def open_file(self, path: str) -> Source:
-        source = LocalStorage().open_file(self._copy(path))
-        source.path = path
+    def open_file(self) -> Source:
+        source = LocalLocation(self._copy(self.path)).open_file()
+        source.path = self.path
         return source
 
-    def kvstore(self, path: str) -> dict[str, Any]:
+    def kvstore(self) -> dict[str, Any]:
         import huggingface_hub
 
-        with _telling(path):
-            at = _resolve(path)
+        with _telling(self.path):
+            at = _resolve(self.path)
             folder = at.pop("path").rstrip("/")
             copy = huggingface_hub.snapshot_download(allow_patterns=[f"{folder}/*" if folder else "*"], **at)
-            return LocalStorage().kvstore(f"{copy}/{folder}")
+            return LocalLocation(f"{copy}/{folder}").kvstore()
 
     def _copy(self, path: str) -> str:
         """Return the path of a local copy of a file, made now unless it is there."""
@@ -69,15 +68,15 @@ class HubStorage(EpathStorage):
             at = _resolve(path)
             return str(huggingface_hub.hf_hub_download(filename=at.pop("path"), **at))
 
-    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:  # noqa: ARG002
-        message = f"{path}: hf:// is only read; save to a disk or to another store, and upload that"
-        raise StorageError(message, path=path)
+    def prepare_directory(self) -> None:
+        message = f"{self}: hf:// is only read; save to a disk or to another store, and upload that"
+        raise StorageError(message, path=self.path)
 
-    def publish(self, temporary: str, path: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
-        self.prepare_directory(path)
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
+        self.prepare_directory()
 
     def delete(self, path: str) -> None:
-        self.prepare_directory(path)
+        self.at(path).prepare_directory()
 
     remove = delete
 

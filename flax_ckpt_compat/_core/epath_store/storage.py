@@ -12,7 +12,7 @@ import os
 import posixpath
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,11 +21,11 @@ from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.directories import files_below
 from flax_ckpt_compat._core.object_store import commit
-from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage, is_unfinished
+from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Listing, Source, Stat, Upload
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat, Upload
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -45,18 +45,22 @@ def is_known(scheme: str) -> bool:
     return True
 
 
-class EpathStorage(RemoteStorage):
-    """The files of one scheme."""
+class EpathLocation(RemoteLocation):
+    """A URL of a scheme of epath."""
 
-    def __init__(self, scheme: str):
-        """Keep the scheme."""
-        self._scheme = scheme
+    __slots__ = ()
 
-    def normal(self, path: str) -> str:
-        bucket, _, key = path.partition("://")[2].partition("/")
+    @classmethod
+    def normal(cls, path: str) -> str:
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
         if not bucket:
-            raise StorageError(f"{path} names no bucket; write {self._scheme}://bucket/folder", path=path)
-        return f"{self._scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
+            raise StorageError(f"{path} names no bucket; write {scheme.lower()}://bucket/folder", path=path)
+        return f"{scheme.lower()}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
+
+    @property
+    def _scheme(self) -> str:
+        return self.path.partition("://")[0]
 
     def _path(self, path: str) -> Any:
         from etils import epath
@@ -77,43 +81,44 @@ class EpathStorage(RemoteStorage):
             file.seek(start)
             return bytes(file.read(-1 if stop is None else stop - start))
 
-    def open_file(self, path: str) -> Source:
-        return OpenedFile(path, self._stat, self.read_range)
+    def open_file(self) -> Source:
+        return OpenedFile(self.unlisted())
 
-    def kvstore(self, path: str) -> dict[str, Any]:
-        with translated(path, "read"):
-            folder = path.rstrip("/")
-            return {"driver": "file", "path": copies.copy_of(folder, self.list_files(folder), self.open_file) + "/"}
+    def kvstore(self) -> dict[str, Any]:
+        with translated(self.path, "read"):
+            return copies.kvstore_of_copy(self, self.list_files(self.path))
 
     def delete(self, path: str) -> None:
+        """Delete a file; a missing one is no error."""
         if self.find(path) is not None:
             with suppress(FileNotFoundError):
                 self._path(path).unlink()
 
     # Checkpoints.
 
-    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:
+    def prepare_directory(self) -> None:
         if self._scheme not in _warned:
             _warned.add(self._scheme)
             _log.warning(
                 "%s: saves to %s:// have no conditional writes and no atomic replacement: let one process write a "
                 "checkpoint, and do not overwrite a directory that others read (migration_guide/object_stores.md)",
-                path,
+                self,
                 self._scheme,
             )
-        self.remove_leftovers(path, list(commit.leftovers(self._inside(path, listing))))
+        self.remove_leftovers(list(commit.leftovers(self._inside())))
 
-    def leftovers(self, path: str) -> dict[str, bool]:
-        return commit.leftovers(self.list_files(path))
+    def leftovers(self) -> dict[str, bool]:
+        return commit.leftovers(self.list_files(self.path))
 
-    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
-        files = self.list_files(path)
+    def remove_leftovers(self, names: Collection[str]) -> None:
+        files = self.list_files(self.path)
         folders = commit.by_folder(files)
         for name in set(names).intersection(commit.leftovers(files)):
             keys = [key for key in folders[name] if is_unfinished(folders[name]) or is_upload_marker(key)]
-            self._remove_files(f"{path}/{name}", keys)
+            self._remove_files(f"{self}/{name}", keys)
 
-    def publish(self, temporary: str, path: str, *, new: bool = False, meter: Meter = OFF) -> None:
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
+        path = self.path
         inside, file = list(self.list_files(path)), self.find(path)
         if new and ((file is not None and file.size) or (inside and not is_unfinished(inside))):
             message = f"{path}: another process wrote this checkpoint, and it stays; pass overwrite=True to replace it"
@@ -177,12 +182,12 @@ class EpathStorage(RemoteStorage):
 
     # Saves by several processes.
 
-    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload:  # noqa: ARG002
+    def begin_upload(self, *, in_gda_folder: bool) -> Upload:  # noqa: ARG002
         message = (
-            f"{path}: several processes cannot save one checkpoint to {self._scheme}://, which has no conditional "
+            f"{self}: several processes cannot save one checkpoint to {self._scheme}://, which has no conditional "
             "writes; save to a shared disk, s3:// or gs://, and copy that"
         )
-        raise StorageError(message, path=path)
+        raise StorageError(message, path=self.path)
 
     def join_upload(self, fields: dict[str, str]) -> Upload:
         raise AssertionError(fields)
@@ -191,9 +196,9 @@ class EpathStorage(RemoteStorage):
 class OpenedFile(Source):
     """A file whose version is compared after each read."""
 
-    def __init__(self, path: str, look: Callable[[str], Stat], read: Callable[[str, int, int | None], bytes]):
-        self.path, self._look, self._read = path, look, read
-        self._found = look(path)
+    def __init__(self, location: EpathLocation):
+        self.path, self._location = location.path, location
+        self._found = location._stat()
         self.size = self._found.size
         self.head = self.read(0, HEAD_BYTES)
 
@@ -201,8 +206,8 @@ class OpenedFile(Source):
         stop = min(stop, self.size)
         if stop <= start:
             return b""
-        found = self._read(self.path, start, stop)
-        if len(found) != stop - start or self._look(self.path) != self._found:
+        found = self._location.read_range(self.path, start, stop)
+        if len(found) != stop - start or self._location._stat() != self._found:
             message = f"{self.path} was replaced or removed since it was opened; read it again"
             raise StorageError(message, path=self.path)
         return found

@@ -6,52 +6,40 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, Self
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, directories, presence, removal, temporaries
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Listing, Source, Storage, Upload
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage import Location, Source, Upload
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
 _HEAD_BYTES = 32
 
 
-class LocalStorage(Storage):
-    """The local file system, network file systems among it."""
+class LocalLocation(Location):
+    """A path of the local file system, network file systems among it."""
 
+    __slots__ = ()
     is_remote = False
-    names_processes = sets_aside = True
 
-    def listing(self, path: str) -> None:
-        """Return None: see `Storage.listing`."""
+    def listed(self) -> Self:
+        return self
 
-    def files_below(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
-        return directories.files_below(path)
+    def isdir(self) -> bool:
+        return stat.S_ISDIR(_mode(self.path))
 
-    def exists(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
-        return presence.lexists(path)
+    def isfile(self) -> bool:
+        return stat.S_ISREG(_mode(self.path))
 
-    def size(self, path: str, listing: Listing | None = None) -> int:  # noqa: ARG002
-        return os.path.getsize(path)
+    def exists(self) -> bool:
+        return presence.lexists(self.path)
 
-    def delete(self, path: str) -> None:
-        os.unlink(path)
-
-    def restore_set_aside(self, directory: str, names: Collection[str]) -> list[str]:
-        return removal.restore_set_aside(directory, names)
-
-    def can_hold(self, path: str) -> bool:  # noqa: ARG002
-        return True
-
-    def resolve(self, path: str) -> str:
-        return os.path.realpath(path)
-
-    def listdir(self, path: str, listing: Listing | None = None) -> list[str]:  # noqa: ARG002
+    def listdir(self) -> list[str]:
+        path = self.path
         try:
             return os.listdir(path)
         except ValueError as error:
@@ -65,14 +53,69 @@ class LocalStorage(Storage):
             why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
             raise FileNotFoundError(errno.ENOENT, why, path) from error
 
-    def isdir(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
-        return stat.S_ISDIR(_mode(path))
+    def files_below(self) -> list[str]:
+        return directories.files_below(self.path)
 
-    def isfile(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
-        return stat.S_ISREG(_mode(path))
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        with open(open_regular(self.path), "rb") as file:
+            file.seek(start)
+            if stop is not None:  # Python allocates all bytes that are asked for
+                stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))
+            return file.read(-1 if stop is None else stop - start)
 
-    def why_too_long(self, path: str) -> str | None:
-        folder = path
+    def open_file(self) -> Source:
+        from flax_ckpt_compat._core.local.local_file import LocalFile  # here, because listings do without numpy
+
+        return LocalFile(self.path)
+
+    def head(self) -> bytes:
+        return self.read(0, _HEAD_BYTES)
+
+    def size(self) -> int:
+        return os.path.getsize(self.path)
+
+    def total_size(self) -> int:
+        files = [self.path] if not presence.isdir(self.path) else []
+        for folder, _, names in os.walk(self.path, onerror=_raise_failure):
+            files += [os.path.join(folder, name) for name in names]
+        total = 0
+        for file in files:
+            try:
+                total += os.stat(file).st_size
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+        return total
+
+    def stored_crc32c(self) -> None:
+        """Return None: a disk reports none."""
+
+    def version(self) -> bytes:
+        status = os.stat(self.path)
+        return b"%d %d" % (status.st_size, status.st_mtime_ns)
+
+    def identity(self) -> tuple[int, int, int] | None:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        # A new directory often takes the number of one that was removed just before.
+        return status.st_dev, status.st_ino, status.st_ctime_ns
+
+    def watch(self) -> Callable[[], bool]:
+        before = self.identity()
+
+        def is_replaced() -> bool:
+            now = self.identity()
+            return now != before and None not in (now, before) and presence.isdir(self.path)
+
+        return is_replaced
+
+    def resolve(self) -> str:
+        return os.path.realpath(self.path)
+
+    def why_too_long(self) -> str | None:
+        path = folder = self.path
         while not presence.isdir(folder) and folder != os.path.dirname(folder):
             folder = os.path.dirname(folder)
         names = path[len(folder) :].split(os.sep)
@@ -85,128 +128,58 @@ class LocalStorage(Storage):
                     return f"{size} bytes, with a name of {longest}, are more than the file system allows"
         return None
 
-    def head(self, path: str, listing: Listing | None = None) -> bytes:  # noqa: ARG002
-        descriptor = open_regular(path)
-        try:
-            return os.read(descriptor, _HEAD_BYTES)
-        finally:
-            os.close(descriptor)
+    def can_hold_checkpoint(self) -> bool:
+        return True
 
-    def holds_nothing(self, path: str, listing: Listing | None = None) -> bool:  # noqa: ARG002
-        with translated(path):
-            return atomic.is_empty(path)
+    # Checkpoints.
 
-    def identity(self, path: str) -> tuple[int, int, int] | None:
-        try:
-            status = os.stat(path)
-        except OSError:
-            return None
-        # A new directory often takes the number of one that was removed just before.
-        return status.st_dev, status.st_ino, status.st_ctime_ns
-
-    def watch(self, path: str, listing: Listing | None = None) -> Callable[[], bool]:  # noqa: ARG002
-        before = self.identity(path)
-
-        def is_replaced() -> bool:
-            now = self.identity(path)
-            return now != before and None not in (now, before) and presence.isdir(path)
-
-        return is_replaced
-
-    def version(self, path: str) -> bytes:
-        status = os.stat(path)
-        return b"%d %d" % (status.st_size, status.st_mtime_ns)
-
-    def read(
-        self,
-        path: str,
-        start: int = 0,
-        stop: int | None = None,
-        listing: Listing | None = None,  # noqa: ARG002
-    ) -> bytes:
-        with open(open_regular(path), "rb") as file:
-            file.seek(start)
-            size = os.fstat(file.fileno()).st_size
-            if stop is not None:  # Python allocates all bytes that are asked for
-                stop = min(stop, max(size, start + _SMALL_READ))
-            return file.read(-1 if stop is None else stop - start)
-
-    def total_size(self, path: str, listing: Listing | None = None) -> int:  # noqa: ARG002
-        files = [path] if not presence.isdir(path) else []
-        for folder, _, names in os.walk(path, onerror=_raise_failure):
-            files += [os.path.join(folder, name) for name in names]
-        total = 0
-        for file in files:
-            try:
-                total += os.stat(file).st_size
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise
-        return total
-
-    def why_unfinished(self, path: str, names: Collection[str]) -> str | None:  # noqa: ARG002
+    def why_unfinished(self, names: Collection[str]) -> str | None:  # noqa: ARG002
         return None
 
-    def temporary_path(self, path: str) -> str:
-        return temporaries.temporary_path(path)
+    def holds_nothing(self) -> bool:
+        return atomic.is_empty(self.path)
 
-    def publish(
-        self,
-        temporary: str,
-        path: str,
-        *,
-        new: bool = False,
-        meter: Meter = OFF,  # noqa: ARG002  (a rename takes no time)
-    ) -> None:
-        atomic.publish(temporary, path, new=new)
+    def prepare_directory(self) -> None:
+        directories.make_directory(self.path)
+        removal.remove_stale(self.path)
 
-    def discard(self, doomed: Iterable[str], listing: Listing | None = None) -> dict[str, StorageError]:  # noqa: ARG002
-        return removal.discard(doomed)
+    def leftovers(self) -> dict[str, bool]:
+        return dict.fromkeys(removal.stale_names(self.path, os.listdir(self.path)), True)
 
-    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:  # noqa: ARG002
-        directories.make_directory(path)
-        removal.remove_stale(path)
+    def remove_leftovers(self, names: Collection[str]) -> None:
+        removal.remove_stale(self.path, names)
 
-    def leftovers(self, path: str) -> dict[str, bool]:
-        return dict.fromkeys(removal.stale_names(path, os.listdir(path)), True)
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:
+        return removal.restore_set_aside(self.path, names)
 
-    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
-        removal.remove_stale(path, names)
+    def temporary_path(self) -> str:
+        return temporaries.temporary_path(self.path)
 
-    def prefetch_heads(self, paths: Collection[str], listing: Listing) -> None:
-        """Raise: without listings there is nothing to prefetch for."""
-        raise AssertionError(paths, listing)
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
+        atomic.publish(temporary, self.path, new=new)  # a rename, of which a meter counts nothing
 
-    prefetch_contents = prefetch_heads
+    def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
+        failures = removal.discard((self / name).path for name in names)
+        return {path[len((self / "x").path) - 1 :]: error for path, error in failures.items()}
 
-    def open_file(self, path: str) -> Source:
-        from flax_ckpt_compat._core.local.local_file import LocalFile  # here, because listings do without numpy
+    # Several processes write to one directory.
 
-        return LocalFile(path)
-
-    def stored_crc32c(self, path: str) -> None:
-        """Return None: a disk reports none."""
-
-    def begin_upload(self, path: str, *, in_gda_folder: bool) -> None:
+    def begin_upload(self, *, in_gda_folder: bool) -> None:
         """Return None: all processes write to one directory."""
 
     def join_upload(self, fields: dict[str, str]) -> Upload:
         raise AssertionError(fields)
 
-    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002
-        return future.result()
+    # TensorStore.
 
-    def kvstore(self, path: str) -> dict[str, Any]:
-        where = os.path.join(os.path.abspath(path), "")
+    def kvstore(self) -> dict[str, Any]:
+        where = os.path.join(os.path.abspath(self.path), "")
         if why := _why_tensorstore_refuses(where):
-            message = f"{path}: {why}; TensorStore, which reads and writes arrays of Orbax's format, takes no such path"
+            message = f"{self}: {why}; TensorStore, which reads and writes arrays of Orbax's format, takes no such path"
             raise StorageError(
-                f"{message}; rename the directory, or save as msgpack", path=path, errno=errno.EILSEQ
+                f"{message}; rename the directory, or save as msgpack", path=self.path, errno=errno.EILSEQ
             ) from None
         return {"driver": "file", "path": where}
-
-    def context(self) -> None:
-        """Return None, for TensorStore's default context."""
 
 
 def _raise_failure(error: OSError) -> None:

@@ -13,20 +13,23 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import client, commit, multiprocess
-from flax_ckpt_compat._core.object_store.remote_storage import RemoteStorage
+from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError, store_errors
 from flax_ckpt_compat._core.object_store.s3 import tensorstore_credentials
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Listing, Source, Stat, Upload
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat, Upload
 
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _TIMEOUT, _SLOWEST_RATE = 120.0, 2**20  # s, and bytes/s, until TensorStore has answered
 
 
-class ObjectStorage(RemoteStorage):
-    """The stores that fsspec has a client for."""
+class ObjectLocation(RemoteLocation):
+    """A URL of a store that fsspec has a client for."""
 
-    def normal(self, path: str) -> str:
+    __slots__ = ()
+
+    @classmethod
+    def normal(cls, path: str) -> str:
         return client.normal(path)
 
     def list_files(self, path: str) -> dict[str, Stat]:
@@ -38,63 +41,59 @@ class ObjectStorage(RemoteStorage):
     def read_range(self, path: str, start: int, stop: int | None) -> bytes:
         return commit.client_for(path).read(path, start, stop)
 
-    def needs_commit_file(self, path: str) -> bool:
-        return commit.client_for(path).needs_commit_file
+    def needs_commit_file(self) -> bool:
+        return commit.client_for(self.path).needs_commit_file
 
-    def open_file(self, path: str) -> OpenedObject:
-        return OpenedObject(path)
-
-    def delete(self, path: str) -> None:
-        commit.client_for(path).delete(path)
+    def open_file(self) -> OpenedObject:
+        return OpenedObject(self.path)
 
     def remove(self, path: str) -> None:
         commit.remove(path)
 
-    def prepare_directory(self, path: str, listing: Listing | None = None) -> None:
-        for name in commit.leftovers(self._inside(path, listing)):
+    def prepare_directory(self) -> None:
+        for name in commit.leftovers(self._inside()):
             try:
-                self.remove_leftovers(path, [name])
+                self.remove_leftovers([name])
             except StorageError as error:  # it must not prevent a save
-                commit.warn_of_leftovers(f"{path}/{name}", "what an interrupted save left", error)
+                commit.warn_of_leftovers(f"{self}/{name}", "what an interrupted save left", error)
 
-    def leftovers(self, path: str) -> dict[str, bool]:
+    def leftovers(self) -> dict[str, bool]:
         # Parts that are no object yet are in no list; an object of that name, which is complete, stays.
-        parts = {name: self.find(f"{path}/{name}") is None for name in commit.stale_uploads(path)}
-        return parts | commit.leftovers(self.list_files(path))
+        parts = {name: self.find(f"{self}/{name}") is None for name in commit.stale_uploads(self.path)}
+        return parts | commit.leftovers(self.list_files(self.path))
 
-    def remove_leftovers(self, path: str, names: Collection[str]) -> None:
-        files, uploads = self.list_files(path), commit.stale_uploads(path)
+    def remove_leftovers(self, names: Collection[str]) -> None:
+        files, uploads = self.list_files(self.path), commit.stale_uploads(self.path)
         folders = commit.by_folder(files)
         for name in set(names).intersection(commit.leftovers(files)):
-            commit.remove_leftovers(f"{path}/{name}", folders[name])
+            commit.remove_leftovers(f"{self}/{name}", folders[name])
         for name in set(names).intersection(uploads):
-            commit.client_for(path).abort_unfinished(f"{path}/{name}")
+            commit.client_for(self.path).abort_unfinished(f"{self}/{name}")
 
-    def publish(self, temporary: str, path: str, *, new: bool = False, meter: Meter = OFF) -> None:
-        commit.publish(temporary, path, new=new, meter=meter)
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
+        commit.publish(temporary, self.path, new=new, meter=meter)
         removal.delete(temporary)
 
-    def kvstore(self, path: str) -> dict[str, Any]:
-        _, bucket, key = client.split(path)
-        store = commit.client_for(path)
+    def begin_upload(self, *, in_gda_folder: bool) -> Upload:
+        return multiprocess.begin(self.path, in_gda_folder=in_gda_folder)
+
+    def join_upload(self, fields: dict[str, str]) -> Upload:
+        return multiprocess.MultiprocessUpload(**fields)
+
+    def kvstore(self) -> dict[str, Any]:
+        _, bucket, key = client.split(self.path)
+        store = commit.client_for(self.path)
         if not store.has_driver:
-            folder = path.rstrip("/")
-            return {"driver": "file", "path": copies.copy_of(folder, store.list(folder), self.open_file) + "/"}
-        use_tensorstore(path)
+            return copies.kvstore_of_copy(self, store.list(self.path))
+        use_tensorstore(self.path)
         return store.tensorstore_spec(bucket) | ({"path": key.removesuffix("/") + "/"} if key else {})
 
     def context(self) -> Any:
         names = (*commit.CLIENTS["s3"].variables, *commit.CLIENTS["gs"].variables)
         return _context(os.getpid(), *map(os.environ.get, names))
 
-    def begin_upload(self, path: str, *, in_gda_folder: bool) -> Upload:
-        return multiprocess.begin(path, in_gda_folder=in_gda_folder)
-
-    def join_upload(self, fields: dict[str, str]) -> Upload:
-        return multiprocess.MultiprocessUpload(**fields)
-
-    def wait(self, path: str, future: Any, nbytes: int = 0) -> Any:
-        with store_errors(path):
+    def wait(self, future: Any, nbytes: int = 0) -> Any:
+        with store_errors(self.path):
             return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
 
 
