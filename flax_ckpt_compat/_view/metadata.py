@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-Count = Callable[[int], None]  # takes numbers of bytes, in any thread
+Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
 # Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
 Begin = Callable[[Callable[[], int]], Count]
 
@@ -73,7 +73,7 @@ def _type(kind: LeafKind, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -
 
 def uncounted(_: Callable[[], int]) -> Count:
     """Show no progress: the default of ``begin``."""
-    return lambda _: None
+    return lambda *_: None
 
 
 def wait_for_pending_saves(checkpoint_dir: CheckpointDir) -> None:

@@ -16,23 +16,21 @@ import io
 import itertools
 import logging
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flax_ckpt_compat._core.location import Location
     from flax_ckpt_compat._view.metadata import Begin, Count
     from flax_ckpt_compat._view.report import Line, Report, Table
 
+_Found = TypeVar("_Found")
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 # Libraries of stores, and absl for what they and TensorFlow's file functions say.
 _TALKATIVE = ("absl", "adlfs", "aiobotocore", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
@@ -45,9 +43,9 @@ class FailedError(click.ClickException):
 
     exit_code = 2
 
-    def show(self, file: IO[Any] | None = None) -> None:
+    def show(self, file: IO[Any] | None = None) -> None:  # noqa: ARG002
         """Print the message to standard error."""
-        echo(f"Error: {self.message}", err=True, file=file)
+        echo(f"Error: {self.message}", err=True)
 
 
 class Command(click.Command):
@@ -104,7 +102,9 @@ class Command(click.Command):
 def print_report(report: Report, *, as_json: bool) -> bool:
     """Print a report, as JSON if that is asked for, and its problems; return whether what was looked for is there."""
     if as_json:
-        print_json(report.value())
+        import json
+
+        click.echo(json.dumps(report.value(), indent=2))
     else:
         print_lines(report.lines)
     print_lines(report.problems, err=True)
@@ -112,37 +112,29 @@ def print_report(report: Report, *, as_json: bool) -> bool:
 
 
 def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
-    """Print lines and tables of a report."""
+    """Print lines and tables of a report; on a terminal by rich, with colours unless NO_COLOR is set."""
     for line in lines:
         is_error = err or getattr(line, "is_note", False)
-        if is_terminal(sys.stderr if is_error else sys.stdout):
-            console = make_console(stderr=is_error)
-            with console.capture() as shown:  # a console of its own would write into a bar
-                console.print(line, crop=False)
-            print(shown.get(), end="", file=sys.stderr if is_error else sys.stdout)
-        else:
-            click.echo(str(line), file=sys.stderr if is_error else sys.stdout)
+        stream = sys.stderr if is_error else sys.stdout
+        if not is_terminal(stream):
+            click.echo(str(line), file=stream, err=is_error)
+            continue
+        from rich.console import Console
+
+        is_plain = bool(os.environ.get("NO_COLOR"))  # to old releases of rich, empty is set, too
+        console = Console(
+            highlight=False, color_system=None if is_plain else "auto", no_color=is_plain, stderr=is_error
+        )
+        with console.capture() as shown:  # a console of its own would write into a bar
+            console.print(line, crop=False)
+        print(shown.get(), end="", file=stream)
 
 
-def echo(
-    text: str, indent: str = "", *, style: str | None = None, err: bool = False, file: IO[Any] | None = None
-) -> None:
-    """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
-    stream = file or (sys.stderr if err else sys.stdout)
-    color = False if os.environ.get("NO_COLOR") else None  # errors are shown outside of the command's context
-    shown = wrapped(text, indent) if is_terminal(stream) else text
-    if style is not None:
-        shown = click.style(shown, bold=True) if style == "bold" else click.style(shown, style)
-    click.echo(shown, file=stream, color=color)
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines of text, which terminals wrap between words."""
+    from flax_ckpt_compat._view.report import Line
 
-
-def make_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
-    """Return a console for a standard stream; with NO_COLOR, bold and dim text are plain, too."""
-    from rich.console import Console
-
-    is_plain = bool(os.environ.get("NO_COLOR"))  # to old releases of rich, empty is set, too
-    colors: Literal["auto"] | None = None if is_plain else "auto"
-    return Console(highlight=False, soft_wrap=soft_wrap, color_system=colors, no_color=is_plain, stderr=stderr)
+    print_lines([Line(text)], err=err)
 
 
 def escape_what_cannot_be_shown() -> None:
@@ -166,9 +158,24 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
 
         def begin(total: Callable[[], int]) -> Count:
             task = display.add_task("", total=total())
-            return lambda nbytes: display.advance(task, nbytes)
+            return lambda nbytes, words=None: display.update(task, advance=nbytes, description=words)
 
         yield begin
+
+
+def remove_all(found: Sequence[_Found], remove: Callable[[_Found], bool], *, err: bool = False) -> bool:
+    """Remove what was listed, each by itself; print the failures and how many are gone; return whether any is left."""
+    from flax_ckpt_compat._core.errors import StorageError
+
+    left = 0
+    for one in found:
+        try:
+            left += not remove(one)
+        except StorageError as error:
+            left += 1
+            echo(f"Error: {error}", err=True)
+    echo(f"Removed {len(found) - left} of {len(found)}.", err=err)
+    return left > 0
 
 
 def tell_passed_over(path: str, found: Collection[str]) -> None:
@@ -195,13 +202,6 @@ def is_terminal(stream: IO[Any] | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Return lines no longer than the terminal's, unless a word is; ``indent`` is before what continues a line."""
-    from flax_ckpt_compat._view import report
-
-    return report.wrapped(text, shutil.get_terminal_size().columns, indent)
-
-
 def _paragraph(error: Exception) -> str:
     from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
     from flax_ckpt_compat._core.text_formatting import printable
@@ -223,27 +223,20 @@ def next_step(location: Location, for_below: str = "") -> str:
 
     It is empty in stores, and for files. It ends with ``for_below`` if there are checkpoints below the path."""
     from flax_ckpt_compat._core.errors import CheckpointError
-    from flax_ckpt_compat._discovery import hints
+    from flax_ckpt_compat._discovery import hints, walk
 
     try:
         if location.is_remote or location.isfile():
             return ""
         if location.isdir():
-            return _inside(location, for_below)
+            folders = itertools.islice(walk.folders_below(location, []), 1, _MAX_FOLDERS)
+            found = [folder.path for folder, checkpoints in folders if checkpoints]
+            there = f"There are checkpoints in {hints.some(found)}{for_below}."
+            return there if found else "Pass a checkpoint, or a directory of checkpoints."
     except (OSError, CheckpointError):
         return ""
     beside = hints.beside(location)
     return beside[0].upper() + beside[1:] + ("" if beside.endswith("?") else ".") if beside else ""
-
-
-def _inside(location: Location, for_below: str) -> str:
-    from flax_ckpt_compat._discovery import hints, walk
-
-    folders = itertools.islice(walk.folders_below(location, []), 1, _MAX_FOLDERS)
-    found = [folder.path for folder, checkpoints in folders if checkpoints]
-    if found:
-        return f"There are checkpoints in {hints.some(found)}{for_below}."
-    return "Pass a checkpoint, or a directory of checkpoints."
 
 
 def _is_full_disk(error: Exception) -> TypeGuard[OSError]:
@@ -292,13 +285,6 @@ def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def json_option(what: str) -> Callable[[Any], Any]:
     """Return the option ``--json`` of a command that prints ``what`` with it."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} instead of text.")
-
-
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    import json
-
-    click.echo(json.dumps(value, indent=2))
 
 
 prefix_option = click.option(

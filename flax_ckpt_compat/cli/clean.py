@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, echo, json_option, may_remove, path_argument, print_report
+from ._command_base import Command, json_option, may_remove, path_argument, print_report, remove_all
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._save.interrupted_saves import Leftover
@@ -41,7 +42,6 @@ def command(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: b
     Exit code 0 if nothing is left, 1 if something is (after --dry-run, a no, or where the system refused), 2 if
     DIRECTORY cannot be listed.
     """
-    from flax_ckpt_compat._core.errors import StorageError
     from flax_ckpt_compat._core.location import of_text
     from flax_ckpt_compat._save import interrupted_saves
 
@@ -55,15 +55,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: b
         return False
     if not may_remove(yes=yes, dry_run=dry_run, as_json=as_json):
         return True
-    left = 0
-    for one in going:
-        try:
-            left += not interrupted_saves.remove(one, force=force)
-        except StorageError as error:
-            left += 1
-            echo(f"Error: {error}", err=True)
-    click.echo(f"Removed {len(going) - left} of {len(going)}.", err=as_json)
-    return left > 0
+    return remove_all(going, functools.partial(interrupted_saves.remove, force=force), err=as_json)
 
 
 def _lines(found: Sequence[Leftover], going: Sequence[Leftover]) -> Iterator[Line]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flax_ckpt_compat._core import progress
 from flax_ckpt_compat._core.arguments import load_name
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
@@ -21,18 +20,19 @@ from flax_ckpt_compat._view.report import Line, Report
 from ._command_base import (
     Command,
     echo,
-    is_terminal,
     json_option,
     path_argument,
+    print_lines,
     print_report,
+    progress_shown,
     tell_passed_over,
-    wrapped,
 )
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._convert.jobs import Conversion, Job
+    from flax_ckpt_compat._view.metadata import Count
 
-_INDENT = "  "  # before what continues a line
+_STATUSES = ("converted", "kept", "planned", "failed")
 _REMEDIES = dict.fromkeys(
     ("msgpack", "safetensors"),
     "--to orbax keeps them; of several items, --item takes one without them, with exit code 0.",
@@ -133,7 +133,14 @@ def command(
 
     jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
     start = time.monotonic()
-    results = _converted(jobs, dry_run=dry_run, resume=resume, workers=workers, as_json=as_json)
+
+    def show(result: Conversion) -> None:
+        print_lines([] if as_json or dry_run else [_line(result)])
+
+    with progress_shown(as_json=as_json or dry_run) as begin:
+        # Each byte is written and compared. On disk some have another size, so the sum is approximate.
+        count = begin(lambda: 2 * sum(of_text(job.source).total_size() for job in jobs))
+        results = _converted(jobs, count, show, workers, dry_run=dry_run, resume=resume)
     if not steps:
         tell_passed_over(src, {job.source for job in jobs})
     return print_report(_report(results, to, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
@@ -147,57 +154,65 @@ def _items(words: Sequence[str]) -> dict[str, str] | None:
     return {name: new for name, new, _ in pairs} or None
 
 
-def _converted(jobs: Sequence[Job], *, dry_run: bool, resume: bool, workers: int, as_json: bool) -> list[Conversion]:
-    """Run jobs, print each result as it is there, and return them in the order of the jobs."""
+def _converted(
+    jobs: Sequence[Job], count: Count, show: Callable[[Conversion], None], workers: int, **options: Any
+) -> list[Conversion]:
+    """Run jobs, show each result when it is there, and return them in the order of the jobs.
+
+    Ctrl-C stops the threads, and says how to go on."""
     from flax_ckpt_compat._convert import convert
 
-    results: list[Conversion] = []
+    stopped = threading.Event()
+    results: dict[str, Conversion] = {}
+
+    def progress(nbytes: int) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        count(nbytes)
+
     with ExitStack() as stack:
-        bar = stack.enter_context(
-            _progress(jobs) if progress.is_shown() and not (dry_run or as_json) else nullcontext(_Silent())
-        )
-        executor = stack.enter_context(_executor(workers))
-        stack.callback(bar.stop)  # first, as the executor waits for its threads
+        executor = stack.enter_context(ThreadPoolExecutor(workers)) if workers > 1 else None
+        stack.callback(stopped.set)  # first, as the executor waits for its threads
         try:
-            for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=bar.advance):
-                results.append(result)
-                bar.done(result)
-                if not as_json and not dry_run:
-                    bar.print(_line(result))
+            for result in convert.run(jobs, executor, progress=progress, **options):
+                results[result.source] = result
+                count(0, f"{len(results)}/{len(jobs)}")
+                show(result)
         except KeyboardInterrupt:
-            bar.stop()
-            done = sum(result.error is None for result in results)
+            stopped.set()
+            done = sum(result.error is None for result in results.values())
             echo(f"{done} of {len(jobs)} converted; go on with --resume", err=True)
             raise
-    order = {job.source: number for number, job in enumerate(jobs)}
-    return sorted(results, key=lambda result: order[result.source])
+    return [results[job.source] for job in jobs]
 
 
 def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: bool) -> Report:
     """Return what is shown of the results, each of which is printed already unless nothing was written."""
-    lines = [Line(_line(result), hang=2) for result in results] if dry_run else []
-    for note in dict.fromkeys(note for result in results for note in result.notes):
-        mine = [result for result in results if note in result.notes]
-        more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
-        lines.append(Line(f"Note: {printable(mine[0].source)}{more}: {note}", hang=2, is_note=True))
+    lines = list(map(_line, results)) if dry_run else []
+    for (note,), source in _first_sources(results, lambda result: [(text,) for text in result.notes]):
+        lines.append(Line(printable(f"Note: {source}: {note}"), hang=2, is_note=True))
     lines.append(Line(_summary(results, seconds, dry_run=dry_run)))
     free, space = _space(results) if dry_run else (None, "")
     lines += [Line(printable(space), hang=2)] if space else []
-    errors = [Line(f"Error: {printable(str(one.error))}", hang=2) for one in results if one.error is not None]
-    errors += _lacking(results, to)
+    errors = [str(one.error) for one in results if one.error is not None]
+    written, remedy = "would be written" if dry_run else "written", _REMEDIES.get(to, "The source has them: keep it.")
+    for what, source in _first_sources(results, lambda result: [result.left_out] * bool(result.left_out)):
+        errors.append(f"{source}: {written} without: {'; '.join(what)}. {remedy}")
     rows = [_as_json(result) | ({"free_bytes": free} if dry_run else {}) for result in results]
-    return Report(lines, lambda: rows, errors, found=bool(errors))
+    problems = [Line(printable(f"Error: {error}"), hang=2) for error in errors]
+    return Report(lines, lambda: rows, problems, found=bool(problems))
 
 
-def _lacking(results: Sequence[Conversion], to: str) -> Iterator[Line]:
-    """Yield what results lack of their sources, once for all that lack the same."""
-    remedy = _REMEDIES.get(to, "The source has them: keep it.")
-    for left_out in dict.fromkeys(result.left_out for result in results if result.left_out):
-        mine = [result for result in results if result.left_out == left_out]
-        more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
-        written = "would be written" if mine[0].status == "planned" else "written"
-        text = f"{mine[0].source}{more}: {written} without: {'; '.join(left_out)}. {remedy}"
-        yield Line(f"Error: {printable(text)}", hang=2)
+def _first_sources(
+    results: Sequence[Conversion], facts_of: Callable[[Conversion], Sequence[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each fact about some results once, with the first source that it is about and the number of the others."""
+    sources: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        for fact in facts_of(result):
+            sources.setdefault(fact, []).append(result.source)
+    for fact, (first, *others) in sources.items():
+        yield fact, f"{first} (and {len(others)} more)" if others else first
 
 
 def _space(results: Sequence[Conversion]) -> tuple[int | None, str]:
@@ -228,84 +243,11 @@ def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) ->
     return f"{text} in {seconds:.0f} s ({format_size(int(nbytes / max(seconds, 1e-3)))}/s)"
 
 
-_STATUSES = ("converted", "kept", "planned", "failed")
-
-
-def _line(result: Conversion) -> str:
+def _line(result: Conversion) -> Line:
     size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
-    return printable(f"{result.status} {result.source} → {result.destination}{size}")
+    return Line(printable(f"{result.status} {result.source} → {result.destination}{size}"), hang=2)
 
 
 def _as_json(result: Conversion) -> dict[str, Any]:
-    return {
-        "source": result.source,
-        "destination": result.destination,
-        "status": result.status,
-        "leaves": result.leaves,
-        "bytes": result.nbytes,
-        "seconds": round(result.seconds, 3),
-        "notes": list(result.notes),
-        "error": result.error,
-        "left_out": list(result.left_out),
-    }
-
-
-def _executor(workers: int) -> AbstractContextManager[Executor | None]:
-    if workers == 1:
-        return nullcontext()
-    return ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert")
-
-
-class _Silent:
-    """No progress bar; stops the threads of an interrupted conversion."""
-
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-
-    def advance(self, nbytes: int) -> None:  # noqa: ARG002
-        """Note that bytes were written or compared."""
-        if self._stopped.is_set():
-            raise KeyboardInterrupt
-
-    def done(self, result: Conversion) -> None:
-        """Note that a checkpoint is done."""
-
-    def print(self, line: str) -> None:
-        """Print a line of results."""
-        echo(line, _INDENT)
-
-    def stop(self) -> None:
-        """Stop the threads that convert."""
-        self._stopped.set()
-
-
-class _Bar(_Silent):
-    """A progress bar on standard error."""
-
-    def __init__(self, progress: Any, jobs: Sequence[Job]):
-        super().__init__()
-        # Each byte is written and compared. On disk some have another size, so the sum is approximate.
-        self._sizes = {job.source: 2 * of_text(job.source).total_size() for job in jobs}
-        self._finished, self._count, self._progress = 0, 0, progress
-        self._task = progress.add_task(f"0/{len(jobs)}", total=sum(self._sizes.values()))
-
-    def advance(self, nbytes: int) -> None:
-        super().advance(nbytes)
-        self._progress.advance(self._task, nbytes)
-
-    def done(self, result: Conversion) -> None:
-        self._finished += self._sizes[result.source]
-        self._count += 1
-        self._progress.update(self._task, completed=self._finished, description=f"{self._count}/{len(self._sizes)}")
-
-    def print(self, line: str) -> None:
-        if is_terminal(sys.stdout):
-            self._progress.console.print(wrapped(line, _INDENT), markup=False, highlight=False, soft_wrap=True)
-        else:
-            super().print(line)
-
-
-@contextmanager
-def _progress(jobs: Sequence[Job]) -> Iterator[_Bar]:
-    with progress.display() as bars:
-        yield _Bar(bars, jobs)
+    fields = dataclasses.asdict(result)
+    return {"bytes": fields.pop("nbytes")} | fields

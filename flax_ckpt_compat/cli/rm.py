@@ -6,12 +6,13 @@ import click
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, UnrecognizedFormatError
+from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import counted, format_size, printable
 from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
 from flax_ckpt_compat._discovery.contents import State
 
-from ._command_base import Command, echo, may_remove, path_argument, prefix_option
+from ._command_base import Command, echo, may_remove, path_argument, prefix_option, remove_all
 
 
 @click.command(
@@ -47,24 +48,30 @@ def command(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry
     echo(f"{counted(len(found), 'checkpoint')} to remove, {format_size(sum(sizes))}.")
     if not may_remove(yes=yes, dry_run=dry_run):
         return True
-    left = 0
-    for location in found.values():
-        for name in (location.name, location.name + steps.ARRAYS_POSTFIX):  # without its file, no checkpoint is there
-            if failures := location.parent.discard([name] if (location.parent / name).exists() else []):
-                left += 1
-                echo(f"Error: {next(iter(failures.values()))}", err=True)
-                break
-    echo(f"Removed {len(found) - left} of {len(found)}.")
-    return left > 0
+    return remove_all(list(found.values()), _remove)
+
+
+def _remove(location: Location) -> bool:
+    """Remove a checkpoint and its arrays; without its file, no checkpoint is there."""
+    folder = location.parent
+    if folder.storage.sets_aside:  # else the next look-up puts an older version back
+        removal.remove_set_aside(folder.path, folder.listdir(), [location.name])
+    for name in (location.name, location.name + steps.ARRAYS_POSTFIX):
+        for failure in folder.discard([name] if (folder / name).exists() else []).values():
+            raise failure
+    return True
 
 
 def _checked(location: Location) -> Location:
     """Return a location if it is certainly one checkpoint; else raise."""
+    folder = location.parent
+    if folder.storage.sets_aside and folder.isdir():
+        folder.storage.restore_set_aside(folder.path, folder.listdir())
     found = contents.contents_of(location)
     if found.state is State.ABSENT:
         raise CheckpointNotFoundError(f"{location} does not exist", path=location.path)
     why = f"is no checkpoint of Flax or Orbax{f' ({found.why})' if found.why else ''}: delete it by other means"
-    parent = contents.contents_of(location.parent)
+    parent = contents.contents_of(folder)
     is_item = location.name in parent.items and (parent.is_marked or steps.ends_in_step(parent.name))
     if is_item or location.name.endswith(steps.ARRAYS_POSTFIX):
         why = "is a part of a checkpoint: pass that"

@@ -1,6 +1,7 @@
 """`flax-ckpt rm`: what is certainly one checkpoint goes, whole; everything else is refused before anything goes."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flax_ckpt_compat import save
+from flax_ckpt_compat.checkpoints import available_steps
 from flax_ckpt_compat.cli import main
 from tests.support.peers import ocp
+from tests.support.saves import set_aside
 
 TREE = {"w": np.ones(3)}
 
@@ -79,3 +82,13 @@ def test_everything_else_is_refused(path: str, why: str, run: Path) -> None:
     before = sorted(os.walk(run))
     refused = rm("run/checkpoint_1", path, "--yes")
     assert (refused.exit_code, why in refused.stderr, sorted(os.walk(run))) == (2, True, before), refused.output
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_an_older_version_does_not_come_back(is_replaced: bool, run: Path) -> None:
+    """What a writer set aside, which died before it removed it or put its own in the place, goes as well."""
+    set_aside(run / "run/checkpoint_1")
+    if is_replaced:
+        shutil.copy(run / "run/checkpoint_3", run / "run/checkpoint_1")
+    assert rm("run/checkpoint_1", "--yes").exit_code == 0
+    assert available_steps(run / "run") == [2, 3]
