@@ -54,7 +54,7 @@ def command(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry
 def _remove(location: Location) -> bool:
     """Remove a checkpoint and its arrays; without its file, no checkpoint is there."""
     folder = location.parent
-    if folder.storage.sets_aside:  # else the next look-up puts an older version back
+    if not folder.is_remote:  # else the next look-up puts an older version back
         removal.remove_set_aside(folder.path, folder.listdir(), [location.name])
     for name in (location.name, location.name + steps.ARRAYS_POSTFIX):
         for failure in folder.discard([name] if (folder / name).exists() else []).values():
@@ -65,8 +65,8 @@ def _remove(location: Location) -> bool:
 def _checked(location: Location) -> Location:
     """Return a location if it is certainly one checkpoint; else raise."""
     folder = location.parent
-    if folder.storage.sets_aside and folder.isdir():
-        folder.storage.restore_set_aside(folder.path, folder.listdir())
+    if not folder.is_remote and folder.isdir():
+        folder.restore_set_aside(folder.listdir())
     found = contents.contents_of(location)
     if found.state is State.ABSENT:
         raise CheckpointNotFoundError(f"{location} does not exist", path=location.path)

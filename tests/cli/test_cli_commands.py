@@ -24,14 +24,15 @@ READING = ("clean", "diff", "ls", "plan", "scan", "show", "verify")
 
 
 def test_imports(tmp_path: Path) -> None:
-    """The help, and what reads no arrays, loads no numpy; what compares arrays loads neither jax, flax nor rich."""
+    """The help, and what reads no arrays, loads no numpy; what reads them loads neither jax, flax nor rich."""
     path = save(tmp_path / "run", {"w": np.ones(3)}, step=1, format="orbax")
     script = f"""
 import json, sys
 from flax_ckpt_compat.cli import main
 heavy = {{"jax", "flax", "numpy", "tensorstore", "orbax", "rich", "flax_ckpt_compat.rules"}}
 for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(tmp_path)!r}],
-                  ["show", {path!r}], ["verify", {path!r}], ["diff", {path!r}, {path!r}]):
+                  ["show", {path!r}], ["verify", {path!r}], ["diff", {path!r}, {path!r}],
+                  ["convert", {path!r}, {str(tmp_path / "out")!r}, "--to", "msgpack"]):
     try:
         main(arguments)
     except SystemExit as end:
@@ -47,6 +48,7 @@ for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(
         ["show", 0, ["numpy", "tensorstore"]],
         ["verify", 0, ["numpy", "tensorstore"]],
         ["diff", 0, ["numpy", "tensorstore"]],
+        ["convert", 0, ["numpy", "tensorstore"]],
     ]
 
 

@@ -176,27 +176,3 @@ def test_a_pipe_of_another_encoding_gets_escapes(runs: Path, tmp_path: Path, enc
         command, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT, capture_output=True, check=True
     )
     assert rb"checkpoint_2 \u2192 " in done.stdout and (tmp_path / "out" / "checkpoint_2").is_dir()
-
-
-MEMORY = """
-import re, sys
-import flax_ckpt_compat
-flax_ckpt_compat.convert(*sys.argv[1:4])
-print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10)
-assert "jax" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize("size", [24 << 20, pytest.param(300 << 20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("format", "to"), [("msgpack", "orbax"), pytest.param("orbax", "msgpack", marks=pytest.mark.slow)]
-)
-def test_memory_is_that_of_the_largest_array(tmp_path: Path, format: str, to: str, size: int) -> None:
-    """The whole process, interpreter included, needs less than the largest array and 128 MiB; jax stays away."""
-    tree = {f"w{n}": np.full(size // 4, n, np.uint8) for n in range(24)} | {"largest": np.ones(size, np.uint8)}
-    flax_ckpt_compat.save(tmp_path / "a", tree, format=format)  # type: ignore[arg-type]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", MEMORY, tmp_path / "a", tmp_path / "b", to]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < size + (128 << 20)

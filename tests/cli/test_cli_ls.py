@@ -163,15 +163,6 @@ def test_empty_directory(tmp_path: Path) -> None:
     )
 
 
-def test_typo_in_the_path(tmp_path: Path) -> None:
-    """A directory that does not exist is a named error with exit code 2 and the directory that was meant."""
-    (tmp_path / "runs_large").mkdir()
-    result = ls(tmp_path / "runs_lagre")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "CheckpointNotFoundError" in result.stderr
-    assert f"did you mean {tmp_path / 'runs_large'}?" in result.stderr
-
-
 @pytest.mark.parametrize("name", ["checkpoint_1", "checkpoint_2"])
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_checkpoint_instead_of_its_directory(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -221,16 +212,6 @@ def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
     assert "orbax" in row
     assert re.search(saved, row)
     assert max(map(len, lines)) <= columns
-
-
-def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
-    """Listing a local directory loads neither jax, flax, TensorStore nor Orbax, nor rich into a pipe."""
-    run_of_flax(tmp_path)
-    command = [sys.executable, "-X", "importtime", "-m", "flax_ckpt_compat", "ls", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "flax_ckpt_compat" in loaded
-    assert not loaded & {"jax", "jaxlib", "flax", "tensorstore", "orbax", "etils", "rich"}
 
 
 @pytest.mark.parametrize(

@@ -70,22 +70,6 @@ def test_json(saved: Path) -> None:
     assert (leaf["path"], leaf["nbytes"]) == ("block_7/kernel", 4000)
 
 
-def test_a_typo_in_the_path(saved: Path) -> None:
-    """A path that does not exist is one paragraph with what was meant, on standard error; exit code 2."""
-    result = run(f"{saved}x")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"did you mean {saved}?" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "Traceback" in run(f"{saved}x", "--debug").stderr
-
-
-def test_help() -> None:
-    """The help shows examples, unwrapped, and the exit codes."""
-    result = run("--help")
-    assert "  flax-ckpt verify runs                        of all runs\n" in result.stdout
-    assert "Exit code 1" in result.stdout
-
-
 @pytest.mark.parametrize("words", [("verify", "run"), ("convert", "run", "out", "--to", "orbax")])
 def test_files_that_are_passed_over_are_named(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,10 @@ from importlib import metadata
 import pytest
 from click.testing import CliRunner
 
+import flax_ckpt_compat
 from flax_ckpt_compat import config
 from flax_ckpt_compat.cli import main
-from tests.support import interpreters
+from tests.support.saves import use_flag
 
 NOT_ACTIVE = "Flax's own: the shim is not active here; flax-ckpt run, PYTHONPATH or install() activates it"
 DOCTOR = ["-m", "flax_ckpt_compat", "doctor"]
@@ -25,14 +26,14 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_report(tmp_path):
+def test_report(tmp_path, monkeypatch):
     """What it prints is what is installed and set."""
     (tmp_path / "checkpoint_1").touch()
     missing = str(tmp_path / "chekpoints")
-    found = run(
-        *DOCTOR, str(tmp_path), missing, "--json", FLAX_USE_ORBAX_CHECKPOINTING="true", FLAX_CKPT_COMPAT_DTYPE="target"
-    )
-    assert found.returncode == 1, found.stderr
+    monkeypatch.setenv("FLAX_USE_ORBAX_CHECKPOINTING", "true")
+    with use_flag(True), config.override(dtype="target"):
+        found = CliRunner().invoke(main, ["doctor", str(tmp_path), missing, "--json"])
+    assert found.exit_code == 1, found.stderr
     assert found.stderr.rstrip().endswith(f"Problem: {missing} does not exist; did you mean {tmp_path}/checkpoint_1?")
     sections = json.loads(found.stdout)
     for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
@@ -70,14 +71,6 @@ def test_a_flax_that_cannot_be_used_is_a_problem(monkeypatch):
     assert sections["Flax"] == {} and sections["Versions"]["flax"] == metadata.version("flax")
 
 
-UNDER_RUN = """
-from flax_ckpt_compat import _patching
-from flax_ckpt_compat.cli import main
-_patching.install()
-main(["doctor", "ftp://host/run"])
-"""
-
-
 @pytest.mark.parametrize("is_run", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_patched_and_unreachable(is_run):
     """Under `flax-ckpt run` it says that Flax's functions are ours; a scheme that cannot be reached is a problem."""
@@ -85,6 +78,10 @@ def test_patched_and_unreachable(is_run):
         found = run("-m", "flax_ckpt_compat", "run", *DOCTOR, "ftp://host/run")
         printed, told, code = found.stdout, found.stderr, found.returncode
     else:
-        with interpreters.start_python(UNDER_RUN) as program:
-            (printed, told), code = program.communicate(60), program.wait()
+        flax_ckpt_compat.install()
+        try:
+            result = CliRunner().invoke(main, ["doctor", "ftp://host/run"])
+        finally:
+            flax_ckpt_compat.uninstall()
+        printed, told, code = result.stdout, result.stderr, result.exit_code
     assert code == 1 and "ours: the shim is active" in printed and "Problem: ftp://host/run" in told
