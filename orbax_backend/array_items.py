@@ -9,7 +9,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
 
-from .files import corrupt, list_names, read_json
+from .files import corrupt, read_json
 
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 
@@ -35,19 +35,7 @@ def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: 
 
 def holds_array_folder(location: Location) -> bool:
     """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
-    return _is_array(location / layout.SINGLE_ARRAY)
-
-
-def folders_of_arrays(location: Location) -> list[str]:
-    """Return the names of the folders of arrays in a directory that has nothing else; [""] if it is an array itself."""
-    if _is_array(location):
-        return [""]
-    names = [name for name in list_names(location) if not name.startswith(".")]
-    return names if names and all(_is_array(location / name) for name in names) else []
-
-
-def _is_array(location: Location) -> bool:
-    return any((location / name).isfile() for name in layout.ARRAY_METADATA_FILES)
+    return any((location / layout.SINGLE_ARRAY / name).isfile() for name in layout.ARRAY_METADATA_FILES)
 
 
 def is_typed_key(location: Location) -> bool:

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path, PathLengths, show_path
 
-from .array_items import folders_of_arrays, holds_array_folder, is_single_array, is_typed_key
+from .array_items import holds_array_folder, is_single_array, is_typed_key
 from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, open_database, process_databases
@@ -177,8 +177,6 @@ def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: b
     try:
         if holds_array_folder(location) or (use_ocdbt and holds_array(location)):
             return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
-        if names := folders_of_arrays(location):  # of jax's own array serialization
-            return [_untyped_entry((name,) if name else (), (layout.DICT_KEY,) if name else (), None) for name in names]
     except errors.CorruptCheckpointError as error:
         raise _missing_structure(location) from error
     raise _missing_structure(location)

@@ -15,8 +15,7 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery import locating, saved_steps
-from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message
-from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
+from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message, why_inside
 from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
 TO_STEPS = ("manager", "v1")  # layouts whose checkpoints are steps of a directory that Orbax manages

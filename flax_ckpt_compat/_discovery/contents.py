@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
+import functools
 from collections.abc import Mapping
+from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
@@ -29,7 +31,7 @@ from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.orbax_items import Item, check_record
 from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
 
-_NEVER_WRITTEN = (None, Layout.T5X, Layout.ARRAYS, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
+_NEVER_WRITTEN = (None, Layout.T5X, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
 _REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 DENIED = "permission to list it is denied"
 
@@ -158,6 +160,35 @@ def is_certainly_orbax(path: Location) -> bool:
     """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
     found = marked_contents_of(path)
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
+
+
+def why_inside(path: Location) -> str | None:
+    """Return why nothing is saved to a path that lies in a checkpoint in Orbax's format; None if it lies in none.
+
+    The path need not exist."""
+    if (around := checkpoint_around(path)) is None:
+        return None
+    outside = f"pass a directory outside of it, such as {around.parent}"
+    return f"{around} is a checkpoint, and would be removed with all in it; {outside}"
+
+
+def checkpoint_around(path: Location) -> Location | None:
+    """Return the checkpoint in Orbax's format that a path lies in, or None."""
+    parent = path.at(path.resolve()).parent.unlisted()
+    return _around_in_store(parent) if path.is_remote else _first_checkpoint(parent)
+
+
+def _first_checkpoint(folder: Location) -> Location | None:
+    """Return the first checkpoint of a folder and all above it, found by the names of markers, without listings."""
+    while folder.path.strip("/") and folder.can_hold_checkpoint():
+        with suppress(StorageError):  # where a look is refused, there is none
+            if any((folder / name).isfile() for name in MARKERS) and is_certainly_orbax(folder):
+                return folder
+        folder = folder.parent
+    return None
+
+
+_around_in_store = functools.lru_cache(maxsize=64)(_first_checkpoint)  # a request for each folder and marker
 
 
 def is_of_another_program(path: Location) -> bool:

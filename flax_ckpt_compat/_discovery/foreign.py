@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import msgpack  # type: ignore[import-untyped]
 
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.location import Location
 
 FIRST_BYTES = 1024
@@ -46,6 +53,7 @@ _TREES = (*_MAPS, *_LISTS, *_EXTENSIONS)
 _ENTRIES = 4  # of a map, to look at
 
 _MAX_SHOWN = 3
+_MAX_FILES = 200  # to look at; a pointer of git-lfs is rarely alone
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
 STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
@@ -59,6 +67,7 @@ _HUGGING_FACE = re.compile(
 _SHARDS = "flax_model.msgpack.index.json"
 _KINDS = (
     (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, whose load() reads it"),
+    (re.compile(r"\.zarray|zarr\.json"), "an array of zarr, which TensorStore reads"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), TENSORFLOW),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
@@ -185,6 +194,34 @@ def _one_byte(value: int) -> bytes:
 def is_lfs_pointer(path: Location) -> bool:
     """Return whether a file is a pointer of git-lfs, whose content was never fetched."""
     return path.isfile() and path.read(0, len(_LFS_START)) == _LFS_START
+
+
+@contextmanager
+def naming_lfs_pointers(path: Location) -> Iterator[None]:
+    """Raise, in place of an error of damage, one that names a pointer of git-lfs, if the checkpoint has one."""
+    try:
+        yield
+    except (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError) as error:
+        if (pointer := _first_pointer(path)) is None:
+            raise
+        copied = " that they were copied from, copy them again" if path.is_remote else ""
+        raise CorruptCheckpointError(
+            f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
+            f"`git lfs pull` in {'the' if path.is_remote else 'that'} repository{copied}, and try again.",
+            path=path.path,
+            leaf=error.leaf,
+        ) from error
+
+
+def _first_pointer(path: Location) -> Location | None:
+    """Return a file of a checkpoint that is a pointer; the first one by name, of some. In a store one listing tells."""
+    with suppress(OSError, CheckpointError):
+        if not path.isdir():
+            return None
+        path = path.unlisted().listed()
+        files = (path / name for name in sorted(path.files_below())[:_MAX_FILES])
+        return next((file for file in files if file.size() <= FIRST_BYTES and is_lfs_pointer(file)), None)
+    return None
 
 
 def may_be_msgpack_tree(path: Location) -> bool:

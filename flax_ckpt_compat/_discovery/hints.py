@@ -10,14 +10,13 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._discovery import enclosing_checkpoint, foreign, saved_steps
+from flax_ckpt_compat._discovery import contents, foreign, saved_steps
 
 _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
@@ -25,9 +24,8 @@ _WORDS = re.compile(r"[^a-zA-Z]+")
 _SHORTEST_WORD = 4  # letters, of which one may be a typo
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
-_MAX_REVISION = 200  # characters
-# Of difflib: for one name of all that are told, and for the one that a restore proposes, which has to be sure.
-_SIMILAR, _LIKE_A_TYPO = 0.6, 0.85
+# Of difflib: for one name of all that are told; for a name, and a word of it, that a restore proposes.
+_SIMILAR, _ALIKE, _LIKE_A_TYPO = 0.6, 0.85, 0.75
 
 
 def _quietly(look: Callable[[str], _Result]) -> Callable[[Location], _Result | None]:
@@ -45,12 +43,9 @@ def _quietly(look: Callable[[str], _Result]) -> Callable[[Location], _Result | N
 
 @_quietly
 def checkpoints_below(directory: str) -> list[str]:
-    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them.
-
-    In a cache of Hugging Face they are below ``snapshots``, of which the one that ``refs/main`` names comes first."""
+    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them."""
     snapshots = os.path.join(directory, "snapshots")
-    if os.path.isdir(os.path.join(directory, "refs")) and os.path.isdir(snapshots):
-        return _snapshots(directory, snapshots)
+    directory = snapshots if os.path.isdir(snapshots) else directory  # a cache of Hugging Face
     names = steps.natural_sort(os.listdir(directory), signed=False)
     folders = (os.path.join(directory, name) for name in names if not name.startswith("."))
     found = map(_checkpoint_at, itertools.islice(filter(os.path.isdir, folders), _MAX_FOLDERS))
@@ -83,9 +78,7 @@ def sibling_directory(path: str) -> str | None:
         below.insert(0, name)
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    near = [name for name in names if _is_like_a_typo(name, below[0])]
-    near = difflib.get_close_matches(below[0], near, _MAX_NAMES, 0)
-    paths = (os.path.join(parent, name, *below[1:]) for name in near)
+    paths = (os.path.join(parent, name, *below[1:]) for name in names if _is_like_a_typo(name, below[0]))
     return next(filter(os.path.isdir, paths), None)
 
 
@@ -109,8 +102,8 @@ def beside(path: str) -> str:
 
 @_quietly
 def checkpoint_around(path: str) -> str | None:
-    """Return the checkpoint that a path lies in, or None; see `enclosing_checkpoint.checkpoint_around`."""
-    found = enclosing_checkpoint.checkpoint_around(of_text(path))
+    """Return the checkpoint that a path lies in, or None; see `contents.checkpoint_around`."""
+    found = contents.checkpoint_around(of_text(path))
     return None if found is None else found.path
 
 
@@ -122,28 +115,16 @@ def unexpanded_home(path: str) -> str | None:
 
 
 def _is_like_a_typo(name: str, other: str) -> bool:
-    """Return whether names differ like typos; sibling runs differ in a number or in a short word (run_a, run_b)."""
+    """Return whether names differ a little, or one longer word does; sibling runs differ in numbers (run_1, run_2)."""
     if _differ_in_numbers(name, other):
         return False
-    if difflib.SequenceMatcher(None, name, other).ratio() >= _LIKE_A_TYPO:
+    if difflib.SequenceMatcher(None, name, other).ratio() >= _ALIKE:
         return True
-    words, others = _WORDS.split(name), _WORDS.split(other)
-    differing = [pair for pair in itertools.zip_longest(words, others, fillvalue="") if pair[0] != pair[1]]
-    return len(differing) == 1 and min(map(len, differing[0])) >= _SHORTEST_WORD and _is_one_edit(*differing[0])
-
-
-def _is_one_edit(word: str, other: str) -> bool:
-    """Return whether one letter was left out, added or replaced, or two neighbours were exchanged."""
-    if abs(len(word) - len(other)) > 1:
+    words = itertools.zip_longest(_WORDS.split(name), _WORDS.split(other), fillvalue="")
+    differing = [pair for pair in words if pair[0] != pair[1]]
+    if len(differing) != 1 or min(map(len, differing[0])) < _SHORTEST_WORD:
         return False
-    start = next((n for n, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]), len(word))
-    rest, rest_of_other = word[start:], other[start:]
-    return (
-        rest[1:] == rest_of_other[1:]  # replaced
-        or rest[1:] == rest_of_other  # added
-        or rest == rest_of_other[1:]  # left out
-        or (rest[2:] == rest_of_other[2:] and rest[:2] == rest_of_other[1::-1])  # exchanged
-    )
+    return difflib.SequenceMatcher(None, *differing[0]).ratio() >= _LIKE_A_TYPO
 
 
 def _differ_in_numbers(name: str, other: str) -> bool:
@@ -156,15 +137,6 @@ def some(names: list[str]) -> str:
     return ", ".join([printable(name, one_line=True) for name in names[:_MAX_NAMES]]) + (
         f" and {more} more" if more > 0 else ""
     )
-
-
-def _snapshots(directory: str, snapshots: str) -> list[str]:
-    revisions = sorted(os.listdir(snapshots))
-    with suppress(OSError, UnicodeDecodeError), open(os.path.join(directory, "refs", "main"), encoding="utf-8") as file:
-        main = file.read(_MAX_REVISION).strip()
-        revisions.sort(key=lambda revision: revision != main)
-    found = (_checkpoint_at(os.path.join(snapshots, revision)) for revision in revisions[:_MAX_FOLDERS])
-    return [path for path in found if path is not None]
 
 
 def _checkpoint_at(folder: str) -> str | None:

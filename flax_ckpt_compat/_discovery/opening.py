@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
     ArgumentError,
-    CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnrecognizedFormatError,
@@ -21,7 +20,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import contents, lfs_pointers
+from flax_ckpt_compat._discovery import contents, foreign
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts import LAYOUTS
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler, recorded_handlers
@@ -56,9 +55,10 @@ class Opened:
         listed = path.listed()
         found = _without_lookalikes(contents.checkpoint_at(listed))
         if item is not None:
-            found = _one_item(found, item)
+            found = _chosen(found, [item])
+            found = dataclasses.replace(found, items={"": found.items[item]})
         elif items is not None:
-            found = _some_items(found, items, allows_unknown=allows_unknown)
+            found = _chosen(found, items, allows_unknown=allows_unknown)
         elif not found.items and not allows_unknown:
             raise UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it "
@@ -109,22 +109,11 @@ class Opened:
             try:
                 reader = open_item(self.items[item], verify=self._verify)
             except _DAMAGE as error:
-                self._add_whole_items(error, item)
+                if others := ", ".join(name for name in self.items if name != item):
+                    add_sentence(error, f"Other items of this step may be whole, and restore by their names: {others}.")
                 raise
             self._readers[item] = self._open.enter_context(closing(reader))
         return self._readers[item]
-
-    def _add_whole_items(self, error: CheckpointError, broken: str) -> None:
-        """Add to the error of one item which others open: they restore by their own paths."""
-        whole = []
-        for name, item in self.items.items():
-            with suppress(CheckpointError):
-                if name != broken:
-                    open_item(item).close()
-                    whole.append(name)
-        if whole:
-            alone = f"{self.path.rstrip('/')}/{whole[0]}"
-            add_sentence(error, f"Only the item {broken!r} of this step is affected: {alone} restores alone.")
 
     def close(self) -> None:
         """Close all items."""
@@ -178,44 +167,31 @@ def _parts_of_unknown(location: Location) -> tuple[str, ...]:
     return tuple(names) if all((location / name).isdir() for name in names) else ("",)
 
 
-def _one_item(found: contents.Contents, name: str) -> contents.Contents:
-    _check_names(found, [name])
-    _check_readable(found, [name])
-    return dataclasses.replace(found, items={"": found.items[name]}, unknown=())
+def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: bool = False) -> contents.Contents:
+    """Return the contents with these items alone.
 
-
-def _some_items(found: contents.Contents, names: Iterable[str], *, allows_unknown: bool) -> contents.Contents:
-    wanted = set(names)
-    _check_names(found, wanted)
-    if not allows_unknown:
-        _check_readable(found, wanted)
+    Raise ArgumentError for a name that is not an item's; unless the caller ``allows_unknown``, raise
+    UnrecognizedFormatError if this library can read none of them."""
+    wanted, known = set(names), (*found.items, *found.unknown)
+    if absent := sorted(wanted.difference(known)):
+        there = ", ".join(filter(None, known))
+        one = "of an unknown kind as a whole" if "" in found.unknown else "one tree"
+        what = f"its items are {there}" if there else f"it is {one}, without items; leave item out"
+        raise ArgumentError(f"{found.path} has no item {absent[0]!r}: {what}", path=found.path)
+    if not allows_unknown and wanted.isdisjoint(found.items):
+        others = f", or another item: {', '.join(found.items)}" if found.items else ""
+        raise UnrecognizedFormatError(
+            f"{found.path}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it; use the "
+            f"orbax_checkpointer that wrote it{others}",
+            path=found.path,
+        )
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))
 
 
-def _check_readable(found: contents.Contents, names: Collection[str]) -> None:
-    """Raise UnrecognizedFormatError if this library can read none of the items."""
-    if found.items.keys().isdisjoint(names):
-        others = f", or another item: {', '.join(found.items)}" if found.items else ""
-        raise UnrecognizedFormatError(
-            f"{found.path}: only the handler that wrote the item {', '.join(map(repr, names))} can read it; use the "
-            f"orbax_checkpointer that wrote it{others}",
-            path=found.path,
-        )
-
-
-def _check_names(found: contents.Contents, names: Iterable[str]) -> None:
-    """Raise ArgumentError for a name that is not an item's."""
-    there = list(filter(None, (*found.items, *found.unknown)))
-    if absent := [name for name in names if name not in (*found.items, *found.unknown)]:
-        one = "of an unknown kind as a whole" if "" in found.unknown else "one tree"
-        known = f"its items are {', '.join(there)}" if there else f"it is {one}, without items; leave item out"
-        raise ArgumentError(f"{found.path} has no item {absent[0]!r}: {known}", path=found.path)
-
-
 def open_item(item: Item, *, verify: bool = False) -> Reader:
     """Open one tree or JSON item; see `Backend.open`."""
-    with lfs_pointers.named(item.location):
+    with foreign.naming_lfs_pointers(item.location):
         if item.format is None:
             return JsonReader(item.location)
         if item.layout:

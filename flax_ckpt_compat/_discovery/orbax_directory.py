@@ -61,9 +61,7 @@ class Layout(enum.Enum):
     ITEMS = "items of a step"
     JSON = "JSON alone"
     CUSTOM = "files of a custom handler"
-    # Read, and never written by Flax, Orbax's checkpointers or this library.
-    T5X = "T5X"
-    ARRAYS = "arrays without a tree"  # of jax's own array serialization
+    T5X = "T5X"  # read, and never written by Flax, Orbax's checkpointers or this library
     # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
     READ_ONLY = "of another program"
 
@@ -94,9 +92,8 @@ def describe(path: Location, names: set[str]) -> Description:
         why = missing_in_tree(path, names)
         items = {"": Item(Format.ORBAX, path)}
         return Description(kind, why or "", items)
-    is_one_array = bool(names.intersection(layout.ARRAY_METADATA_FILES))
-    if not names.intersection((*FINISHED, *PARTS)) and (is_one_array or is_folder_of_arrays(path, names)):
-        return _arrays(path, names)
+    if _is_tree_of_arrays(path, names):
+        return Description(Layout.TREE, _LOST_STRUCTURE)
     handlers = recorded_handlers(path, names)
     if isinstance(handlers, str):
         return _flat_without_tree(path, names, handlers)
@@ -111,12 +108,10 @@ def describe(path: Location, names: set[str]) -> Description:
     return _without_items(path, names)
 
 
-def _arrays(path: Location, names: set[str]) -> Description:
-    """Describe one array, or a folder of them. The arrays of a tree have its key paths, with dots, as names."""
-    is_one = bool(names.intersection(layout.ARRAY_METADATA_FILES))
-    if not is_one and any("." in name.strip(".") for name in names):
-        return Description(Layout.TREE, _LOST_STRUCTURE)
-    return Description(Layout.ARRAYS, items={"": Item(Format.ORBAX, path)})
+def _is_tree_of_arrays(path: Location, names: set[str]) -> bool:
+    """Return whether folders of arrays have key paths, with dots, as names: a tree of Orbax without its structure."""
+    has_paths = any("." in name.strip(".") for name in names) and not names.intersection(layout.ARRAY_METADATA_FILES)
+    return has_paths and not names.intersection((*FINISHED, *PARTS)) and is_folder_of_arrays(path, names)
 
 
 def _flat_without_tree(path: Location, names: set[str], handler: str) -> Description:

@@ -39,28 +39,12 @@ class Entry:
     managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Classified:
-    """An entry with what it holds."""
+Found = tuple[Entry, Contents]  # an entry with what it holds
 
-    entry: Entry
-    contents: Contents
 
-    @property
-    def state(self) -> State:
-        """Return what it is; a file that is named like a step of a manager is none."""
-        is_file = self.entry.managed and self.contents.layout is Layout.FILE
-        return State.FOREIGN if is_file else self.contents.state
-
-    @property
-    def why(self) -> str:
-        """Return what is missing, or what a foreign file or directory looks like."""
-        return self.contents.why or ("a file" if self.state is State.FOREIGN else "")
-
-    @property
-    def counts(self) -> bool:
-        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
-        return self.state in (State.COMPLETE, State.DENIED) or (self.state is State.FOREIGN and not self.entry.managed)
+def _counts(entry: Entry, found: Contents) -> bool:
+    """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
+    return found.state in (State.COMPLETE, State.DENIED) or (found.state is State.FOREIGN and not entry.managed)
 
 
 class ChangedError(Exception):
@@ -93,7 +77,7 @@ class Directory:
         With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
         self.checkpoint_dir, self._tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
         self.names: list[str] = saved_steps.names_in(checkpoint_dir)
-        self._classified: dict[str, Classified] = {}
+        self._classified: dict[str, Contents] = {}
 
     @functools.cached_property
     def steps(self) -> list[Entry]:
@@ -136,12 +120,14 @@ class Directory:
             yield self.texts
         yield self.longer
 
-    def classify(self, entry: Entry) -> Classified:
-        """Classify an entry; raise `VanishedError` if it has vanished since it was listed."""
-        classified = self._state_of(entry)
-        if classified.state is State.ABSENT and not self._tolerant:
+    def classify(self, entry: Entry) -> Contents:
+        """Return what an entry holds; raise `VanishedError` if it has vanished since it was listed."""
+        if entry.name not in self._classified:
+            self._classified[entry.name] = self._look_at(entry)
+        found = self._classified[entry.name]
+        if found.state is State.ABSENT and not self._tolerant:
             raise VanishedError
-        return classified
+        return found
 
     def check_unchanged(self) -> None:
         """Raise `ChangedError` if the local directory now holds other names.
@@ -171,17 +157,14 @@ class Directory:
         is_manager = any(contents.is_step_of_manager(entry.location) for entry in reversed(found))
         return found if is_manager else []
 
-    def _state_of(self, entry: Entry) -> Classified:
-        if entry.name not in self._classified:
-            self._classified[entry.name] = self._classify(entry)
-        return self._classified[entry.name]
-
-    def _classify(self, entry: Entry) -> Classified:
+    def _look_at(self, entry: Entry) -> Contents:
         found = contents.contents_of(entry.location, lists_denied=self._lists_denied)
         # It may have been removed during the look.
         if not found.is_complete and not entry.location.is_remote and not entry.location.exists():
-            found = dataclasses.replace(found, state=State.ABSENT)
-        return Classified(entry, found)
+            return dataclasses.replace(found, state=State.ABSENT)
+        if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
+            return dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
+        return found
 
 
 def _order(entry: Entry) -> tuple[float, bool, str]:
@@ -201,22 +184,21 @@ def latest_of(directory: Directory) -> Entry | None:
     """Return the latest checkpoint of one listing; classify entries newest first, as few as possible.
 
     Raise CheckpointNotFoundError if newer ones than that are listed and not there."""
-    skipped: list[Classified] = []
-    checkpoint_dir = directory.checkpoint_dir
+    skipped: list[Found] = []
     for tier in directory.tiers():
         for entry in reversed(tier):
-            classified = directory.classify(entry)
-            if classified.counts and _may_be_latest(directory, tier, classified):
-                _warn_of_skipped(checkpoint_dir, skipped)
+            found = directory.classify(entry)
+            if _counts(entry, found) and _may_be_latest(directory, tier, entry, found):
+                _warn_of_skipped(directory, skipped)
                 if tier is directory.longer:
-                    _warn_of_longer(checkpoint_dir, entry)
+                    _warn_of_longer(directory.checkpoint_dir, entry)
                 return entry
-            if classified.state is State.INCOMPLETE:
-                skipped.append(classified)
-            if classified.state is State.ABSENT:
-                _refuse_old_list(checkpoint_dir, entry)
+            if found.state is State.INCOMPLETE:
+                skipped.append((entry, found))
+            if found.state is State.ABSENT:
+                _refuse_old_list(directory.checkpoint_dir, entry)
     directory.check_unchanged()
-    _warn_of_skipped(checkpoint_dir, skipped)
+    _warn_of_skipped(directory, skipped)
     return None
 
 
@@ -234,7 +216,7 @@ def newest_lost(directory: Directory) -> Contents | None:
     In a store, that is one of which an upload has not ended."""
     texts = directory.texts if directory.checkpoint_dir.prefix else []
     for entry in reversed([*texts, *directory.steps]):
-        found = directory.classify(entry).contents
+        found = directory.classify(entry)
         if found.state is State.INCOMPLETE and not found.is_upload:
             return found
     return None
@@ -251,10 +233,10 @@ def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
     )
 
 
-def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:
+def _may_be_latest(directory: Directory, tier: Sequence[Entry], entry: Entry, found: Contents) -> bool:
     if tier is directory.longer:
-        return classified.state is State.COMPLETE and saved_steps.is_checkpoint(classified.entry.location)
-    return _is_listed(directory, classified)
+        return found.is_complete and saved_steps.is_checkpoint(entry.location)
+    return _is_listed(directory, entry, found)
 
 
 def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
@@ -264,11 +246,10 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
         directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last, lists_denied=True)
         found = _classified_steps(directory)
         # A step that may not be listed is there, by its name: a restore of it tells of the permission.
-        counted = [one.entry for one in found if one.counts]
+        counted = [entry for entry, contents in found if _counts(entry, contents)]
         if not counted:
             directory.check_unchanged()
-        skipped = [one for one in found if one.state is State.INCOMPLETE]
-        _warn_of_skipped(checkpoint_dir, skipped)
+        _warn_of_skipped(directory, [one for one in found if one[1].state is State.INCOMPLETE])
         shadowed = {entry.step for entry in counted if not entry.managed}
         return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
 
@@ -280,32 +261,32 @@ def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
 
     def look(listed: Location, last: bool) -> list[Entry]:
         directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last)
-        found = [classified for classified in everything_of(directory) if classified.counts]
-        return [classified.entry for classified in sorted(found, key=lambda one: one.entry.step is not None)]
+        found = [entry for entry, contents in everything_of(directory) if _counts(entry, contents)]
+        return sorted(found, key=lambda entry: entry.step is not None)
 
     return list_again_while_it_changes(checkpoint_dir.directory, look)
 
 
-def everything_of(directory: Directory) -> list[Classified]:
+def everything_of(directory: Directory) -> list[Found]:
     """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
-    found = _classified_steps(directory) + [directory.classify(entry) for entry in directory.texts]
-    ours = [classified for classified in found if _is_listed(directory, classified)]
+    found = _classified_steps(directory) + [(entry, directory.classify(entry)) for entry in directory.texts]
+    ours = [one for one in found if _is_listed(directory, *one)]
     if not ours:
         directory.check_unchanged()
     return ours
 
 
-def _is_listed(directory: Directory, classified: Classified) -> bool:
-    if classified.state is not State.FOREIGN:
-        return classified.state is not State.ABSENT
+def _is_listed(directory: Directory, entry: Entry, found: Contents) -> bool:
+    if found.state is not State.FOREIGN:
+        return found.state is not State.ABSENT
     # Without a prefix every other folder of the directory would count.
-    return classified.counts and (classified.entry.step is not None or bool(directory.checkpoint_dir.prefix))
+    return not entry.managed and (entry.step is not None or bool(directory.checkpoint_dir.prefix))
 
 
-def _classified_steps(directory: Directory) -> list[Classified]:
+def _classified_steps(directory: Directory) -> list[Found]:
     entries = directory.steps or directory.other_family
     directory.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
-    return [directory.classify(entry) for entry in entries]
+    return [(entry, directory.classify(entry)) for entry in entries]
 
 
 def find_step(checkpoint_dir: CheckpointDir, number: float) -> Entry | None:
@@ -319,10 +300,9 @@ def find_step(checkpoint_dir: CheckpointDir, number: float) -> Entry | None:
     return list_again_while_it_changes(checkpoint_dir.directory, look)
 
 
-def _warn_of_skipped(checkpoint_dir: CheckpointDir, skipped: Sequence[Classified]) -> None:
-    shown = "; ".join(
-        f"{classified.entry.name} ({classified.why})" for classified in sorted(skipped, key=lambda one: one.entry.name)
-    )
+def _warn_of_skipped(directory: Directory, skipped: Sequence[Found]) -> None:
+    checkpoint_dir = directory.checkpoint_dir
+    shown = "; ".join(sorted(f"{entry.name} ({found.why})" for entry, found in skipped))
     message = f"Skipping incomplete checkpoints in {checkpoint_dir.directory}: {shown}" if skipped else None
     log_once((checkpoint_dir.directory.path, checkpoint_dir.prefix, "incomplete"), message)
 

@@ -19,7 +19,6 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
-from flax_ckpt_compat._discovery.enclosing_checkpoint import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import saved_prefixes
@@ -100,7 +99,7 @@ def _check_directory(request: SaveRequest) -> None:
     if (is_step and directory.isfile()) or contents.is_certainly_orbax(directory):
         message = f"{directory} is itself a checkpoint; pass the directory that holds it, {directory.parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
-    if why := why_inside(directory):
+    if why := contents.why_inside(directory):
         raise _invalid(request, f"{request.attempt}: {why}")
 
 

@@ -11,7 +11,8 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
-from flax_ckpt_compat._discovery.contents import State
+from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery.step_lookup import Entry
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -67,20 +68,20 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
 def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
     listed = step_lookup.Directory(checkpoint_dir, tolerant=last, lists_denied=True)
-    found = [_record(checkpoint_dir, classified) for classified in step_lookup.everything_of(listed)]
+    found = [_record(checkpoint_dir, *one) for one in step_lookup.everything_of(listed)]
     if None in found and not last:
         raise step_lookup.ChangedError
     return [record for record in found if record is not None]
 
 
-def _record(checkpoint_dir: saved_steps.CheckpointDir, classified: step_lookup.Classified) -> CheckpointRecord | None:
-    location, name = classified.entry.location, classified.entry.name
+def _record(checkpoint_dir: saved_steps.CheckpointDir, entry: Entry, found: Contents) -> CheckpointRecord | None:
+    location = entry.location
     format = Format.ORBAX if location.isdir() else Format.MSGPACK
     nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
     if not location.exists():  # another process has just evicted it
         return None
-    shown, is_complete = os.path.join(checkpoint_dir.shown, name), classified.state is State.COMPLETE
-    shown_format, why = format.value, classified.why or None
-    if classified.state is State.FOREIGN:
+    shown_format, why = format.value, found.why or None
+    if found.state is State.FOREIGN:
         shown_format, why = UNKNOWN_FORMAT, f"not a checkpoint: {why}"
-    return CheckpointRecord(classified.entry.step, shown, shown_format, nbytes, is_complete, why)
+    shown = os.path.join(checkpoint_dir.shown, entry.name)
+    return CheckpointRecord(entry.step, shown, shown_format, nbytes, found.is_complete, why)

@@ -101,20 +101,16 @@ def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert [(record.levelname, "large" in record.message) for record in caplog.records] == [("INFO", False)]
 
 
-@pytest.mark.parametrize("main", [None, "b7"])
-def test_a_cache_of_hugging_face(main: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of ``models--…``, the files in snapshots are named, that of ``refs/main`` first; not a snapshot without one."""
+def test_a_cache_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of ``models--…``, the files in snapshots are named; not a snapshot without one."""
     root = tmp_path / "models--me--bert"
-    for name in ("blobs", "refs", "snapshots/a1", "snapshots/b7", "snapshots/c0"):
+    for name in ("blobs", "snapshots/a1", "snapshots/b7", "snapshots/c0"):
         (root / name).mkdir(parents=True)
     (root / "snapshots" / "c0" / "config.json").write_text("{}")
     blob = save(root / "blobs" / "0f", tree(1), format="msgpack")
     for revision in ("a1", "b7"):
         (root / "snapshots" / revision / "flax_model.msgpack").symlink_to(blob)
     found = [f"{root}/snapshots/{revision}/flax_model.msgpack" for revision in ("a1", "b7")]
-    if main is not None:
-        (root / "refs" / "main").write_text(main)
-        found.reverse()
     expected = f"there are checkpoints at {', '.join(found)}: pass one of these paths"
     assert expected in error_of(restore, root)
     assert expected in warning_of(root, caplog)

@@ -76,8 +76,8 @@ def test_equals(tmp_path: Path) -> None:
 
 
 def test_a_broken_item_hides_no_whole_one(root: Path) -> None:
-    """The whole one restores into its target; where all are asked for, the error says which restores alone."""
+    """The whole one restores into its target; where all are asked for, the error names it, and the other."""
     (root / "1" / "params" / "_METADATA").write_text('{"tree')
     same(restore(root, EMPTY), STATE)
-    with pytest.raises(CorruptCheckpointError, match=r"Only the item 'params' .*1/train_state restores alone"):
+    with pytest.raises(CorruptCheckpointError, match=r"1/params/_METADATA.* restore by their names: train_state"):
         restore(root)

@@ -642,8 +642,6 @@ def values() -> dict[str, dict[str, Any]]:
         "manager, array": {"this": {"mean": PARAMS["w"], "state": TREE}, "tree": TREE},
         "manager, old, net_1 and net_2": {"this": {"net_1": PARAMS, "net_2": EMA}},
         "manager, custom item": {"tree": TREE},
-        "jax array": bare,
-        "jax arrays": {"this": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}},
         **{
             base: {"this": {"version": 3, "optimizer": t5x}, "T5X, unwrapped": t5x}
             for base in ("T5X", "T5X, gfile", "T5X, gcs")
