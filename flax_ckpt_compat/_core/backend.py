@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
 BATCH_BYTES = 32 * 2**20
 _MAX_BATCH = 10_000
+_READER: Callable[[LeafHandle | ArraySlice], Reader] = operator.attrgetter("reader")
 
 
 class Format(enum.Enum):
@@ -98,6 +100,11 @@ class ArraySlice:
 
     handle: LeafHandle
     index: tuple[slice, ...]  # start and stop on every axis, within the array and without steps
+
+    @property
+    def reader(self) -> Reader:
+        """Return the open checkpoint that reads it."""
+        return self.handle.reader
 
     def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy the slice out of the whole array."""
@@ -310,23 +317,19 @@ def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
         yield handle
 
 
-def reader_of(one: LeafHandle | ArraySlice) -> Reader:
-    """Return the reader of a leaf, or of what a slice is of."""
-    return handle_of(one).reader
-
-
 def read_all(
-    wanted: Sequence[LeafHandle | ArraySlice],
-    choose: Callable[[LeafHandle | ArraySlice], Reader] = reader_of,
-    *,
-    mapped: bool = False,
+    wanted: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False, meter: progress.Meter = progress.OFF
 ) -> list[Any]:
-    """Read leaves and slices in the given order, each with its own reader, or the one that ``choose`` returns."""
+    """Read leaves and slices in the given order, each with its own reader; the ``meter`` counts what they read."""
+    readers = set(map(_READER, wanted))
+    if meter.is_on:
+        for reader in readers:
+            reader.meter = meter
+    if len(readers) == 1:
+        return readers.pop().read(wanted, mapped=mapped)
     values: list[Any] = [None] * len(wanted)
-    groups: dict[Reader, list[int]] = {}
-    for number, one in enumerate(wanted):
-        groups.setdefault(choose(one), []).append(number)
-    for reader, numbers in groups.items():
+    for reader in readers:
+        numbers = [number for number, one in enumerate(wanted) if one.reader is reader]
         found = reader.read([wanted[number] for number in numbers], mapped=mapped)
         for number, value in zip(numbers, found, strict=True):
             values[number] = value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -42,14 +42,16 @@ class Opened:
         items: Iterable[str] | None = None,
         warns: bool = True,
         allows_unknown: bool = False,
+        read_by: Callable[[Location, str, Reader | None], Reader] | None = None,
     ):
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name.
 
         With ``item``, the checkpoint is that item, as one tree; with ``items``, these, by their names. Raise
         ArgumentError if it has no such item, and UnrecognizedFormatError if only its own handler reads it, or all that
         there is, unless the caller ``allows_unknown``; then '' is the whole checkpoint. If it ``warns``, a log
-        line names the items of an unknown kind."""
-        self._verify = verify
+        line names the items of an unknown kind. ``read_by`` makes the reader of each tree, of the checkpoint, the
+        item's name and our own reader; it may know what we do not."""
+        self._verify, self._read_by = verify, read_by
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
         listed = path.listed()
@@ -59,6 +61,8 @@ class Opened:
             found = dataclasses.replace(found, items={"": found.items[item]})
         elif items is not None:
             found = _chosen(found, items, allows_unknown=allows_unknown)
+        elif not found.items and read_by is not None:
+            found = dataclasses.replace(found, items={"": Item(Format.ORBAX, found.location)}, unknown=())
         elif not found.items and not allows_unknown:
             raise UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it "
@@ -107,13 +111,20 @@ class Opened:
         """Return the reader of an item, opened on first use."""
         if item not in self._readers:
             try:
-                reader = open_item(self.items[item], verify=self._verify)
+                self._readers[item] = self._open.enter_context(closing(self._reader(item)))
             except _DAMAGE as error:
                 if others := ", ".join(name for name in self.items if name != item):
                     add_sentence(error, f"Other items of this step may be whole, and restore by their names: {others}.")
                 raise
-            self._readers[item] = self._open.enter_context(closing(reader))
         return self._readers[item]
+
+    def _reader(self, item: str) -> Reader:
+        if self._read_by is None or self.items[item].format is None:
+            return open_item(self.items[item], verify=self._verify)
+        own: Reader | None = None
+        with suppress(UnrecognizedFormatError):
+            own = open_item(self.items[item], verify=self._verify)
+        return self._read_by(self.location, item, own)
 
     def close(self) -> None:
         """Close all items."""

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, read_all
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
+from flax_ckpt_compat._core.progress import Meter
 
 _AT_ONCE = 64 * 2**20
 _NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
@@ -73,7 +74,7 @@ def _has_direct_cast(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def read(
-    reader: Reader, wanted: Sequence[Readable], casts: Mapping[Readable, Cast], mapped: Set[Readable] = frozenset()
+    wanted: Sequence[Readable], casts: Mapping[Readable, Cast], mapped: Set[Readable], meter: Meter
 ) -> dict[Readable, Any]:
     """Read handles and slices, each once, and cast those in ``casts``; those in ``mapped`` may be memory-mapped."""
     values: dict[Readable, Any] = {}
@@ -82,7 +83,7 @@ def read(
         at_once = [one for one in group if one not in casts]
         batches = [at_once] if at_once else []
         for batch in [*batches, *_batches([one for one in group if one in casts])]:
-            found = reader.read(batch, mapped=True) if is_mapped else reader.read(batch)
+            found = read_all(batch, mapped=is_mapped, meter=meter)
             for at, one in enumerate(batch):
                 values[one] = casts[one](found[at]) if one in casts else found[at]
                 found[at] = None  # so that little memory holds both dtypes

@@ -17,60 +17,86 @@ from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointerError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import KeyData, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, map_leaves
 from flax_ckpt_compat._save.checkpointer_adapter import described
 from flax_ckpt_compat._trees import prng_keys, state_dict
 
-_TYPES = {kind: python for python, kind in KIND_OF_TYPE.items()} | {LeafKind.BYTES: bytes, LeafKind.PRNG_KEY: KeyData}
+_KINDS = {**KIND_OF_TYPE, bytes: LeafKind.BYTES, KeyData: LeafKind.PRNG_KEY}
 _EXAMPLES = {LeafKind.BOOL: False, LeafKind.INT: 0, LeafKind.FLOAT: 0.0}
 _ABSENT = object()
 
 
 class CheckpointerReader(backend.Reader):
-    """Reader over the caller's checkpointer; the tree comes from our own metadata reader.
+    """Reader of what the caller's checkpointer restored, with the tree of our own reader, if that opens it.
 
     Orbax's handlers leave out leaves that they have no example for, and return numpy scalars as Python numbers. Values
-    that do not have the stored type are read by our own reader.
-    """
+    that do not have the stored type are read by our own reader."""
 
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, checkpointer: Any, location: Location, tree: Node, own: backend.Reader | None = None):
-        """Wrap an Orbax checkpointer; ``own`` is our reader of the same checkpoint, if there is one."""
-        self.location, self.tree = location, tree
-        self._checkpointer, self._own = checkpointer, own
+    def __init__(self, checkpointer: Any, checkpoint: Location, item: str, own: backend.Reader | None):
+        """Restore an item of a checkpoint, '' for its only tree; ``own`` is our reader of it, if there is one."""
+        self.location, self._own = checkpoint / item if item else checkpoint, own
+        if item and "CompositeCheckpointHandler" in _handler_names(checkpointer):
+            values = restore_with(checkpointer, checkpoint.path)[item]
+        else:
+            values = restore_with(checkpointer, self.path, **_arguments(checkpointer, own))
+        if own is None:
+            self.tree: Node = map_leaves(self._leaf, state_dict.describe(values))
+        else:
+            self.tree = map_leaves(lambda path, leaf: self._with_value(leaf, _at(values, path)), own.tree)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles of the tree, or slices of them, in order; arrays in host memory."""
-        restored = restore_with(self._checkpointer, self.path, **self._arguments())
-        paths = {leaf: path for path, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle)}
-        whole = [one.handle if isinstance(one, ArraySlice) else one for one in handles]
-        values = [_in_memory(_at(restored, paths[handle]), handle) for handle in whole]
+        return [one.cut(one.handle.locator) if isinstance(one, ArraySlice) else one.locator for one in handles]
+
+    def close(self) -> None:
+        """Close our own reader."""
         if self._own is not None:
-            wrong = [number for number, value in enumerate(values) if not _is_as_stored(value, whole[number])]
-            for number, value in zip(wrong, self._own.read([whole[number] for number in wrong]), strict=True):
-                values[number] = value
-        return [
-            one.cut(value) if isinstance(one, ArraySlice) else value for one, value in zip(handles, values, strict=True)
-        ]
+            self._own.close()
 
-    def _arguments(self) -> Mapping[str, Any]:
-        """Return arguments that make known handlers read arrays to the host, whatever devices they were saved from."""
-        handler = type(getattr(self._checkpointer, "handler", None)).__mro__
-        names = {kind.__name__ for kind in handler}
-        if "PyTreeCheckpointHandler" in names:
-            return {"restore_args": state_dict.nested(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
-        if "StandardCheckpointHandler" in names:
-            examples = state_dict.nested(map_leaves(lambda _, leaf: _example(leaf), self.tree))
-            return {"target" if _takes_target(self._checkpointer) else "item": examples}
-        return {}
+    def _with_value(self, leaf: Any, value: Any) -> Any:
+        """Return a stored leaf with the checkpointer's value, if that has the stored type or only it reads the leaf."""
+        if not isinstance(leaf, LeafHandle) or value is _ABSENT:
+            return leaf
+        given = self._leaf(leaf.path, value)
+        if leaf.kind is LeafKind.UNSUPPORTED:
+            return given
+        is_number = leaf.kind is LeafKind.NUMPY_SCALAR
+        is_same = isinstance(given, LeafHandle) and given.kind is leaf.kind
+        return given if is_same and not (is_number and given.dtype != leaf.dtype) else leaf
+
+    def _leaf(self, path: Path, value: Any) -> Any:
+        """Return the handle of a value; None and empty containers are themselves."""
+        if value is None or isinstance(value, Branch):
+            return value
+        value = prng_keys.split_key(value)
+        if isinstance(value, KeyData):
+            return LeafHandle(path, LeafKind.PRNG_KEY, value.data.shape, value.data.dtype, 0, None, self, value)
+        if isinstance(value, np.ndarray | jax.Array):
+            array = np.asarray(value)
+            if not (array.flags.writeable and array.flags.c_contiguous):
+                array = np.array(array, order="C")
+            return LeafHandle(path, LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, None, self, array)
+        if isinstance(value, np.generic):
+            return LeafHandle(path, LeafKind.NUMPY_SCALAR, (), value.dtype, value.nbytes, None, self, value)
+        return LeafHandle(path, _KINDS.get(type(value), LeafKind.UNSUPPORTED), (), None, 0, None, self, value)
 
 
-def opened_by(checkpointer: Any, location: Location, own: backend.Reader | None) -> CheckpointerReader:
-    """Return the reader of a checkpoint that a checkpointer restores; ``own`` is our reader of it, if there is one."""
-    tree = state_dict.describe(restore_with(checkpointer, location.path)) if own is None else own.tree
-    return CheckpointerReader(checkpointer, location, tree, own)
+def _handler_names(checkpointer: Any) -> set[str]:
+    return {kind.__name__ for kind in type(getattr(checkpointer, "handler", None)).__mro__}
+
+
+def _arguments(checkpointer: Any, own: backend.Reader | None) -> Mapping[str, Any]:
+    """Return arguments that make known handlers read arrays to the host, whatever devices they were saved from."""
+    names = set[str]() if own is None else _handler_names(checkpointer)
+    if own is not None and "PyTreeCheckpointHandler" in names:
+        return {"restore_args": state_dict.nested(map_leaves(lambda _, leaf: _restore_args(leaf), own.tree))}
+    if own is not None and "StandardCheckpointHandler" in names:
+        examples = state_dict.nested(map_leaves(lambda _, leaf: _example(leaf), own.tree))
+        return {"target" if _takes_target(checkpointer) else "item": examples}
+    return {}
 
 
 def restore_with(checkpointer: Any, path: str, **arguments: Any) -> Any:
@@ -107,24 +133,6 @@ def _example(leaf: Any) -> Any:
     if leaf.kind is LeafKind.ARRAY:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return _EXAMPLES.get(leaf.kind)
-
-
-def _in_memory(value: Any, handle: LeafHandle) -> Any:
-    """Convert a value to what our own readers return: writable arrays, PRNG keys as `KeyData`."""
-    if prng_keys.is_prng_key(value):
-        return prng_keys.split_key(value)
-    if handle.kind is not LeafKind.ARRAY or value is None or value is _ABSENT:
-        return value
-    array = np.asarray(value)
-    return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
-
-
-def _is_as_stored(value: Any, handle: LeafHandle) -> bool:
-    if handle.kind is LeafKind.ARRAY:
-        return isinstance(value, np.ndarray)
-    if handle.kind is LeafKind.NUMPY_SCALAR:
-        return isinstance(value, np.generic) and value.dtype == handle.dtype
-    return type(value) is _TYPES.get(handle.kind)
 
 
 def _at(tree: Any, path: Path) -> Any:

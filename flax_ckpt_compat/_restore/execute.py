@@ -60,7 +60,7 @@ class ReadLeaves:
 
     def __init__(self, plan: TreePlan):
         self.plan = plan
-        self._path = plan.reader.path
+        self._path = plan.path
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
         self._lost: list[str] = []
@@ -99,13 +99,13 @@ class ReadLeaves:
 
     def read(self, meter: Meter = OFF) -> None:
         """Read the values."""
-        plan, reads = self.plan, self.reads
-        for reader in set(map(backend.reader_of, reads)) if meter.is_on else ():
-            reader.meter = meter
+        reads = self.reads
         if self.casts_at_read or self.mapped:
-            self.values = casting.read(plan.reader, reads, self.casts_at_read, self.mapped)
-        elif reads or plan.runs:  # the reader tells of files without checksums
-            self.values = dict(zip(reads, plan.reader.read(reads), strict=True))
+            self.values = casting.read(reads, self.casts_at_read, self.mapped, meter)
+        elif reads:
+            self.values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
+        elif self.plan.runs:  # the reader tells of files without checksums
+            self.plan.reader.read([])
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
         source = leaf.source

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from flax_ckpt_compat._core import backend, memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
@@ -101,7 +101,7 @@ def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
 def _plan_as_one_tree(opened: opening.Opened, target: TargetTree, options: RestoreOptions) -> TreePlan:
     """Plan all items as one tree with their names at the top."""
     tree = Branch({name: opened.reader(name).tree for name in opened.items})
-    reader = _ReaderOfSeveral(opened.reader(next(iter(opened.trees))), opened.location)
+    reader = opened.reader(next(iter(opened.trees)))
     return plan_with_rules(reader, map_leaves(at_whole_path, tree), target, options, opened.location)
 
 
@@ -121,8 +121,7 @@ def plan_with_rules(
 ) -> TreePlan:
     """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
     tree = options.transforms.apply_rules(tree, None if target is None else target.node, location.path)
-    others = options.transforms.other_readers
-    return plan_tree(_ReaderOfSeveral(reader, location, others) if others else reader, tree, target, options, location)
+    return plan_tree(reader, tree, target, options, location)
 
 
 def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> RestorePlan:
@@ -176,23 +175,4 @@ def _plan_part(
     reader = opened.reader(name if is_item else next(iter(opened.trees)))
     location = opened.items[name].location if is_item else opened.location
     part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
-    reader = _ReaderOfSeveral(reader, location) if options.transforms.rules else reader
     return plan_tree(reader, part, target, options, location)
-
-
-class _ReaderOfSeveral(Reader):
-    """Reader of leaves of several items or checkpoints, as rules may put them into one tree."""
-
-    def __init__(self, reader: Reader, location: Location, others: Sequence[Reader] | None = None):
-        """Read leaves of ``others`` (None: of all readers) with their own readers, all else with this one."""
-        self.format, self.location, self.tree = reader.format, location, reader.tree
-        self.places_on_device, self.keeps_lists = reader.places_on_device, reader.keeps_lists
-        self._reader, self._others = reader, others
-
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """See `Reader.read`."""
-        return backend.read_all(handles, self._reader_of, mapped=mapped)
-
-    def _reader_of(self, one: LeafHandle | ArraySlice) -> Reader:
-        own = backend.reader_of(one)
-        return own if self._others is None or own in self._others else self._reader

@@ -94,6 +94,8 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     ``cast`` is the setting ``dtype="target"``, which makes arrays of numbers."""
     if target is None or (isinstance(stored, Derived) and stored.shape is None):
         return None
+    if isinstance(stored, LeafHandle) and stored.kind is LeafKind.UNSUPPORTED:  # of whatever kind; it is refused
+        return None
     wanted = target_kind(target)
     if wanted is not TargetKind.OTHER and _fits(stored, target, wanted, cast):
         return None

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import DtypeMismatchError
+from flax_ckpt_compat._core.errors import CheckpointError, DtypeMismatchError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.text_formatting import Row, one_line
 from flax_ckpt_compat._core.tree import Path, show_path
@@ -74,6 +74,11 @@ class LeafPlanner:
 
     def stored(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
         """Plan a stored leaf of any kind."""
+        if handle.kind is LeafKind.UNSUPPORTED:
+            try:
+                handle.read()  # a checkpointer of the caller's may have it
+            except CheckpointError as refusal:
+                self._plan.problems.append(refusal)
         if handle.possible_kinds and leaf_kinds.is_ambiguous(handle, target):
             self._plan.problems.append(leaf_kinds.ambiguous_key(handle))
         kind, dtype = leaf_kinds.resolved_kind(handle, target), leaf_kinds.stored_dtype(handle)
@@ -130,12 +135,12 @@ class LeafPlanner:
         """Record an impossible cast or sharding; take away a sharding that does not apply."""
         wanted = dtype if leaf.cast is None else leaf.cast
         if dtype is not None and wanted != dtype and not casting.exists(dtype, wanted):
-            self._plan.problems.append(no_cast(name, dtype, wanted, self._plan.reader.path))
+            self._plan.problems.append(no_cast(name, dtype, wanted, self._plan.path))
         if leaf.sharding is None:
             return
         if not self._fits[leaf.sharding, shape]:
             if on_device or isinstance(leaf.target, jax.ShapeDtypeStruct):
-                self._plan.problems.append(shardings.misfit(name, shape, leaf.sharding, self._plan.reader.path))
+                self._plan.problems.append(shardings.misfit(name, shape, leaf.sharding, self._plan.path))
             # A msgpack array for a target of another shape: it stays on the host, as in Flax and as the warning about
             # its shape says.
             leaf.sharding = None

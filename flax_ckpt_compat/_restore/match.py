@@ -58,6 +58,7 @@ class _Absent(enum.Enum):
 _ABSENT = _Absent.ABSENT
 _ARRAY = LeafKind.ARRAY
 _DICT = Container.DICT
+_PYTHON_VALUES = {*KIND_OF_TYPE.values(), LeafKind.BYTES}
 
 
 class _Planner:
@@ -190,8 +191,8 @@ class _Planner:
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""
         if isinstance(stored, LeafHandle):
-            is_plain = stored.dtype is None or stored.kind is _ARRAY
-            if target is None and is_plain and not stored.possible_kinds:  # a Python value or array, as it is
+            is_plain = stored.kind is _ARRAY or stored.kind in _PYTHON_VALUES
+            if target is None and is_plain and not stored.possible_kinds:  # as it is
                 self._plan.leaves.append(LeafPlan(path, stored, None, True))
                 return
             plan_leaf = self._leaf_planner.array if stored.kind is _ARRAY else self._leaf_planner.stored

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from jax import monitoring
@@ -15,17 +16,15 @@ from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     MultiprocessRestoreError,
-    UnrecognizedFormatError,
     add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import Meter, Stopwatch
-from flax_ckpt_compat._core.tree import Branch, Node
+from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._restore import checkpointer_reader, execute, policies, process_agreement
-from flax_ckpt_compat._restore.item_choice import choose_item
-from flax_ckpt_compat._restore.items import described, plan_all, plan_with_rules
+from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
@@ -83,10 +82,12 @@ class _Restore:
         """Open, plan, read, place and rebuild; end the ``pause`` of the garbage collector before what takes long."""
         values: dict[str, Any] = {}
         with ExitStack() as files:
-            is_for_checkpointer = self._checkpointer is not None and location.isdir()
-            opened = self._open(location, files, is_optional=is_for_checkpointer)
+            opened = self._open(location)
+            files.callback(opened.discard)
+            if len(opened.items) == 1:
+                opened.reader(*opened.items)
             watch.lap("open")
-            plans = self._plan(opened, location if is_for_checkpointer else None)
+            plans = self._plan(opened)
             watch.lap("plan")
             # Long reads do not pause the garbage collector.
             if not all(plan.is_short for plan in plans.items.values()):
@@ -109,31 +110,19 @@ class _Restore:
             self.agreement.report(None)
         return self._target
 
-    def _open(self, location: Location, files: ExitStack, *, is_optional: bool) -> opening.Opened | None:
-        """Open a checkpoint, and its item if it has one; if it ``is_optional``, None for one of an unknown format.
+    def _open(self, location: Location) -> opening.Opened:
+        """Open a checkpoint; a checkpointer of the caller's, if there is one, reads its trees."""
+        read_by = None
+        if self._checkpointer is not None and location.isdir():
+            read_by = functools.partial(checkpointer_reader.CheckpointerReader, self._checkpointer)
+        return opening.Opened(location, verify=self._options.verifies, item=self._options.item, read_by=read_by)
 
-        ``files`` closes it."""
-        try:
-            opened = opening.Opened(location, verify=self._options.verifies, item=self._options.item)
-            files.callback(opened.discard)
-            if len(opened.items) == 1:
-                opened.reader(*opened.items)
-        except UnrecognizedFormatError:
-            if not is_optional:
-                raise
-            return None
-        return opened
-
-    def _plan(self, opened: opening.Opened | None, for_checkpointer: Location | None) -> RestorePlan:
-        """Plan the restore of all leaves, of what the given checkpointer reads at a location if there is one.
+    def _plan(self, opened: opening.Opened) -> RestorePlan:
+        """Plan the restore of all leaves.
 
         Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that a
         user's function computes, and structures that custom serialization refuses."""
-        if for_checkpointer is not None:
-            plans = self._plan_with_checkpointer(for_checkpointer, opened)
-        else:
-            assert opened is not None
-            plans = plan_all(opened, self._target, self._options)
+        plans = plan_all(opened, self._target, self._options)
         try:
             for plan in plans.items.values():
                 policies.enforce(plan)
@@ -142,15 +131,6 @@ class _Restore:
                 add_sentence(error, plans.fits)
             raise
         return plans
-
-    def _plan_with_checkpointer(self, location: Location, opened: opening.Opened | None) -> RestorePlan:
-        own, target = None, None if self._target is None else described(self._target)
-        if opened is not None and opened.trees:
-            with suppress(UnrecognizedFormatError):
-                name = choose_item(opened, Branch({}) if target is None else target.node, self._options)[0]
-                own = opened.reader(name or next(iter(opened.trees)))
-        reader = checkpointer_reader.opened_by(self._checkpointer, location.unlisted(), own)
-        return RestorePlan({"": plan_with_rules(reader, reader.tree, target, self._options, reader.location)}, False)
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.text_formatting import Names, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
@@ -50,7 +50,6 @@ class TransformSpec:
         By ``default_to_original``, leaves that no transform matches come from the checkpoint, else from the target. If
         ``strict``, a leaf that the checkpoint lacks is an error, whatever was given."""
         self.rules = _rules(given)  # ready-made rules, in order
-        self.other_readers: list[Reader] = []  # readers of the other checkpoints that rules opened
         self._others = contextlib.ExitStack()  # of `opening`
         # An empty list, as of a program that found nothing to change, is as strict as no transforms.
         # Transforms were given, ``{}`` included: None in the target stays None, and a stored None counts as missing.
@@ -72,7 +71,6 @@ class TransformSpec:
     def opening(self) -> Iterator[None]:
         """Close the other checkpoints that rules open in the block; raise `ReplacedError` if one was replaced."""
         with contextlib.ExitStack() as self._others:
-            self._others.callback(self.other_readers.clear)
             yield
 
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
@@ -85,7 +83,6 @@ class TransformSpec:
         self._others.enter_context(locating.unchanged(location))
         opened = self._others.enter_context(contextlib.closing(opening.Opened(location, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
-        self.other_readers.extend(map(opened.reader, opened.trees))
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:

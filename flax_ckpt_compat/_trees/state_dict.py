@@ -126,11 +126,11 @@ class TargetTree:
         """Rebuild the tree with the leaves of nested dicts like `node`; fill modules of nnx once nothing can raise."""
         fills: list[tuple[Any, Any]] = []
         result = self._rebuilt(state, fills)
-        for module, new in fills:
-            sys.modules["flax.nnx"].update(module, jax.tree_util.tree_map(_as_jax_array, new))
+        for filled, new in fills:
+            sys.modules["flax.nnx"].update(filled, jax.tree_util.tree_map(_as_jax_array, new))
         return result
 
-    def _rebuilt(self, state: Any, fills: list[tuple[Any, Any]]) -> Any:
+    def _rebuilt(self, state: Any, fills: list[tuple[Any, Any]] | None) -> Any:
         if self._is_nested_dicts:
             return state
         # Most trees have no pytrees that Flax does not expand.
@@ -275,9 +275,15 @@ def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, 
 
 
 def _is_module(value: Any) -> bool:
-    """Return whether nnx splits a value into a state: a module, optimizer, metric, ``Rngs``; never imports nnx."""
+    """Return whether nnx splits a value into a state: a module, optimizer, metric, ``Rngs``."""
+    return _is_nnx(value, "Pytree", "Object")
+
+
+def _is_nnx(value: Any, *names: str) -> bool:
+    """Return whether a value is of the first of these classes that this nnx has; never imports nnx."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, getattr(nnx, "Pytree", nnx.Object))
+    kinds = [getattr(nnx, name) for name in names if hasattr(nnx, name)]
+    return bool(kinds) and isinstance(value, kinds[0])
 
 
 def _as_jax_array(leaf: Any) -> Any:
@@ -342,8 +348,11 @@ def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
     return names
 
 
-def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]]) -> Any:
-    """Rebuild registered pytrees; Flax's own rules hold below and above them. Add modules and new states to fills."""
+def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]] | None) -> Any:
+    """Rebuild registered pytrees; Flax's own rules hold below and above them.
+
+    Add modules and variables of nnx with their new states to ``fills``. Within an ``nnx.State`` that is None, since the
+    variables there are those of its module: they are made anew."""
     if type(original_state) is dict:
         if not isinstance(state, dict) or original_state.keys() != state.keys():
             return state
@@ -353,7 +362,7 @@ def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]]) -> 
         }
     if _is_leaf(original_state) or not _is_node(original_state):
         return state
-    if _is_module(original_state):
+    if fills is not None and _is_module(original_state):
         fills.append((original_state, _unexpand(sys.modules["flax.nnx"].state(original_state), state, fills)))
         return original_state
     entries = _one_level(original_state)
@@ -361,5 +370,10 @@ def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]]) -> 
     if not isinstance(state, dict) or set(names) != state.keys():
         return state
     structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
-    children = [TargetTree(child)._rebuilt(state[name], fills) for name, (_, child) in zip(names, entries, strict=True)]
-    return jax.tree_util.tree_unflatten(structure, children)
+    below = None if _is_nnx(original_state, "State") else fills
+    children = [TargetTree(child)._rebuilt(state[name], below) for name, (_, child) in zip(names, entries, strict=True)]
+    rebuilt = jax.tree_util.tree_unflatten(structure, children)
+    if fills is None or not _is_nnx(original_state, "Variable"):
+        return rebuilt
+    fills.append((original_state, rebuilt))
+    return original_state

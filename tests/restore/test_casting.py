@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, config, restore, rules, transforms
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat import checkpoints, config, restore, rules, save, transforms
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.progress import OFF
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._restore import casting
 from tests.support.saves import use_flag
@@ -52,48 +53,12 @@ def test_complex_values(wanted: Any, expected: list[complex], flag: bool, tmp_pa
         assert (value.dtype, value.tolist()) == (wanted, expected)
 
 
-def test_what_complex_values_lose() -> None:
-    """Imaginary parts to real dtypes, but for zeros; range in either part to a narrower complex dtype."""
-    wide, small, real = np.dtype(np.complex128), np.dtype(np.complex64), np.dtype(np.float64)
-    assert casting.is_lossy(np.array([1 + 2j], wide), real)
-    assert not casting.is_lossy(np.array([1 + 0j], wide), real)
-    assert casting.is_lossy(np.array([1e300 + 0j], wide), np.dtype(np.float32))
-    for value, lost in ((1 + 2j, False), (1e300 + 1j, True), (1 + 1e300j, True)):
-        assert casting.is_lossy(np.array([value], wide), small) is lost
-    cast = casting.Cast(real, is_checked=True)
-    for array in (np.array([1j], wide), np.array([2 + 0j], wide)):
-        cast(array)
-    assert cast.is_lossy  # of the first, whatever the others lose
-
-
-def test_what_integers_lose() -> None:
-    """Values beyond the range of the new dtype, and what it rounds: float64 holds all up to 2**53 (IEEE 754)."""
-    for value, lost in ((2**53, False), (2**53 + 1, True), (2**53 + 2, False), (-(2**53) - 1, True), (2**63 - 1, True)):
-        for dtype in (np.float64, np.complex128):
-            assert casting.is_lossy(np.array([value], np.int64), np.dtype(dtype)) is lost
-    for value, lost in ((-129, True), (-128, False), (127, False), (128, True)):
-        assert casting.is_lossy(np.array([value], np.int64), np.dtype(np.int8)) is lost
-    # The largest float16 is 65504: up to half a step above it, values round to it.
-    for value, lost in ((65510.0, False), (65536.0, True), (-65536.0, True)):
-        assert casting.is_lossy(np.array([value], np.float32), np.dtype(np.float16)) is lost
-    for dtype in (np.float16, np.float64):  # the least int32 is beyond float16, and comes back as infinity
-        assert casting.is_lossy(np.array([-np.inf], dtype), np.dtype(np.int32))
-
-
 def test_which_casts_exist() -> None:
     """Between numbers of any kind, and within a kind of what are not numbers; to a typed key there is none."""
     assert casting.exists(np.dtype(np.int8), np.dtype(jnp.bfloat16))
     assert casting.exists(np.dtype("U3"), np.dtype("U5"))
     assert not casting.exists(np.dtype("U3"), np.dtype(np.int8))
     assert not casting.exists(np.dtype(np.uint32), jax.random.key(0).dtype)
-
-
-def test_slices_of_one_array_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much they are: they may share chunks."""
-    monkeypatch.setattr(casting, "_AT_ONCE", 1000)
-    (a, b) = (leaf for _, leaf in iter_leaves(Memory({"a": np.ones(400), "b": np.ones(4)}).tree))
-    slices = [ArraySlice(a, (slice(start, start + 100),)) for start in range(0, 400, 100)]
-    assert list(casting._batches([*slices, b])) == [slices, [b]]
 
 
 def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +68,14 @@ def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Memory({**VALUES, "huge": np.ones(5000, np.float32), "kept": np.ones(9000, np.float32)})
     read = reader.read
 
-    def count(wanted: Sequence[Any]) -> list[Any]:
+    def count(wanted: Sequence[Any], **_: Any) -> list[Any]:
         batches.append(sum(one.nbytes for one in wanted))
         return read(wanted)
 
-    monkeypatch.setattr(reader, "read", count)
+    monkeypatch.setattr(type(reader), "read", lambda _, wanted, **__: count(wanted))
     leaves = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
     casts = {leaf: casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
-    values = casting.read(reader, leaves, casts)
+    values = casting.read(leaves, casts, frozenset(), OFF)
     assert [values[leaf].dtype for leaf in leaves] == [np.float16] * (len(leaves) - 1) + [np.float32]
     assert batches[0] == 36_000 and max(batches[1:-1]) <= 1000 and batches[-1] == 20_000
 
@@ -144,19 +109,6 @@ def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
         jax.config.update("jax_enable_x64", before)
 
 
-@pytest.mark.parametrize("values, lost", [([1.5, -2.0, np.inf, np.nan, -np.inf], False), ([1.0, np.inf, 1e6], True)])
-def test_infinities_and_nan_are_no_loss(values: list[float], lost: bool) -> None:
-    """They stay what they are; what becomes infinite is lost: float16 ends at 65504 (IEEE 754)."""
-    assert casting.is_lossy(np.array(values, np.float32), np.dtype(np.float16)) == lost
-
-
-def test_a_longer_fraction_is_no_longer_range() -> None:
-    """float16 holds each bfloat16 but those from 65520 on (IEEE 754), of which float32 holds all."""
-    for value, lost in ((65024.0, False), (1e38, True)):
-        assert casting.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float16)) is lost
-        assert not casting.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float32))
-
-
 @pytest.mark.parametrize("value", [2**63 + 5, 2**64 - 1, -(2**63), 7])
 @pytest.mark.parametrize("kind", [int, np.uint64])
 def test_integers_of_python_have_no_limit(kind: Any, value: int, flag: bool, tmp_path: Path) -> None:
@@ -179,10 +131,32 @@ def test_leaves_that_are_kept_and_abstract_are_told(flag: bool, tmp_path: Path, 
     assert "head/w" in message and "no values" in message and "body" not in message
 
 
-def test_batches_hold_as_much_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than fits at once, unless one array is larger; and each begins with all of the room."""
-    monkeypatch.setattr(casting, "_AT_ONCE", 100)
-    memory = Memory({f"a{n}": np.zeros(size, np.uint8) for n, size in enumerate([40, 40, 40, 200, 10, 10])})
-    handles = [leaf for _, leaf in iter_leaves(memory.tree)]
-    batches = [[one.nbytes for one in batch] for batch in casting._batches(handles)]
-    assert batches == [[40, 40], [40], [200], [10, 10]]
+# Stored dtype, wanted dtype, values that survive, and others of which each is lost. float64 has all integers up to
+# 2**53, and float16 ends at 65504, to which what is up to half a step above it rounds (IEEE 754).
+LOSSES: list[tuple[Any, Any, list[Any], list[Any]]] = [
+    (np.complex128, np.float64, [1 + 0j], [1 + 2j]),
+    (np.complex128, np.float32, [1 + 0j], [1e300 + 0j]),
+    (np.complex128, np.complex64, [1 + 2j], [1e300 + 1j, 1 + 1e300j]),
+    (np.int64, np.float64, [2**53, 2**53 + 2], [2**53 + 1, -(2**53) - 1, 2**63 - 1]),
+    (np.int64, np.complex128, [2**53, 2**53 + 2], [2**53 + 1, -(2**53) - 1, 2**63 - 1]),
+    (np.int64, np.int8, [-128, 127], [-129, 128]),
+    (np.float32, np.float16, [1.5, 65510.0, np.inf, -np.inf, np.nan], [65536.0, -65536.0]),
+    (np.float16, np.int32, [3.0, -4.0], [0.5, np.inf, -np.inf, np.nan]),
+    (jnp.bfloat16, np.float16, [65024.0], [1e38]),
+    (jnp.bfloat16, np.float32, [65024.0, 1e38], []),
+    (np.float32, bool, [0.0, 1.0], [2.0, np.nan]),
+]
+
+
+@pytest.mark.parametrize(("stored", "wanted", "kept", "lost"), LOSSES, ids=str)
+def test_what_a_cast_loses(
+    stored: Any, wanted: Any, kept: list[Any], lost: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restore warns of each leaf that has other values afterwards, and of no other."""
+    tree = {f"kept_{at}": np.array([value], stored) for at, value in enumerate(kept)}
+    lossy = {f"lost_{at}": np.array([value], stored) for at, value in enumerate(lost)}
+    for name, value in (tree | lossy).items():
+        caplog.clear()
+        path = save(tmp_path / name, {name: value}, format="msgpack")
+        restore(path, {name: np.zeros(1, wanted)}, dtype="target")
+        assert ["does not hold all values" in text for text in caplog.messages] == [True] * (name in lossy)

@@ -11,8 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat.errors import CheckpointerError, CheckpointError
+from flax_ckpt_compat import checkpoints, plan_restore, restore, rules
+from flax_ckpt_compat.errors import CheckpointerError, CheckpointError, UnrecognizedFormatError
 from tests.support.orbax_trees import on_host
 from tests.support.peers import skip_without_typed_keys
 from tests.support.saves import use_flag
@@ -148,3 +148,86 @@ def test_several_items_through_composite(tmp_path: Path, asynchronous: bool) -> 
     restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
     assert fingerprint(restored) == fingerprint(tree)
     checkpointer.close()
+
+
+class Secret:
+    """A leaf that only a handler of its own saves and restores."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+
+class SecretHandler(ocp.type_handlers.TypeHandler):
+    """Writes each leaf to a file of its own."""
+
+    def typestr(self) -> str:
+        return "tests.Secret"
+
+    async def metadata(self, infos: Any, args: Any = None) -> Any:
+        return [None for _ in infos]
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        for value, info in zip(values, infos, strict=True):
+            (info.parent_dir / f"{info.name}.secret").write_text(value.text)
+        return []
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        return [Secret((info.parent_dir / f"{info.name}.secret").read_text()) for info in infos]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """Return a directory with a step in which a handler of a user's own saved one of two leaves."""
+    ocp.type_handlers.register_type_handler(Secret, SecretHandler(), override=True)
+    ocp.PyTreeCheckpointer().save(tmp_path / "checkpoint_1", {"w": np.arange(3.0), "own": Secret("text")})
+    return tmp_path
+
+
+def test_a_leaf_of_a_users_handler_hides_no_other(secret: Path) -> None:
+    """As in real Orbax, what else is asked for is restored; asking for the leaf is an error that names it."""
+    target = {"w": np.zeros(3)}
+    arguments: dict[str, Any] = {"item": target, "transforms": {}, "restore_args": {"w": ocp.RestoreArgs()}}
+    expected = ocp.PyTreeCheckpointer().restore(secret / "checkpoint_1", **arguments)
+    for restored in (
+        restore(secret, target),
+        restore(secret, transforms=[rules.drop("own")]),
+        restore(secret, {"w": np.zeros(3), "own": ...}),
+        checkpoints.restore_checkpoint(secret, target),
+    ):
+        np.testing.assert_array_equal(restored["w"], expected["w"])
+    assert plan_restore(secret, target).raises is None
+    for whole in (None, {"w": np.zeros(3), "own": Secret("")}):
+        for refused in (restore, checkpoints.restore_checkpoint):
+            with pytest.raises(UnrecognizedFormatError, match=r"'own'.*tests\.Secret") as caught:
+                refused(secret, whole)
+            assert caught.value.leaf == "own"
+        plan = plan_restore(secret, whole)
+        assert plan.raises == "UnrecognizedFormatError"
+
+
+@pytest.mark.parametrize("with_target", [False, True], ids=["no target", "target"])
+def test_its_checkpointer_restores_that_leaf(secret: Path, with_target: bool) -> None:
+    """With the other leaves, and under rules and transforms like them."""
+    target = {"w": np.zeros(3), "new": Secret("")} if with_target else None
+    restored = checkpoints.restore_checkpoint(
+        secret, target, orbax_checkpointer=ocp.PyTreeCheckpointer(), orbax_transforms=[rules.rename("own", "new")]
+    )
+    assert restored["new"].text == "text" and restored["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("layout", ["root", "step", "item"])
+def test_a_checkpointer_reads_a_directory_of_items(layout: str, tmp_path: Path) -> None:
+    """What restores without one, of a manager's steps, restores with one."""
+    tree = {"a": np.arange(3.0), "n": 1}
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "ema")) as manager:
+        for step in (1, 2):
+            ema = {"b": np.full(2, step)}
+            manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), ema=ocp.args.PyTreeSave(ema)))
+    path = {"root": tmp_path / "run", "step": tmp_path / "run/2", "item": tmp_path / "run/2/state"}[layout]
+    for checkpointer in (ocp.PyTreeCheckpointer(), ocp.StandardCheckpointer()):
+        restored = checkpoints.restore_checkpoint(path, tree, orbax_checkpointer=checkpointer)
+        assert fingerprint(restored) == fingerprint(tree)
+        whole = checkpoints.restore_checkpoint(path, None, orbax_checkpointer=checkpointer)
+        expected = tree if layout == "item" else {"state": tree, "ema": {"b": np.full(2, 2)}}
+        assert fingerprint(on_host(whole)) == fingerprint(expected)
+        checkpointer.close()

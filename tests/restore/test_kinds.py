@@ -9,42 +9,8 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import restore, rules, save
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._restore import leaf_kinds
-from flax_ckpt_compat._restore.leaf_kinds import TargetKind
-from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.errors import KindMismatchError
-
-
-def handle_of(kind: LeafKind, shape: tuple[int, ...], dtype: Any, **more: Any) -> LeafHandle:
-    """A stored leaf, of no checkpoint."""
-    reader: Any = None
-    return LeafHandle(("a",), kind, shape, dtype and np.dtype(dtype), 0, "a", reader, None, **more)
-
-
-def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
-    """Whether a stored leaf fits a leaf of the target."""
-    return leaf_kinds.find(("a",), handle_of(kind, shape, dtype, **more), target, cast) is None
-
-
-@pytest.mark.parametrize(
-    ("leaf", "kind"),
-    [
-        (np.float32(1), TargetKind.NUMBER),
-        (1j, TargetKind.NUMBER),
-        (np.bytes_(b"a"), TargetKind.BYTES),
-        (bytearray(b"a"), TargetKind.BYTES),
-        (memoryview(b"a"), TargetKind.BYTES),
-        (np.str_("a"), TargetKind.TEXT),
-        (np.zeros(()), TargetKind.ARRAY),
-        (jax.random.key(0), TargetKind.KEY),
-        (object(), TargetKind.OTHER),
-    ],
-    ids=lambda value: value.name if isinstance(value, TargetKind) else type(value).__name__,
-)
-def test_kinds_of_the_target(leaf: Any, kind: TargetKind) -> None:
-    """Numpy's text and bytes are text and bytes, and no numbers."""
-    assert leaf_kinds.target_kind(leaf) is kind
+from tests.support.peers import skip_without_typed_keys
 
 
 def test_text_of_numpy(flag: bool, tmp_path: Path) -> None:
@@ -58,60 +24,41 @@ def test_text_of_numpy(flag: bool, tmp_path: Path) -> None:
         restore(tmp_path / "saved", {"text": 1})
 
 
-def test_arrays_for_numbers() -> None:
-    """Only such without axes."""
-    assert fits(LeafKind.ARRAY, (), np.float32, 1.0)
-    assert not fits(LeafKind.ARRAY, (1,), np.float32, 1.0)
-
-
-def test_numbers_for_arrays() -> None:
-    """Where it becomes one: for an abstract target, or by a cast; or may have been saved as one."""
-    assert not fits(LeafKind.INT, (), None, np.zeros(()))
-    assert fits(LeafKind.INT, (), None, np.zeros(()), cast=True)
-    assert fits(LeafKind.INT, (), None, jax.ShapeDtypeStruct((), jnp.float32))
-    assert fits(LeafKind.INT, (), None, np.zeros(()), possible_kinds=frozenset({LeafKind.ARRAY}))
-
-
-def test_keys_for_arrays() -> None:
-    """Their data is an array of its dtype, and of no other."""
-    assert fits(LeafKind.PRNG_KEY, (2,), np.uint32, np.zeros(2, np.uint32))
-    assert not fits(LeafKind.PRNG_KEY, (2,), np.uint32, np.zeros(2, np.float32))
-
-
-def test_which_numbers_a_cast_converts() -> None:
-    """To Python's and to numpy's numbers; text is none."""
-    for target in (1.0, np.float32(1), np.zeros(())):
-        assert leaf_kinds.is_converted(LeafKind.INT, target, True)
-        assert not leaf_kinds.is_converted(LeafKind.INT, target, False)
-    assert not leaf_kinds.is_converted(LeafKind.STR, 1.0, True)
-
-
-def test_what_rules_compute_fits_numbers_and_arrays() -> None:
-    """A 0-d result is taken for a number, as a stored one is; what nobody can foresee fits all."""
-    cases = [
-        (
-            Derived((), lambda: 1, (), np.dtype("f4"), "cast"),
-            [1.5, np.float32(1), np.zeros(())],
-            ["text", jax.random.key(0)],
-        ),
-        (Derived((), lambda: 1, None, None, "computed"), [1.5, "text", b"", jax.random.key(0)], []),
-    ]
-    for derived, fitting, others in cases:
-        assert [leaf_kinds.find(("a",), derived, target, False) for target in fitting] == [None] * len(fitting)
-        assert None not in [leaf_kinds.find(("a",), derived, target, False) for target in others]
-    keys = Derived((), lambda: 1, (), None, "wrapped")
-    assert leaf_kinds.find(("a",), keys, jax.random.key(0), False) is None
-    for target, shown in ((1.5, "a number"), (np.zeros(()), "an array () float64")):
-        difference = leaf_kinds.find(("a",), keys, target, False)
-        assert difference is not None
-        assert difference.what == f"stored a typed PRNG key, target {shown}"
-    stored = handle_of(LeafKind.ARRAY, (2, 3), np.float32)
-    for array in (stored, Derived((stored,), lambda value: value, (2, 3), stored.dtype, "computed")):
-        difference = leaf_kinds.find(("a",), array, "text", False)
-        assert difference is not None and difference.what == "stored an array (2, 3) float32, target text"
-
-
 def test_a_number_of_the_target_takes_a_cast_one(tmp_path: Path) -> None:
     """A rule's result for it is no difference, also where differences are errors."""
     path = save(tmp_path / "c", {"n": np.array(3.0)}, format="msgpack")
     assert restore(path, {"n": 1.5}, transforms=[rules.cast("n", "float32")]) == {"n": 3.0}
+
+
+# A stored leaf, leaves of a target that it fits, and others. Numbers become arrays of an abstract target.
+FITTING: list[tuple[Any, list[Any], list[Any]]] = [
+    (np.float32(1), [1.0, np.float32(0), np.zeros((), np.float32)], ["text", b"", object()]),
+    (np.ones((), np.float32), [1.0, np.zeros((), np.float32)], ["text"]),
+    (np.ones(1, np.float32), [np.zeros(1)], [1.0, "text"]),
+    (3, [1, 1.5, jax.ShapeDtypeStruct((), jnp.float32)], [np.zeros(()), "text", b""]),
+    ("a", ["", np.str_("")], [1, b"", np.zeros(())]),
+    (b"a", [b"", bytearray(), memoryview(b""), np.bytes_(b"")], [1, ""]),
+]
+
+
+@pytest.mark.parametrize(("stored", "fitting", "others"), FITTING, ids=repr)
+def test_kinds(stored: Any, fitting: list[Any], others: list[Any], flag: bool, tmp_path: Path) -> None:
+    """What fits is restored as it is, and anything else is an error that names both kinds."""
+    path = save(tmp_path / "saved", {"a": stored})
+    for target in fitting:
+        assert np.asarray(restore(path, {"a": target})["a"]).tolist() == np.asarray(stored).tolist()
+    for target in others:
+        with pytest.raises(KindMismatchError, match=r"a: stored .*, target "):
+            restore(path, {"a": target})
+
+
+def test_keys_and_their_data(flag: bool, tmp_path: Path) -> None:
+    """A typed key fits a typed key, and an array of the dtype of its data."""
+    skip_without_typed_keys()
+    key = jax.random.key(3)
+    path = save(tmp_path / "saved", {"a": key})
+    assert jax.random.key_data(restore(path, {"a": jax.random.key(0)})["a"]).tolist() == [0, 3]
+    assert jax.random.key_data(restore(path, {"a": np.zeros(2, np.uint32)})["a"]).tolist() == [0, 3]
+    for target in (1.5, np.zeros(2, np.float32)):
+        with pytest.raises(KindMismatchError, match="stored a typed PRNG key"):
+            restore(path, {"a": target})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, serialization
@@ -48,13 +49,26 @@ def test_the_state_of_a_module(flag: bool, tmp_path: Path) -> None:
 
 @_needs_pytrees
 def test_a_module_beside_other_leaves(flag: bool, tmp_path: Path) -> None:
-    """Also within other containers, and in strict restores and their plans."""
+    """Also within other containers, and in strict restores and their plans; a bare variable is filled, too."""
     saved, target = model(0), model(1)
-    checkpoints.save_checkpoint(tmp_path, {"model": nnx.state(saved), "step": 3}, 1)
-    assert plan_restore(tmp_path, {"model": target, "step": 0}).raises is None
-    restored = restore(tmp_path, {"model": target, "step": 0})
-    assert restored["model"] is target and restored["step"] == 3
+    scale = nnx.Param(jnp.zeros(2))
+    checkpoints.save_checkpoint(tmp_path, {"model": nnx.state(saved), "scale": nnx.Param(jnp.ones(2)), "step": 3}, 1)
+    tree = {"model": target, "scale": scale, "step": 0}
+    assert plan_restore(tmp_path, tree).raises is None
+    restored = restore(tmp_path, tree)
+    assert restored["model"] is target and restored["scale"] is scale and restored["step"] == 3
     same(target, saved)
+    assert isinstance(scale[...], jax.Array) and scale[...].tolist() == [1, 1]
+
+
+@_needs_pytrees
+def test_the_variables_of_a_state_are_new(flag: bool, tmp_path: Path) -> None:
+    """A state holds the variables of its module, which a restore into the state leaves alone."""
+    saved, target = model(0), model(1)
+    checkpoints.save_checkpoint(tmp_path, {"state": nnx.state(saved)}, 1)
+    restored = restore(tmp_path, {"state": nnx.state(target)})["state"]
+    assert fingerprint(restored) == fingerprint(nnx.state(saved))
+    same(target, model(1))
 
 
 def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
