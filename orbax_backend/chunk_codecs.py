@@ -1,6 +1,6 @@
 """Encode and decode stored chunks: zstd, a CRC-32C behind, and shards of one chunk, which are what Orbax writes.
 
-TensorStore's driver decodes all other codecs (driver_reads.py).
+TensorStore decodes all other codecs (driver_codec.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class UndecodableChunkError(Exception):
 
 class ChunkChecksumError(UndecodableChunkError):
     """A chunk does not match the checksum behind it."""
+
+
+class UnsupportedCodecError(UndecodableChunkError):
+    """A chunk has a codec that nothing here decodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

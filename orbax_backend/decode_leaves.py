@@ -56,8 +56,7 @@ class StoredLeaf:
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
         self.chunk_nbytes = self.info.chunk_nbytes
         can_pack = len(self.info.shape) <= MAX_PACKED_RANK
-        is_ours = self.info.raw or self.info.codec is not None
-        self.has_small_chunks = is_ours and self.chunk_nbytes <= _SMALL_BYTES and can_pack
+        self.has_small_chunks = self.chunk_nbytes <= _SMALL_BYTES and can_pack
         self.layouts = LayoutCache(self.info)
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import tensorstore as ts
-
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import presence, syncing
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
@@ -138,8 +136,3 @@ def size_of(file: Location) -> int | OSError:
         return file.size()
     except OSError as error:
         return error
-
-
-def tensorstore_context(location: Location, cache_bytes: int) -> Any:
-    """Return a TensorStore context with its own cache: nodes are cached by path, and paths are reused."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=location.context())

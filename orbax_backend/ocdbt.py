@@ -7,6 +7,7 @@ measured), and its key-value store does not tell where values lie.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
@@ -14,12 +15,13 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing, sizes_of
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, list_names, read_existing, sizes_of
 from .ocdbt_nodes import (
     MAX_DECODED_BYTES,
     Entries,
     MemoryBudget,
     NodeRef,
+    NumberedError,
     children_of,
     entries_of,
     newest_root,
@@ -28,13 +30,14 @@ from .ocdbt_nodes import (
 
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
+_NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 
 def read_entries(location: Location, base: str = "", locate: Callable[[str], Location] | None = None) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash. Of files that are elsewhere, ``locate`` returns
-    the location by the name. Raise UndecodableError if only TensorStore reads it."""
+    the location by the name."""
     return _Database(location, base, locate).entries()
 
 
@@ -71,13 +74,19 @@ class _Database:
         except ValueError as error:
             raise self._corrupt_node(node, error) from error
 
-    def _roots(self) -> list[NodeRef]:
-        name = self._base + MANIFEST
+    def _roots(self, manifest: str = MANIFEST) -> list[NodeRef]:
+        name = self._base + manifest
         file = self._locate(name)
         self._files.check(name)
         data = read_existing(file, 0, None if file.is_remote else _MAX_MANIFEST_BYTES, _missing(file))
         try:
             root = newest_root(data, self._base, self._budget)
+        except NumberedError as error:
+            names = list_names(self._locate(self._base.rstrip("/"))) if manifest == MANIFEST else []
+            numbered = list(filter(_NUMBERED_MANIFEST.fullmatch, names))
+            if not numbered:
+                raise self._corrupt(name, "", "its versions are missing") from error
+            return self._roots(max(numbered))
         except ValueError as error:
             raise self._corrupt(name, "", error) from error
         return [] if root is None else [root]

@@ -32,8 +32,8 @@ Entry = tuple[bytes, bytes | ByteRange]
 Entries = dict[bytes, bytes | ByteRange]
 
 
-class UndecodableError(Exception):
-    """Our decoder cannot handle the database; TensorStore's own driver may."""
+class NumberedError(Exception):
+    """The versions of a database are in numbered manifests."""
 
 
 class MemoryBudget:
@@ -157,7 +157,9 @@ def _decompressed(frame: bytes) -> bytes:
 
 
 def newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> NodeRef | None:
-    """Return the root of the newest version; None where that has no keys."""
+    """Return the root of the newest version; None where that has no keys.
+
+    Raise NumberedError for a manifest that has only the settings of a database."""
     columns = _body(manifest, MANIFEST_MAGIC, budget)
     columns.take(16)  # the database's own identifier
     kind = columns.varint()
@@ -171,7 +173,7 @@ def newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> NodeRef | N
     elif compression != PLAIN:
         raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected in the settings, found {compression}")
     if kind == _NUMBERED:
-        raise UndecodableError("its versions are in files of their own")
+        raise NumberedError
     files = FileTable(columns, base)
     count = columns.varint()
     if not count:

@@ -1,8 +1,9 @@
-"""Read stored arrays into new memory: by ranged reads in threads; unknown codecs by `driver_reads`."""
+"""Read stored arrays into new memory, by ranged reads in threads."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,12 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    ChecksumError,
+    CorruptCheckpointError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
@@ -23,10 +29,9 @@ from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 
 from .chunk_checksums import Verifier
-from .chunk_codecs import MAX_RATIO, ChunkChecksumError
-from .driver_reads import DriverReader, corrupt_array
+from .chunk_codecs import MAX_RATIO, ChunkChecksumError, UnsupportedCodecError
 from .files import ByteRange, sizes_of
-from .open_index import Index, OpaqueValue, StoredValue
+from .open_index import Index
 from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
 from .recorded_checksums import Checksums
 
@@ -50,8 +55,6 @@ class ArrayReader:
         self._index = index
         self._fills_missing = fills_missing
         self._in_files = fills_missing and not index.is_database
-        self._driver = DriverReader(location, index, fills_missing)
-        self._corrupt = functools.partial(corrupt_array, location.path)
 
     def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
@@ -74,17 +77,11 @@ class ArrayReader:
                     groups.setdefault(read.name, []).append(read)
         pieces: list[Piece] = []
         encoded: list[Piece] = []
-        opened: list[tuple[list[ArrayRead], Any]] = []
         with self._naming_damage():
             for group in groups.values():
-                info = group[0].info
-                if not (info.raw or info.codec) or not all(read.is_located for read in group):
-                    opened.append((group, self._driver.open(group[0])))
-                else:
-                    (pieces if info.raw else encoded).extend(plan_pieces(group))
+                (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
             self._read_pieces(pieces, meter, _scatter, verifier.check)
             self._read_pieces(encoded, OFF, functools.partial(_decode, meter))
-            self._driver.read(opened, meter)
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
@@ -119,14 +116,14 @@ class ArrayReader:
                 continue
             if value is None:
                 raise self._corrupt(read, f"the chunk {key!r} is missing")
-            length = _stored_bytes(value)
-            if info.raw and length is not None and length != info.chunk_nbytes:
+            length = value.length if isinstance(value, ByteRange) else len(value)
+            if info.raw and length != info.chunk_nbytes:
                 raise self._corrupt(read, f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
             if isinstance(value, ByteRange):
                 extents.append((read, value))
                 verifier.expect(read, key, value, part.start)
             read.chunks.append((value, part))
-            stored += read.nbytes if length is None else length
+            stored += length
         if not may_be_missing and read.nbytes > stored * MAX_RATIO:
             raise self._corrupt(read, f"{stored} stored bytes cannot hold {read}")
         return missing
@@ -143,10 +140,9 @@ class ArrayReader:
                 )
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
-        """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
-        if self._location.is_remote:  # other arrays are read without it, so that a request for each file is saved
-            through_tensorstore = {read.name for read, _ in extents if not (read.info.raw or read.info.codec)}
-            extents = [one for one in extents if one[0].name in through_tensorstore]
+        """Check that local files contain the ranges, before memory is allocated."""
+        if self._location.is_remote:  # which would take a request for each file
+            return
         files = {extent.file: self._location / extent.file for _, extent in extents}
         sizes = sizes_of(files.values())
         for read, (file, offset, length) in extents:
@@ -173,12 +169,31 @@ class ArrayReader:
 
     def _allocate(self, read: ArrayRead) -> Any:
         try:
-            return memory.empty(read.shape, read.info.dtype)
+            array = memory.empty(read.shape, read.info.dtype)
         except (MemoryError, ValueError) as error:
             stored = self._location.total_size()
             if isinstance(error, MemoryError) and read.nbytes <= stored * MAX_RATIO:
                 raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
+        if not read.complete:
+            array[...] = self._fill_value(read)
+        return array
+
+    def _fill_value(self, read: ArrayRead) -> Any:
+        """Return the value of all that is in missing chunks."""
+        one = dataclasses.replace(read.info.driver_codec, chunks=(1,) * len(read.info.shape))
+        return np.frombuffer(one.decode(None, read.info.dtype.itemsize), np.uint8).view(read.info.dtype)[0]
+
+    def _corrupt(
+        self, read: ArrayRead, what: str, error: type[CheckpointError] = CorruptCheckpointError
+    ) -> CheckpointError:
+        """Return the error for an array that cannot be read."""
+        return error(
+            f"{self._location.path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
+            f"restore the files from a backup, or restore the other leaves only",
+            path=self._location.path,
+            leaf=read.keystr,
+        )
 
     def _read_pieces(self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, check: Check | None = None) -> None:
         files: dict[str, list[Piece]] = {}
@@ -202,7 +217,7 @@ class ArrayReader:
         with self._reading(read, name):
             return opened.enter_context(contextlib.closing(LocalFile(file.path)))
 
-    def _ended(self, read: Read | None) -> CorruptCheckpointError:
+    def _ended(self, read: Read | None) -> CheckpointError:
         assert read is not None  # a run ends with one
         file, offset, length = read.content.extent
         with self._reading(read.content.read, file):
@@ -227,7 +242,8 @@ class ArrayReader:
             yield
         except DamagedChunkError as error:
             what = f"its chunk {key_prefix(error.read.name) + error.chunk!r} {error.why}"
-            kind = ChecksumError if isinstance(error.why, ChunkChecksumError) else CorruptCheckpointError
+            kinds = {ChunkChecksumError: ChecksumError, UnsupportedCodecError: UnrecognizedFormatError}
+            kind = kinds.get(type(error.why), CorruptCheckpointError)
             raise self._corrupt(error.read, what, kind) from error
 
     @contextlib.contextmanager
@@ -262,10 +278,3 @@ def _decode(meter: Meter, found: list[tuple[Read, memoryview]]) -> None:
         read.content.scatter(data)
         if meter.is_on:
             meter.add(sum(copy.nbytes for copy in read.content.copies), read.owner)
-
-
-def _stored_bytes(value: StoredValue) -> int | None:
-    """Return the length of a value, or None if only TensorStore knows it."""
-    if isinstance(value, OpaqueValue):
-        return None
-    return value.length if isinstance(value, ByteRange) else len(value)

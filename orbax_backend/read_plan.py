@@ -16,9 +16,9 @@ from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
-from .chunk_codecs import ChunkCodec, UndecodableChunkError
+from .chunk_codecs import UndecodableChunkError
 from .files import ByteRange
-from .open_index import OpaqueValue, StoredValue
+from .open_index import StoredValue
 from .zarr import ArrayInfo
 
 _Array = np.ndarray[Any, Any]
@@ -82,13 +82,8 @@ class ArrayRead:
 
     @property
     def is_raw(self) -> bool:
-        """Return whether all chunks are raw and their byte ranges are known."""
-        return self.info.raw and self.is_located
-
-    @property
-    def is_located(self) -> bool:
-        """Return whether all chunks are stored, in known byte ranges."""
-        return self.complete and not any(type(value) is OpaqueValue for value, _ in self.chunks)
+        """Return whether all chunks are stored as they are."""
+        return self.info.raw and self.complete
 
     @property
     def shape(self) -> Shape:
@@ -131,13 +126,13 @@ class Piece:
         """Copy what was read without a target to the arrays, decoded."""
         info = self.read.info
         if info.codec is not None:
-            decode(self.read, info.codec, self.chunk, data, self.copies)
+            decode(self.read, self.chunk, data, self.copies)
             return
         values = np.frombuffer(data, np.uint8, math.prod(self.shape) * info.dtype.itemsize)
         scatter(values.view(info.dtype).reshape(self.shape), self.copies)
 
 
-def decode(read: ArrayRead, codec: ChunkCodec, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
+def decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
     """Decode a chunk, directly into the array where that is possible; raise `DamagedChunkError`."""
     info, target = read.info, None
     size, (copy, *others) = info.chunk_nbytes, copies
@@ -147,7 +142,8 @@ def decode(read: ArrayRead, codec: ChunkCodec, key: str, data: bytes | memoryvie
             start = next(offsets)[1] * info.dtype.itemsize
             target = copy.array.reshape(-1).view(np.uint8).data[start : start + size]
     try:
-        values = codec.decode(data, size, target)
+        assert info.codec is not None
+        values = info.codec.decode(data, size, target)
     except UndecodableChunkError as error:
         raise DamagedChunkError(read, key, error) from error
     if target is None:
@@ -174,11 +170,10 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     if group[0].info.codec is None and all(read.layout.is_chunk for read in group):
         return [piece for read in group for piece in _plan_whole(read)]
     read, wanted = group[0], by_chunk(group)
-    codec = read.info.codec
-    if codec is not None:
+    if read.info.codec is not None:
         for part, value, copies in wanted:
             if not isinstance(value, ByteRange):
-                decode(read, codec, part.key, value, copies)
+                decode(read, part.key, value, copies)
         return [
             Piece(read, value, value, None, copies=copies, chunk=part.key)
             for part, value, copies in wanted
@@ -188,13 +183,13 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
 
 
 def _plan_whole(read: ArrayRead) -> Iterable[Piece]:
-    """Return the pieces of a read that is exactly one chunk; copy it at once if it is inline."""
-    ((value, _),) = read.chunks
+    """Yield the piece of a read that is exactly one chunk; copy it at once if it is inline."""
     target = read.array.reshape(-1).view(np.uint8)
-    if isinstance(value, ByteRange):
-        return [Piece(read, value, value, target)]
-    target.data[:] = value
-    return []
+    for value, _ in read.chunks:
+        if isinstance(value, ByteRange):
+            yield Piece(read, value, value, target)
+        else:
+            target.data[:] = value
 
 
 def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:

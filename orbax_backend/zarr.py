@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 from .chunk_codecs import ChunkCodec, codec_of
+from .driver_codec import DriverCodec
 
 # The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
 _NAMED = frozenset([
@@ -71,8 +72,15 @@ class ArrayInfo:
     has_fill_value: bool  # whether there is a value for missing chunks
     separator: str  # separator of the indices in chunk keys
     prefix: str
-    codec: ChunkCodec | None = None  # how chunks are decoded; None if they are raw, or only TensorStore decodes them
+    codec: ChunkCodec | DriverCodec | None = None  # how chunks are decoded; None if they are raw
     checked: bool = False  # whether a codec checks all bytes of each chunk
+    text: bytes = b""  # the metadata
+
+    @property
+    def driver_codec(self) -> DriverCodec:
+        """Return how TensorStore decodes its chunks, which also knows the value of missing ones."""
+        file, first = ARRAY_METADATA_FILES[self.driver == "zarr3"], (0,) * len(self.shape)
+        return DriverCodec(self.driver, file, self.text, self.dtype, self.chunks, self.chunk_key(first))
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +199,8 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
         raise ValueError(f"shape {info.shape} with chunks {info.chunks} is not a grid")
     if math.prod(max(1, length) for length in info.shape) * info.dtype.itemsize >= 2**62:
         raise ValueError(f"an array of shape {info.shape} fits no memory")
-    return info
+    info = dataclasses.replace(info, text=text)
+    return info if info.raw or info.codec else dataclasses.replace(info, codec=info.driver_codec)
 
 
 def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:

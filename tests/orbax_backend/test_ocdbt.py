@@ -266,19 +266,24 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
         read_entries(location_of(path))
 
 
-def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
-    """Its driver reads what only it can: the values are found, not where they lie; links do not lead it out."""
+def test_versions_in_files_of_their_own(tmp_path: Path) -> None:
+    """The manifest of the largest number is the newest; links do not lead out."""
     path = tmp_path / "c"
     _database(path, VALUES, manifest_kind="numbered")
     found = open_index.open_database(location_of(path))
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
-    for file in [file for file in path.rglob("*") if file.is_file()]:
+    manifests = sorted(path.glob("manifest.0*"))
+    for file in (path / "manifest.ocdbt", manifests[-1], *(path / "d").iterdir()):
         file.rename(tmp_path / "outside")
         file.symlink_to(tmp_path / "outside")
         with pytest.raises(CorruptCheckpointError, match="outside"):
             open_index.open_database(location_of(path))
         (tmp_path / "outside").replace(file)
+    for file in manifests:
+        file.unlink()
+    with pytest.raises(CorruptCheckpointError, match="its versions are missing"):
+        open_index.open_database(location_of(path))
 
 
 def _blocks_kept_by(restores: int, path: str) -> int:

@@ -13,10 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import open_index
-from flax_ckpt_compat.orbax_backend.ocdbt_nodes import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.interpreters import devices, run_python
@@ -186,36 +184,6 @@ def test_a_deep_database_of_many_versions_is_read(tmp_path: Path) -> None:
     assert root["root_height"] >= 2
     shutil.rmtree(path / "ocdbt.process_0")
     assert fingerprint(load(path)) == fingerprint(tree)
-
-
-@pytest.mark.parametrize("writer", ["v0", "zarr3", "uncompressed"])
-def test_reads_what_only_tensorstore_can_index(
-    tmp_path: Path, common_tree: dict[str, Any], writer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and values from TensorStore's own driver are enough."""
-    path = WRITERS[writer](tmp_path / "c", common_tree)
-
-    def refuse(*args: object) -> None:
-        raise UndecodableError
-
-    monkeypatch.setattr(open_index, "read_entries", refuse)
-    assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
-
-
-def test_a_damaged_database_that_only_tensorstore_can_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TensorStore cannot read any more is said to be damaged."""
-    path = WRITERS["v0"](tmp_path / "c", {"a": np.arange(5)})
-
-    def refuse(*args: object) -> None:
-        raise UndecodableError
-
-    monkeypatch.setattr(open_index, "read_entries", refuse)
-    index = open_index.open_database(location_of(path))
-    for file in path.glob("**/d/*"):
-        file.write_bytes(file.read_bytes()[:5])
-    for key in ("a/.zarray", "a/0"):
-        with pytest.raises(CorruptCheckpointError, match=r"its array database .* does not decode"):
-            index.get(key)
 
 
 @pytest.mark.parametrize("writer", ["v0", "zarr3"])
