@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -13,20 +12,13 @@ from typing import Any, TypeVar
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import (
-    ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    DtypeMismatchError,
     IncompleteCheckpointError,
-    KindMismatchError,
-    MissingLeavesError,
     ReplacedError,
-    ShapeMismatchError,
     StorageError,
-    TransformError,
     UnrecognizedFormatError,
-    UnusedLeavesError,
     add_sentence,
 )
 from flax_ckpt_compat._core.local import directories, removal
@@ -43,21 +35,8 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
 _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
-# Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
-# takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
-_ROUNDS, _SECONDS = 10, 5.0
-# Errors of policies: the checkpoint did open, so its removal is not their cause.
-_POLICY_ERRORS = (
-    ArgumentError,
-    DtypeMismatchError,
-    KindMismatchError,
-    MissingLeavesError,
-    ShapeMismatchError,
-    TransformError,
-    UnusedLeavesError,
-)
+_ROUNDS = 20  # of a read, each of which fails if its checkpoint is removed or replaced meanwhile
 _UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
-_AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,9 +168,7 @@ def read_found(
     `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
     ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
-    rounds, end = 0, time.monotonic() + _SECONDS
-    while rounds < _ROUNDS or time.monotonic() < end:
-        rounds += 1
+    for _ in range(_ROUNDS):
         found = find(checkpoint_dir, step) if removed is None else _find_again(checkpoint_dir, step, *removed)
         if isinstance(found, Absence):
             return _nothing(checkpoint_dir, found, otherwise, doing)
@@ -200,8 +177,6 @@ def read_found(
         try:
             with foreign.naming_lfs_pointers(found.location):
                 return read(found.location.listed())
-        except _POLICY_ERRORS:
-            raise
         except Exception as error:
             if not _has_changed(found, before, error, lambda: find(checkpoint_dir, step)):
                 if not found.named and isinstance(error, _UNUSABLE):
@@ -212,7 +187,7 @@ def read_found(
             removed = found.location.unlisted(), error
     assert removed is not None
     path, cause = removed
-    message = f"{path} was removed or replaced while it was read, as were {rounds - 1} before it"
+    message = f"{path} was removed or replaced while it was read, as were {_ROUNDS - 1} before it"
     raise CheckpointNotFoundError(
         f"{message}; keep more checkpoints (keep=), or save less often", path=path.path
     ) from cause
@@ -272,9 +247,6 @@ def _has_changed(
     if is_replaced or not is_there(location) or location.identity() != before:
         return True
     if found.named:
-        # Directories are removed file by file: one that was opened as complete and now is not is being removed.
-        if not isinstance(error, _AS_FOUND) and not contents.contents_of(location).is_readable:
-            raise removed_error(location) from error
         return False
     try:
         now = find_now()
@@ -301,8 +273,6 @@ def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterat
     cause = None
     try:
         yield is_replaced
-    except _POLICY_ERRORS:
-        raise
     except Exception as error:
         # In a store objects may just be lost, as the error says; a restore tries again, and finds out.
         if (since is not None and path.is_remote) or not is_replaced():
@@ -332,8 +302,6 @@ def reporting_removal(path: Location) -> Iterator[None]:
     """Raise CheckpointNotFoundError for an error of reading a checkpoint that was removed meanwhile."""
     try:
         yield
-    except _POLICY_ERRORS:
-        raise
     except Exception as error:
         if is_there(path):
             raise

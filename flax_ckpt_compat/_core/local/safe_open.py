@@ -52,7 +52,8 @@ class ContainedFiles:
     def check(self, relative: str) -> int | None:
         """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
 
-        Raise CorruptCheckpointError if it is something else, or outside the checkpoint's directory."""
+        Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
+        checkpoint's directory: it is not followed."""
         file = f"{self._path}/{relative}"
         try:
             self._check_folders(relative)
@@ -90,10 +91,10 @@ class ContainedFiles:
     def _check_target(self, relative: str, path: str) -> None:
         real = os.path.realpath(path)
         if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
-            raise self._tampered(
-                relative,
-                f"is a link to {real}, outside its directory. If you trust it, copy it with the files that its links "
-                f"lead to (cp -rL) and restore the copy",
+            raise StorageError(
+                f"{self._path}: its file {relative!r:.300} is a link to {real}, outside its directory, and is not "
+                "followed. If you trust it, copy it with the files that its links lead to (cp -rL), and restore that",
+                path=self._path,
             )
 
     def _tampered(self, relative: str, what: str) -> CorruptCheckpointError:
