@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import math
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, steps
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
 # numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
@@ -218,3 +219,45 @@ def _numbered(node: Node) -> list[LeafHandle] | None:
 
 def _is(node: Node, kind: LeafKind) -> bool:
     return isinstance(node, LeafHandle) and node.kind is kind
+
+
+_VALUES = frozenset({*NUMBERS, str, bytes, type(None)})
+
+
+def run_of(
+    values: dict[str, Any] | list[Any], path: Path, leaf_of: Callable[[Path, Any], LeafHandle | None]
+) -> Branch | None:
+    """Return the branch that keeps the Python values of a container as they were decoded, without a handle for each.
+
+    None if it is empty, or has other children."""
+    children = values.values() if isinstance(values, dict) else values
+    kinds = set(map(type, children))
+    if not kinds or not _VALUES.issuperset(kinds):
+        return None
+    if str in kinds and any(type(one) is str and one.startswith(PLACEHOLDER) for one in children):
+        return None
+    if len(kinds) == 1 and kinds <= NUMBERS.keys():
+        nbytes = len(values) * NUMBERS[kinds.pop()][1]
+    else:
+        nbytes = sum([_kind_of(one)[1] for one in children if one is not None])
+    return Branch.of_run(ValueRun(path, values, nbytes, leaf_of))
+
+
+def maker_of_values(reader: Reader) -> Callable[[Path, Any], LeafHandle | None]:
+    """Return a function that makes the leaf of a decoded Python value; it raises KeyError for other types."""
+
+    def leaf(path: Path, value: Any) -> LeafHandle | None:
+        if value is None:
+            return None
+        kind, nbytes = _kind_of(value)
+        return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
+
+    return leaf
+
+
+def _kind_of(value: Any) -> tuple[LeafKind, int]:
+    """Return the kind of a Python value and its size in memory, in bytes."""
+    kind = type(value)
+    if kind is str and not value.startswith(PLACEHOLDER):
+        return LeafKind.STR, len(value)
+    return (LeafKind.BYTES, len(value)) if kind is bytes else NUMBERS[kind]

@@ -13,9 +13,9 @@ import msgpack  # type: ignore[import-untyped]
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
-from . import format, gda_read, value_runs
+from . import format, gda_read
 from .format import ArrayHeader, FileRanges
-from .sequential_reader import Window
+from .read_bytes import Window
 
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 # Tag of an extension → bytes of its length field.
@@ -88,12 +88,13 @@ class Parser:
         self._stack: list[_Frame] = []
         self._headers: dict[bytes, ArrayHeader] = {}
         self._lengths = PathLengths(window.size)
-        self._leaf_of = value_runs.leaf_of(reader)
+        self._leaf_of = format.maker_of_values(reader)
 
     def document(self) -> Node:
         """Parse one document, which is the whole file."""
         window = self._window
-        window.refill()
+        if window.at > window.fresh_until:
+            window.refill()
         root = self.value(())
         end = window.base + window.at
         if end != window.size:
@@ -269,7 +270,7 @@ class Parser:
                 found = list(itertools.islice(unpacker, wanted - len(values)))
                 values += found
                 if len(values) == wanted:
-                    branch = value_runs.branch_of(_mapping(values) if is_map else values, path, self._leaf_of)
+                    branch = format.run_of(_mapping(values) if is_map else values, path, self._leaf_of)
                     if branch is not None:
                         window.skip(unpacker.tell())
                     return branch

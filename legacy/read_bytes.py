@@ -1,11 +1,13 @@
-"""Read bytes of a msgpack checkpoint from a local file or an object of a store.
+"""Read bytes of a msgpack checkpoint from a local file or an object of a store; `Window` reads front to back.
 
 Both sources read one version of the checkpoint, even if it is replaced meanwhile.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -15,28 +17,29 @@ from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .read_ahead import Buffers, Guesses
+from . import format
 
 _CACHE_LIMIT = 64 * 2**20  # bytes
 _AT_ONCE = 64  # requests, most of them for some kB
+_SLACK = 512  # bytes around a likely next read, because names differ in length
+_SAME = 64  # bytes by which two distances differ that count as equal, for the same reason
+_FIRST_AHEAD = 512  # bytes
+_REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
 
 
 class WindowSizes(NamedTuple):
     """Sizes of the window over the structure, in bytes."""
 
-    first: int
-    tiny: int  # size after a large array; 0 to use ``smallest``
-    smallest: int  # size after any other skip
+    smallest: int  # at the beginning, and after a skip
     largest: int  # limit of growth
     read_over: int  # longest array that is read over, not skipped, because another read takes longer
-    growth: int = 2  # factor from one window to the next
+    growth: int  # factor from one window to the next
 
 
 class File(LocalFile):
     """A local file."""
 
-    # Mostly the header of the next array follows a large array, so reading one leaf of a large file reads little else.
-    window_sizes = WindowSizes(first=4 * 2**10, tiny=192, smallest=8 * 2**10, largest=256 * 2**10, read_over=0)
+    window_sizes = WindowSizes(smallest=4 * 2**10, largest=256 * 2**10, read_over=0, growth=2)
 
     def __init__(self, path: str):
         try:
@@ -59,55 +62,89 @@ class File(LocalFile):
 
 
 class StoredObject(Source):
-    """An object of a store, of which what was read for the structure is cached."""
+    """An object of a store, of which what was read for the structure is cached.
 
-    # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
-    # one request per array in a row of arrays pay.
-    window_sizes = WindowSizes(
-        first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
-    )
+    The length of an array is stored where the array begins, so each large one costs a request that waits for the one
+    before it. But layers repeat the same shapes in the same order, and so do the moments of an optimizer. What followed
+    a similar read is therefore requested along with this one.
+    """
+
+    # A request takes as long as reading 1 MiB or more.
+    window_sizes = WindowSizes(smallest=HEAD_BYTES, largest=4 * 2**20, read_over=256 * 2**10, growth=8)
 
     def __init__(self, location: Location):
         self.opened = location.open_file()
         self.location, self.path, self.size, self.is_closed = location, location.path, self.opened.size, False
-        # It contains most small arrays.
-        self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
-        self._cache.add(0, self.opened.head)
-        self._guesses = Guesses(self.size)
+        # Offsets, in order, and the bytes from there on. They contain most small arrays.
+        self._offsets, self._cached = [0], [self.opened.head]
+        self._steps: list[tuple[int, int]] = []  # of each `look`: distance from the one before, and length
+        self._at = 0
 
     def look(self, length: int, offset: int) -> bytes:
-        """Read bytes of the structure, and what may be read next; fewer only at the end."""
-        self._guesses.record(offset, length)
-        if (known := self._cached(offset, length)) is not None:
-            return b"".join(known)
-        spans = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()])
+        """Read bytes of the structure, and what is likely to be read next; fewer only at the end."""
+        self._steps.append((offset - self._at, length))
+        self._at = offset
+        if (known := self._find(offset, length)) is not None:
+            return known
+        spans = [(offset, offset + length), *self._likely_next()]
         data = in_parallel(lambda span: self.opened.read(*span), spans, _AT_ONCE)
-        self._ahead = Buffers(sum(map(len, data)))
         for (start, _), part in zip(spans, data, strict=True):
-            self._cache.add(start, part)
-            self._ahead.add(start, part)
+            place = bisect.bisect_right(self._offsets, start)
+            self._offsets.insert(place, start)
+            self._cached.insert(place, part)
+        while sum(map(len, self._cached)) > _CACHE_LIMIT and self._offsets[0] < offset:
+            del self._offsets[0], self._cached[0]
         return data[0]
+
+    def _likely_next(self) -> list[tuple[int, int]]:
+        """Return the ranges of what followed the last read that was like the current one, over and over."""
+        *before, (distance, length) = self._steps
+        like = [at for at, step in enumerate(before) if step[1] == length and abs(step[0] - distance) <= _SAME]
+        followed = self._steps[like[-1] + 1 :] if like else []
+        found, at, end = list[tuple[int, int]](), self._at, self._at + length
+        while followed and len(found) < _AT_ONCE:
+            distance, length = followed[len(found) % len(followed)]
+            at += distance
+            start, end = max(at - _SLACK, end), min(at + length + _SLACK, self.size)
+            if start >= end:
+                break
+            found.append((start, end))
+        return found
+
+    def _find(self, offset: int, length: int) -> bytes | None:
+        """Return bytes from the cache if all are there."""
+        parts = []
+        while length:
+            index = bisect.bisect_right(self._offsets, offset) - 1
+            start = offset - self._offsets[index] if index >= 0 else 0
+            part = self._cached[index][start : start + length] if index >= 0 else b""
+            if not part:
+                return None
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return b"".join(parts)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes from memory, or by one request; see `Source`."""
-        known = self._cached(start, stop - start)
-        return self.opened.read(start, stop) if known is None else b"".join(known)
+        known = self._find(start, stop - start)
+        return self.opened.read(start, stop) if known is None else known
 
     def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""
-        return self._cached(offset, length) is not None
-
-    def _cached(self, offset: int, length: int) -> list[memoryview] | None:
-        return self._cache.find(offset, length) or self._ahead.find(offset, length)
+        return self._find(offset, length) is not None
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""
-        return self._cache.contradict(data, offset) or self._ahead.contradict(data, offset)
+        for start, cached in zip(self._offsets, self._cached, strict=True):
+            first, last = max(start, offset), min(start + len(cached), offset + len(data))
+            if first < last and cached[first - start : last - start] != data[first - offset : last - offset]:
+                return True
+        return False
 
     def close(self) -> None:
         """Drop the cache."""
         self.is_closed = True
-        self._cache = self._ahead = Buffers(0)
+        self._offsets, self._cached = [], []
 
 
 MsgpackSource = File | StoredObject
@@ -129,3 +166,82 @@ def open_source(location: Location) -> MsgpackSource:
             path=path,
         )
     return source
+
+
+class Window:
+    """A range of the file in memory, which moves from its beginning to its end; the data of arrays is skipped."""
+
+    __slots__ = ("_sizes", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
+
+    def __init__(self, source: MsgpackSource, data: bytes = b""):
+        """Begin with these first bytes of the source."""
+        self._source, self._sizes = source, source.window_sizes
+        self._step = self._sizes.smallest // self._sizes.growth  # the first refill multiplies it
+        self.path = source.path
+        self.size = source.size
+        self.data = data  # bytes of the range, from the offset ``base`` in the file
+        self.base = self.at = 0  # the next value starts at ``data[at]``; beyond its end after a skip
+        # While ``at`` is not above this, ``data`` holds `format.MAX_HEADER` more bytes, or the rest of the file.
+        self.fresh_until = self._fresh()
+
+    def _fresh(self) -> int:
+        is_end = self.base + len(self.data) == self.size
+        return self.size if is_end else len(self.data) - format.MAX_HEADER
+
+    def refill(self) -> None:
+        """Move the window to the current position: small after a skip, growing otherwise."""
+        skipped, sizes = self.at - len(self.data), self._sizes
+        self._step = sizes.smallest if skipped > sizes.read_over else min(self._step * sizes.growth, sizes.largest)
+        self.base += self.at
+        self.at = 0
+        self.data = self._pread(min(self._step, self.size - self.base), self.base)
+        self.fresh_until = self._fresh()
+
+    def take(self, length: int) -> bytes:
+        """Read the next ``length`` bytes, also beyond the window."""
+        end = self.end_of(length)
+        piece = self.data[self.at : end] if end <= len(self.data) else self._pread(length, self.base + self.at)
+        self.at = end
+        if end > self.fresh_until:
+            self.refill()
+        return piece
+
+    def ahead(self) -> Iterator[bytes]:
+        """Yield the bytes from the current position on, in growing pieces, without moving the window."""
+        at, step = self.at, _FIRST_AHEAD
+        while at < len(self.data):
+            yield self.data[at : at + step]
+            at, step = at + step, 4 * step
+        offset, step = self.base + max(self.at, len(self.data)), self._sizes.smallest
+        while offset < self.size:
+            step = min(step * self._sizes.growth, self._sizes.largest)
+            piece = self._pread(min(step, self.size - offset), offset)
+            offset += len(piece)
+            yield piece
+
+    def skip(self, length: int) -> None:
+        """Move past bytes that came from `ahead`."""
+        self.at += length
+        if self.at > self.fresh_until:
+            self.refill()
+
+    def end_of(self, length: int) -> int:
+        """Return the position after the next ``length`` bytes; raise if the file has fewer."""
+        end = self.at + length
+        if self.base + end > self.size:
+            left = self.size - self.base - self.at
+            raise self.corrupt(f"a value of {length} bytes, but the file has only {max(left, 0)} left; it is truncated")
+        return end
+
+    def corrupt(self, found: str, at: int | None = None) -> CorruptCheckpointError:
+        """Build the error for unexpected data at position ``at`` (default: the current one)."""
+        offset = self.base + (self.at if at is None else at)
+        message = f"{self.path}: byte {offset}: expected a Flax msgpack checkpoint, found {found}"
+        return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        data = self._source.look(length, offset)
+        if len(data) != length:
+            found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
+            raise self.corrupt(found, offset - self.base)
+        return data

@@ -22,17 +22,18 @@ from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
-from .checksummed_file import UNIT, ChecksummedObject, open_checksums, truncated
+from .checksummed_file import ChecksummedObject, open_checksums, truncated
 from .format import FileRanges, is_one_range
 from .parse import parse
-from .read_bytes import File, MsgpackSource, StoredObject, open_source
-from .sequential_reader import Window
+from .read_bytes import File, MsgpackSource, StoredObject, Window, open_source
 from .stream import parse_stream
 from .unpack_small_files import unpack
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
+# A smaller file is read whole when it is opened, and held in memory while it is open.
+_WHOLE = 8 * 2**20
 _ARRAY = LeafKind.ARRAY  # Python 3.11 takes as long to look it up in its class as for an if
 # Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
 _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
@@ -56,18 +57,21 @@ class MsgpackReader(Reader):
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
-                if self._sums is not None and self._source.size <= UNIT:
-                    self._sums.verify_range(0, self._source.size)
                 self.tree: Node = self._parsed(of_orbax, is_stream)
         except BaseException:
             self.close()
             raise
 
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
-        window = Window(self._source)
+        source, data = self._source, b""
+        if isinstance(source, File) and source.size <= _WHOLE:
+            data = source.look(source.size, 0)
+            if self._sums is not None:
+                self._sums.verify_data(data)
+        window = Window(source, data)
         if is_stream:
             return parse_stream(window, self)
-        unpacked = None if of_orbax else unpack(self._source, self, self._sums)
+        unpacked = unpack(data, self) if data and not of_orbax else None
         return unpacked or parse(window, self, of_orbax=of_orbax)
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
@@ -143,7 +147,7 @@ class MsgpackReader(Reader):
         with translated(self.path, "read"):
             if self._verify and reads and not (sums is not None and sums.is_verified):
                 whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
-                if sums is not None and (whole or nbytes >= UNIT):
+                if sums is not None:
                     sums.read(reads, deliver, self.meter, whole=whole)
                     return
                 checked = ChecksummedObject(source) if isinstance(source, StoredObject) and whole else None

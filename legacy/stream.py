@@ -8,7 +8,7 @@ from flax_ckpt_compat._core.tree import Node, Path, PathLengths, from_leaves, sh
 
 from . import format
 from .parse import Parser, naming_damage
-from .sequential_reader import Window
+from .read_bytes import Window
 
 _PAIR = 0x92
 _BINS = range(0xC4, 0xC7)

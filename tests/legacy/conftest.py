@@ -27,6 +27,12 @@ def restore(path: Path) -> Any:
         reader.close()
 
 
+@pytest.fixture
+def in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads small files as if they were large, not whole when it is opened."""
+    monkeypatch.setattr("flax_ckpt_compat.legacy.reader._WHOLE", 0)
+
+
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Fresh file names; session-wide, because hypothesis runs a test many times."""

@@ -103,17 +103,14 @@ def test_every_flipped_byte_of_a_small_file_is_found(path: Path) -> None:
     assert fingerprint(load(path)) == fingerprint(SMALL)
 
 
-@pytest.mark.parametrize(
-    ("tree", "count"),
-    [(LARGE, 40), ({f"{n}": np.arange(n % 7 + 1.0) for n in range(20_000)}, 4)],
-    ids=["arrays", "many"],
-)
-def test_flipped_bits_of_large_files_are_found(path: Path, tree: Any, count: int) -> None:
+@pytest.mark.usefixtures("in_windows")
+def test_flipped_bits_of_large_files_are_found(path: Path) -> None:
     """Anywhere; where the structure still decodes, by the checksum."""
+    tree = LARGE
     write(path, tree)
     assert fingerprint(load(path)) == fingerprint(tree)
     rng, size = random.Random(1), path.stat().st_size
-    for _ in range(count):
+    for _ in range(40):
         offset, mask = rng.randrange(size), 1 << rng.randrange(8)
         rot(path, offset, mask)
         with pytest.raises(ValueError, match=r"are not what was saved|expected a Flax msgpack checkpoint"):
@@ -248,6 +245,7 @@ def test_without_attributes_nothing_is_verified(path: Path, monkeypatch: pytest.
     assert load(path)["step"] == 7
 
 
+@pytest.mark.usefixtures("in_windows")
 def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
     """One large leaf is verified without the rest; a small one is read alone; leaves and slices may overlap."""
     write(path, LARGE)
@@ -280,12 +278,11 @@ def test_seams_of_units(save: Any, data: Any) -> None:
     tree = data.draw(st.lists(arrays(), min_size=1, max_size=8))
     unit, direct = data.draw(st.sampled_from([16, 64, 100])), data.draw(st.sampled_from([1, 9]))
     sizes = {
-        "_core.checksums.BLOCK_BYTES": unit, "legacy.checksummed_file.UNIT": unit, "legacy.reader.UNIT": 1,
-        "legacy.checksummed_file._ALMOST": unit // 2,
+        "_core.checksums.BLOCK_BYTES": unit,
         "_core.byte_reads._DIRECT_FROM": direct, "_core.byte_reads._THREADS_FROM_BYTES": 500,
         "legacy.reader._SMALL": 40, "legacy.reader.PIECE_BYTES": 70,
         "_core.local.file_checksums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])),
-        "legacy.unpack_small_files._MAX_SIZE": 0,
+        "legacy.reader._WHOLE": 0,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
@@ -308,6 +305,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
     path.unlink()
 
 
+@pytest.mark.usefixtures("in_windows")
 def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large files several units share a recorded checksum, which is compared once all of them were read."""
     monkeypatch.setattr("flax_ckpt_compat._core.local.file_checksums._MAX_BLOCKS", 2)
@@ -323,6 +321,7 @@ def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     reader.close()
 
 
+@pytest.mark.usefixtures("in_windows")
 def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
     """Not damage: another program writes into it."""
     write(path, LARGE)

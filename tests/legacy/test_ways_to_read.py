@@ -1,0 +1,457 @@
+"""Small files are unpacked at once, others parsed through a window; every way reads what real Flax reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import msgpack
+import numpy as np
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from flax_ckpt_compat.legacy import BACKEND, format, read_bytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, rules
+from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.tree import iter_branches, iter_leaves
+from tests.legacy.conftest import restore
+from tests.support.profiles import examples
+from tests.support.trees import ML_DTYPES, arrays, fingerprint, numbers, state_dicts
+
+
+def _sizes(smallest: int, read_over: int = 0) -> dict[str, Any]:
+    sizes = read_bytes.WindowSizes(smallest, smallest, read_over, 1)
+    return {"reader._WHOLE": 0, "read_bytes.File.window_sizes": sizes}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "by windows": {"reader._WHOLE": 0},
+    "by windows that end anywhere": _sizes(3000),
+    "by windows over all": _sizes(8192, 2**30),
+    "value by value": {"reader._WHOLE": 0, "parse._MIN_RUN": 2**40},
+    "by runs alone": {"reader._WHOLE": 0, "parse._MIN_RUN": 1, "reader._SMALL": 40},
+}
+
+
+def use(way: str, patch: pytest.MonkeyPatch) -> None:
+    """Read in one of the ways from now on."""
+    for name, value in WAYS[way].items():
+        patch.setattr(f"flax_ckpt_compat.legacy.{name}", value)
+
+
+def describe(path: Path) -> Any:
+    """Everything that a reader tells of its tree, and all values; or its error."""
+    try:
+        opened = BACKEND.open(location_of(path))
+    except CorruptCheckpointError as error:
+        return str(error)
+    leaves = [leaf for _, leaf in iter_leaves(opened.tree) if hasattr(leaf, "locator")]
+    fields = [(leaf.path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.nbytes) for leaf in leaves]
+    values = [fingerprint(value) for value in opened.read(leaves)]
+    branches = [(at, list(one.children), one.container, one.int_keys) for at, one in iter_branches(opened.tree)]
+    return fields, values, branches
+
+
+def check(path: Path, document: bytes) -> None:
+    """Assert that all ways read a file alike, and as real Flax if they read it."""
+    path.write_bytes(document)
+    found = []
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(way, patch)
+            found.append(describe(path))
+    assert all(one == found[0] for one in found)
+    try:
+        restored = restore(path)
+    except CheckpointError:
+        return
+    finally:
+        path.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = flax.serialization.msgpack_restore(document)
+        except ValueError as error:
+            assert "strict_map_key" in str(error)  # an older Flax refuses int keys
+            return
+    assert fingerprint(restored) == fingerprint(expected)
+
+
+@given(tree=state_dicts())
+@settings(max_examples=examples(300), deadline=None)
+def test_files_of_flax(scratch: Callable[[], Path], tree: Any) -> None:
+    """Every tree comes back with its types, dtypes, shapes and bits."""
+    document = flax.serialization.to_bytes(tree)
+    check(scratch(), document)
+    (path := scratch()).write_bytes(document)
+    assert fingerprint(restore(path)) == fingerprint(tree)
+
+
+_NUMBERS = st.one_of(
+    st.integers(-(2**63), 2**64 - 1), st.integers(0, 127), st.floats(allow_nan=False), st.booleans(), st.none()
+)
+_ARRAYS = arrays([*map(np.dtype, ["?", "i4", "f8", "D", "M8[s]"]), *ML_DTYPES])  # Flax cannot read arrays of text
+_TEXTS = st.one_of(st.text("ab/", max_size=40), st.sampled_from(["long " * 60, "ü" * 300, "x" * 70_000]))
+_VALUES = st.one_of(
+    _NUMBERS, numbers(), _ARRAYS, _TEXTS, st.binary(max_size=300), st.complex_numbers(allow_nan=False),
+    st.sampled_from([np.float32(2), np.ones(700), np.ones((9000, 1, 1), "i1")]),
+)  # fmt: skip
+_NAMES = st.one_of(st.text("abé/", max_size=40), st.integers(-(2**63), 2**64 - 1))
+
+
+def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Short lists and dicts of anything, and long ones of few numbers, repeated, with others at the end."""
+    runs = st.tuples(st.lists(_NUMBERS, min_size=1, max_size=3), st.integers(6, 20)).map(lambda pair: pair[0] * pair[1])
+    named = runs.map(lambda row: {f"k{n}": value for n, value in enumerate(row)})
+    mixed = st.tuples(runs, st.lists(values, max_size=3)).map(lambda pair: [*pair[0], *pair[1]])
+    return st.one_of(st.lists(values, max_size=4), st.dictionaries(_NAMES, values, max_size=6), runs, named, mixed)
+
+
+def _packed(tree: Any) -> bytes:
+    return bytes(msgpack.packb(tree, default=flax.serialization._msgpack_ext_pack, strict_types=True))
+
+
+_DOCUMENTS = st.recursive(_VALUES, _containers, max_leaves=16).map(_packed)
+
+
+@given(document=_DOCUMENTS)
+@settings(max_examples=examples(400, 40), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+def test_documents_of_any_kind(scratch: Callable[[], Path], document: bytes) -> None:
+    """Lists, int keys and long runs of numbers, which Flax writes for no state dict, but reads."""
+    check(scratch(), document)
+
+
+_TREES = [
+    {"a": np.arange(3, dtype="i4"), "b": {"c": np.ones((2, 3), "f4"), "d": np.ones((2, 3), "f4")}, "n": None},
+    {"s": "text", "y": b"bytes" * 60, "i": [1, -5, 300, 2**40], "f": 1.5, "z": 1j, "t": True, "e": {}, "u": {"0": 1}},
+    {"x": np.float32(3), "q": np.bool_(True), "m": np.zeros((), "D"), "o": np.zeros((0, 4)), "l": [[1, {}], []]},
+    {"n": {f"k{n}": n for n in range(20)}, "l": list(range(30))},
+    np.arange(20, dtype="u2"),
+]
+_WHOLE = [flax.serialization.msgpack_serialize(tree) for tree in _TREES]
+
+
+@st.composite
+def _damaged(draw: Any) -> bytes:
+    document = bytearray(draw(st.one_of(st.sampled_from(_WHOLE), _DOCUMENTS)))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(document) - 1))
+        value = draw(st.one_of(st.integers(0, 255), st.sampled_from([0x80, 0x90, 0xC1, 0xC7, 0xC9, 0xDB, 0xDF])))
+        edit = draw(st.sampled_from(["set", "set", "set", "insert", "delete", "cut"]))
+        if edit == "set":
+            document[at] = value
+        elif edit == "insert":
+            document.insert(at, value)
+        elif len(document) > 1:
+            del document[at : at + 1 if edit == "delete" else None]
+        document = document or bytearray(b"\xc0")
+    return bytes(document)
+
+
+@given(document=st.one_of(_damaged(), st.binary(min_size=1, max_size=60)))
+@settings(max_examples=examples(1500, 40), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+def test_damaged_files_and_noise(scratch: Callable[[], Path], document: bytes) -> None:
+    """They give what real Flax makes of them, or one of our errors, the same by every way."""
+    check(scratch(), document)
+
+
+@pytest.mark.parametrize("document", _WHOLE)
+def test_every_truncation(load_bytes: Callable[[bytes], Any], document: bytes) -> None:
+    """A file cut at any byte is an error."""
+    for length in range(len(document)):
+        with pytest.raises(CorruptCheckpointError):
+            load_bytes(document[:length])
+
+
+def _ext(code: int, *fields: Any) -> bytes:
+    return bytes(msgpack.packb(msgpack.ExtType(code, msgpack.packb(fields))))
+
+
+_ARRAY = _ext(1, (2,), "int32", bytes(8))
+# Two arrays of the same header, after which more of them are read in a loop of their own.
+_TWO = b"\x83\xa1a" + _ARRAY + b"\xa1b" + _ARRAY
+_HOSTILE = {
+    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, f"byte {len(_TWO)}: .*UTF-8"),
+    "third key twice": (_TWO + b"\xa1b" + _ARRAY, "'b' twice"),
+    "third array cut": (_TWO + b"\xa1c" + _ARRAY[:-1], "truncated"),
+    "no third key": (_TWO, "truncated"),
+    "empty": (b"", "empty"),
+    "unused byte": (b"\x81\xa1a\xc1", "byte 3: .*0xc1"),
+    "trailing": (b"\x01\x02", "byte 1: .*1 bytes behind"),
+    "no value": (b"\x81\xa1a", "truncated"),
+    "no key": (b"\x82\xa1a\x01", "truncated"),
+    "cut int": (b"\xcf\x00", "truncated"),
+    "cut float": (b"\xcb\x00\x00", "truncated"),
+    "cut length": (b"\xc6\x00\x00", "truncated"),
+    "cut ext": (b"\xc8\x00", "truncated"),
+    "cut fixext": (b"\xd4", "truncated"),
+    "long text": (b"\xdb\xff\xff\xff\xff", "4294967295 bytes.*truncated"),
+    "long bytes": (b"\xc6\xff\xff\xff\xff", "4294967295 bytes.*truncated"),
+    "long ext": (b"\xc9\xff\xff\xff\xff\x01", "4294967295 bytes.*truncated"),
+    "long array": (b"\xdd\xff\xff\xff\xff", "4294967295 values.*truncated"),
+    "long map": (b"\xdf\xff\xff\xff\xff", "4294967295 values.*truncated"),
+    "deep": (b"\x91" * 100_000 + b"\x90", "nested"),
+    "deep maps": (b"\x81\xa1a" * 100_000 + b"\x80", "nested"),
+    "key utf-8": (b"\x81\xa1\xff\x01", "UTF-8"),
+    "text utf-8": (b"\xa2\xed\xa0", "UTF-8"),
+    "twice": (b"\x82\xa1a\x01\xa1a\x02", "'a' twice"),
+    "int and text": (b"\x82\xa11\x01\x01\x02", "'1' twice"),
+    "bytes key": (b"\x81\xc4\x01a\x01", "neither text nor int"),
+    "nil key": (b"\x81\xc0\x01", "neither text nor int"),
+    "list key": (b"\x81\x90\x01", "neither text nor int"),
+    "unknown ext": (b"\xd4\x05a", "extension code 5"),
+    "timestamp": (b"\xd6\xff\x00\x00\x00\x01", "extension code 255"),
+    "short data": (_ext(1, (3,), "int32", bytes(8)), "need 12 bytes, not 8"),
+    "long data": (_ext(1, (), "int32", bytes(8)), "need 4 bytes, not 8"),
+    "negative": (_ext(1, (-1,), "int32", bytes(8)), "not a shape"),
+    "not whole": (_ext(1, (2.0,), "int32", bytes(8)), "not a shape"),
+    "bool size": (_ext(1, (True,), "int32", bytes(4)), "not a shape"),
+    "huge": (_ext(1, (2**62, 2**62), "int32", bytes(8)), "need"),
+    "huge empty": (_ext(1, (0, 2**62, 2**62), "int32", b""), "does not decode"),
+    "many sizes": (_ext(1, (1,) * 65, "int8", b"a"), "not a shape"),
+    "bad dtype": (_ext(1, (2,), "int33", bytes(8)), "int33"),
+    "object": (_ext(1, (1,), "O", bytes(8)), "'O'"),
+    "record": (_ext(1, (1,), "i4,i4", bytes(8)), "i4,i4"),
+    "void": (_ext(1, (1,), "V8", bytes(8)), "V8"),
+    "no size": (_ext(1, (1,), "S0", b""), "without a size"),
+    "dtype text": (_ext(1, (1,), "int\u00e9", bytes(8)), "does not decode"),
+    "dtype nil": (_ext(1, (1,), None, bytes(8)), "not a dtype name"),
+    "two fields": (_ext(1, (1,), "int32"), "three fields"),
+    "data is int": (_ext(1, (1,), "int32", 5), "msgpack type 0x05"),
+    "inner tail": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1], "int8", b"a"]) + b"x")), "payload"),
+    "inner cut": (msgpack.packb(msgpack.ExtType(1, b"\x93\x91")), "does not decode"),
+    "scalar data": (_ext(3, (), "int32", bytes(5)), "need 4 bytes, not 5"),
+    "complex": (_ext(2, 1.0), "not a complex"),
+    "complex text": (_ext(2, "a", "b"), "not a complex"),
+    "complex empty": (msgpack.packb(msgpack.ExtType(2, b"")), "not a complex"),
+}
+
+
+@pytest.mark.parametrize(("document", "message"), _HOSTILE.values(), ids=_HOSTILE.keys())
+def test_named_error(load_bytes: Callable[[bytes], Any], document: bytes, message: str) -> None:
+    """Each kind of damage is named, with the file and, where there is one, the byte."""
+    with pytest.raises(CorruptCheckpointError, match=message) as caught:
+        load_bytes(document)
+    assert caught.value.path is not None
+    assert caught.value.path in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["at once", "by windows"])
+def test_one_level_too_many(way: str, scratch: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many nested containers as msgpack's own packer writes are read, and not one more."""
+    use(way, monkeypatch)
+    path = scratch()
+    path.write_bytes(b"\x81\xa1a" * format.MAX_DEPTH + b"\x07")
+    (leaf,) = iter_leaves(BACKEND.open(location_of(path)).tree)
+    assert len(leaf[0]) == format.MAX_DEPTH
+    path.write_bytes(b"\x81\xa1a" * (format.MAX_DEPTH + 1) + b"\x07")
+    with pytest.raises(CorruptCheckpointError, match=f"more than {format.MAX_DEPTH} nested containers"):
+        BACKEND.open(location_of(path))
+
+
+def test_same_length_of_another_header(scratch: Callable[[], Path]) -> None:
+    """Arrays of the same size in other shapes, and scalars with the bytes of arrays, are told apart."""
+    shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1)] * 5
+    tree = {f"a{n:02}": np.arange(6, dtype="f4").reshape(shape) + n for n, shape in enumerate(shapes)}
+    tree |= {"s": np.float32(1), "z": np.full((), 2, "f4"), "y": np.float32(3), "x": np.full((), 4, "f4")}
+    check(scratch(), flax.serialization.to_bytes(tree))
+
+
+@pytest.mark.parametrize("index", [(slice(1, 3), slice(0, 4)), (slice(0, 4), slice(2, 3)), (slice(2, 2), slice(0, 4))])
+def test_slices_of_what_was_read_with_the_structure(save: Callable[[Any], Path], index: tuple[slice, ...]) -> None:
+    """They have the values that numpy's have."""
+    array = np.arange(16).reshape(4, 4)
+    opened = BACKEND.open(location_of(save({"a": array, "b": array})))
+    leaf = opened.tree.children["a"]
+    part, whole = opened.read([ArraySlice(leaf, index), leaf])
+    np.testing.assert_array_equal(part, array[index])
+    np.testing.assert_array_equal(whole, array)
+
+
+def test_values_stay_as_they_were_on_opening(save: Callable[[Any], Path]) -> None:
+    """A small file that is cut after it was opened is read whole, and a closed reader is an error."""
+    path = save({"a": {"w": np.ones(100)}})
+    opened = BACKEND.open(location_of(path))
+    os.truncate(path, 10)
+    leaf = opened.tree.children["a"].children["w"]
+    assert leaf.read().tolist() == [1] * 100
+    opened.close()
+    with pytest.raises(StorageError, match="closed"):
+        leaf.read()
+
+
+@pytest.mark.parametrize("way", ["at once", "by windows"])
+def test_what_announces_more_than_it_has(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is damaged, and takes no memory for what it announces."""
+    use(way, monkeypatch)
+    path = tmp_path / "file"
+    path.write_bytes(b"\x81\xa1t" + b"\x91" * 200 + b"\xdd\x00\x3f\xff\xff" + bytes(5000))
+    with pytest.raises(CorruptCheckpointError):
+        BACKEND.open(location_of(path)).tree  # noqa: B018
+
+
+# Containers of nothing but Python values, which get a handle for each value only where something asks for it.
+
+_ONE_OF_EACH = [True, 2, 2.5, 1j, "text", b"by", None]
+# As numpy holds numbers, and characters and bytes as such.
+_NBYTES = dict(zip(_ONE_OF_EACH, [1, 8, 8, 16, 4, 2, 0], strict=True))
+
+
+@pytest.mark.parametrize("of", [list, lambda values: dict(zip("ab", values, strict=True))], ids=["list", "dict"])
+def test_a_run_takes_what_its_values_take(of: Callable[[Any], Any]) -> None:
+    """Of one type or of two."""
+    for values in itertools.product(_ONE_OF_EACH, repeat=2):
+        branch = format.run_of(of(values), (), lambda *_: None)
+        assert branch is not None and branch.run is not None
+        assert branch.run.nbytes == sum(_NBYTES[one] for one in values)
+
+
+@pytest.mark.parametrize(
+    "values", [[], {}, [1, np.float32(2)], [1, [2]], [format.PLACEHOLDER], {"a": 1, "b": format.PLACEHOLDER + "b"}]
+)
+def test_what_is_no_run(values: Any) -> None:
+    """Nothing, arrays, other containers, and references to arrays of several processes, which are text in the file."""
+    assert format.run_of(values, (), lambda *_: None) is None
+
+
+@pytest.mark.parametrize("way", ["at once", "by windows"])
+def test_a_reference_among_numbers(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an array that is not there, and never its text."""
+    use(way, monkeypatch)
+    path = tmp_path / "checkpoint_1"
+    path.write_bytes(_packed({"a": [*range(5_000), format.PLACEHOLDER + "a/5000"]}))
+    with pytest.raises(CorruptCheckpointError, match=r"no array .*checkpoint_1_gda/a/5000"):
+        flax_ckpt_compat.restore(path)
+
+
+_LONG: dict[str, Any] = {
+    "list": {"a": [7] * 100_000},
+    "dict": {"a": {f"k{n}": n for n in range(10_000)}},
+    "mixed": {"a": [1, "x", None, 2.5, True] * 20_000},
+    "lists in a list": {"a": [[n] * 500 for n in range(200)]},
+}
+
+
+@pytest.mark.parametrize("way", ["at once", "by windows"])
+@pytest.mark.parametrize("document", _LONG.values(), ids=_LONG)
+def test_memory_is_that_of_flax(document: Any, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 0.1 MB of one-byte ints took 55 MB, Flax 1 MB."""
+    use(way, monkeypatch)
+    path = tmp_path / "file"
+    path.write_bytes(_packed(document))
+    checkpoints.restore_checkpoint(path, None)  # what is loaded once
+
+    def peak(restore: Callable[..., Any]) -> int:
+        tracemalloc.start()
+        try:
+            assert restore(os.fspath(path), None) == document
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    flax_checkpoints.restore_checkpoint(os.fspath(path), None)
+    assert peak(checkpoints.restore_checkpoint) < 4 * peak(flax_checkpoints.restore_checkpoint) + 2**20
+
+
+@pytest.mark.parametrize("target", [None, {"n": {f"k{n}": 0 for n in range(20)}, "l": [0] * 30, "w": np.zeros(2)}])
+def test_the_result_is_the_callers_own(target: Any, tmp_path: Path) -> None:
+    """Changing it changes no other result, with the values of another open checkpoint neither."""
+    tree = {"n": {f"k{n}": n for n in range(20)}, "l": list(range(30)), "w": np.ones(2)}
+    path = tmp_path / "file"
+    path.write_bytes(_packed(tree))
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        for _ in range(2):
+            restored = checkpoints.restore_checkpoint(path, target)
+            assert fingerprint(restored) == fingerprint(tree)
+            restored["n"]["k3"], restored["l"][4] = "changed", "changed"
+            read = view.read()
+            assert fingerprint(read) == fingerprint(tree)
+            read["n"].clear()
+            read["l"].clear()
+
+
+def test_a_target_with_other_names_or_types(tmp_path: Path) -> None:
+    """Only a target that is alike, in order too, takes a run whole: all others are matched leaf by leaf."""
+    path = tmp_path / "file"
+    path.write_bytes(_packed({"n": {f"k{n}": n for n in range(20)}}))
+    names = [f"k{n}" for n in range(20)]
+    backwards = {"n": dict.fromkeys(reversed(names), 0)}
+    restored = checkpoints.restore_checkpoint(path, backwards)
+    assert list(restored["n"].items()) == [(f"k{n}", n) for n in range(19, -1, -1)]
+    others = {"n": {**dict.fromkeys(names, 0), "k4": np.zeros((), np.int64)}}
+    plan = flax_ckpt_compat.plan_restore(path, others)
+    assert [leaf.path for leaf in plan.leaves] == [f"n/{name}" for name in names]
+    with pytest.raises(flax_ckpt_compat.errors.MissingLeavesError, match="n/k20"):
+        checkpoints.restore_checkpoint(path, {"n": dict.fromkeys([*names, "k20"], 0)})
+    with pytest.raises(flax_ckpt_compat.errors.KindMismatchError):
+        flax_ckpt_compat.restore(path, {"n": {**dict.fromkeys(names, 0), "k4": "text"}})
+
+
+@pytest.mark.parametrize(
+    "target", [None, {"n": {f"k{n}": 0 for n in range(20)}, "l": [0] * 30}, {"n": None, "l": None}]
+)
+def test_plans_list_each_value(target: Any, tmp_path: Path) -> None:
+    """A plan has the same leaves as where every value has a handle, as in Orbax's format."""
+    tree = {"n": {f"k{n}": n for n in range(20)}, "l": list(range(30))}
+    flax_ckpt_compat.save(tmp_path / "msgpack", tree, step=1, format="msgpack")
+    flax_ckpt_compat.save(tmp_path / "orbax", tree, step=1, format="orbax")
+    plans = [flax_ckpt_compat.plan_restore(tmp_path / name, target) for name in ("msgpack", "orbax")]
+    assert len(plans[0].leaves) == (50 if target is None or target["n"] else 2)
+    listed = [sorted((leaf.path, sorted(leaf.sources)) for leaf in plan.leaves) for plan in plans]
+    assert listed[0] == listed[1]
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_rules_add_to_a_run(format: Any, tmp_path: Path) -> None:
+    """A leaf that a rule moves among Python values is there beside them, and they are unchanged where they were."""
+    values = {f"k{n}": n for n in range(20)}
+    flax_ckpt_compat.save(tmp_path, {"n": values, "extra": {"w": np.ones(2), "v": 5}}, step=1, format=format)
+    restored = flax_ckpt_compat.restore(tmp_path, transforms=[rules.rename("extra", "n")])
+    assert fingerprint(restored) == fingerprint({"n": {**values, "w": np.ones(2), "v": 5}})
+    kept = flax_ckpt_compat.restore(tmp_path, transforms=[rules.rename("n", "m")])
+    assert fingerprint(kept["m"]) == fingerprint(values)
+
+
+def test_no_value_is_decoded_at_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in lists, each with some numbers before it: the work is that of the file, not of file and depth."""
+    given = list[int]()
+    ahead = read_bytes.Window.ahead
+
+    def counted(window: read_bytes.Window) -> Any:
+        for piece in ahead(window):
+            given.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(read_bytes.Window, "ahead", counted)
+    use("by windows", monkeypatch)
+    document: Any = [0] * 20
+    for _ in range(150):
+        document = [*([1] * 60), document, *([2] * 60)]
+    path = tmp_path / "file"
+    path.write_bytes(_packed({"a": document}))
+    BACKEND.open(location_of(path))
+    assert sum(given) < 30 * path.stat().st_size
+
+
+@pytest.mark.parametrize("before", [0, 3, 1000])
+def test_the_data_of_arrays_is_not_read(before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening skips it, wherever the arrays are among Python values."""
+    tree = {f"n{n:04}": n for n in range(before)} | {f"z{n}": np.zeros(2**18, np.float32) for n in range(16)}
+    path = tmp_path / "file"
+    path.write_bytes(_packed(tree))
+    read, real = list[int](), os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: read.append(given[1]) or real(*given))
+    BACKEND.open(location_of(path))
+    assert sum(read) < path.stat().st_size / 50
