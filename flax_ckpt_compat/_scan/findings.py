@@ -1,4 +1,4 @@
-"""Define the kinds of findings of `flax-ckpt scan`, and their effects with ``flax_use_orbax_checkpointing``."""
+"""Define the kinds of findings of `flax-ckpt scan`: what breaks once checkpoints are directories, and what to do."""
 
 from __future__ import annotations
 
@@ -13,113 +13,73 @@ class Kind(NamedTuple):
     """A kind of finding."""
 
     title: str  # What the code does
-    flax: str  # What happens in Flax alone when the flag becomes true
-    shim: str  # What happens with flax_ckpt_compat then
+    happens: str  # What happens once ``flax_use_orbax_checkpointing`` is true
     remedy: str = ""  # What to do, or "" for nothing
-    action: str = NOTHING  # `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat
+    action: str = CHANGE  # `CHANGE`, `CHECK` or `NOTHING`
 
-
-def _breaks(title: str, happens: str, remedy: str, action: str = CHANGE) -> Kind:
-    """Return a kind of code that expects one file: the same happens with Flax alone and with flax_ckpt_compat."""
-    return Kind(title, happens, happens, remedy, action)
-
-
-_SAME = "works as before"
 
 # In the order in which a person should look.
 KINDS = {
     # Code that treats a checkpoint as one file.
-    "remove": _breaks(
+    "remove": Kind(
         "deletes a file", "IsADirectoryError, or PermissionError",
         "let overwrite=True or keep= remove it, or use shutil.rmtree for directories",
     ),
-    "remove-folders": _breaks(
+    "remove-folders": Kind(
         "deletes directories of a listing", "the checkpoints are among them",
         "name the directories to delete, or pass over available_steps", CHECK,
     ),
-    "copy": _breaks(
+    "copy": Kind(
         "copies a file", "IsADirectoryError", "shutil.copytree for directories; copy to a temporary name, then rename",
     ),
-    "upload": _breaks(
+    "upload": Kind(
         "uploads or packs a file", "fails, or packs an empty directory",
         "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly",
     ),
-    "shell": _breaks(
+    "shell": Kind(
         "runs a shell command on a file", "fails, or skips directories",
         "add -r (cp, rm, scp, gsutil, rsync, zip) or --recursive (aws s3, azcopy); pack with tar",
     ),
-    "open": _breaks("opens a file", "IsADirectoryError", "restore_checkpoint(path, None) reads both formats"),
-    "is-file": _breaks("asks whether a path is a file", "False: it is a directory", "os.path.exists"),
-    "size": _breaks(
+    "open": Kind("opens a file", "IsADirectoryError", "restore_checkpoint(path, None) reads both formats"),
+    "is-file": Kind("asks whether a path is a file", "False: it is a directory", "os.path.exists"),
+    "size": Kind(
         "takes the size of a file", "the size of a directory's entry, about 4096",
         "iter_checkpoints gives sizes of both formats",
     ),
-    "file-names": _breaks(
+    "file-names": Kind(
         "looks among the names of files", "checkpoints are among the names of directories",
         "available_steps, or iter_checkpoints",
     ),
     "glob": Kind(
-        "lists checkpoints", "also gives temporaries of Orbax, which are not checkpoints",
-        "also gives _gda folders; temporaries have other names",
+        "lists checkpoints", "also gives _gda folders, and with Flax alone temporaries of Orbax",
         "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),
     "parse-name": Kind(
-        "reads the step from a name", "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
-        "works for names that latest_checkpoint returns", "available_steps gives the steps", CHECK,
+        "reads the step from a name", "works for names that latest_checkpoint returns, fails on temporaries of Orbax",
+        "available_steps gives the steps", CHECK,
     ),
     "poll": Kind(
-        "waits until a name appears", "on object stores, the name is there before the arrays",
-        "the name appears when all is written; on object stores, its marker does",
+        "waits until a name appears", "it appears when all is written; with Flax alone in a store, before that",
         "latest_checkpoint passes over what is incomplete", CHECK,
     ),
-    "wrapped": _breaks(
+    "wrapped": Kind(
         "passes a checkpoint to another library", "depends on that library", "see whether it takes directories", CHECK
     ),
-    # Uses of the API that need a look.
+    # Uses of the API.
     "flag": Kind(
-        "sets or reads the flag", "decides the format", "decides the format, at each call",
+        "sets or reads the flag", "decides the format, at each call",
         "leave one place that sets it, and flip it there", CHECK,
     ),
     "relative-path": Kind(
-        "saves to or restores from a relative path", "ValueError: Checkpoint path should be absolute",
+        "saves to or restores from a relative path",
         "works, but to go back to Flax alone fails: it restores directories by absolute paths only",
         "os.path.abspath keeps the way back open", CHECK,
     ),
-    # Uses of the API that need nothing.
     "import": Kind(
-        "imports the legacy API", "the module is deprecated", _SAME,
-        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()",
+        "imports the legacy API", "works as before",
+        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()", NOTHING,
     ),
-    "save": Kind(
-        "saves a checkpoint", "writes a directory; drops the save if the step is smaller than the newest",
-        "writes a directory, with the rules of msgpack files",
-    ),
-    "multiprocess-save": Kind(
-        "saves from several processes", "writes a directory; keep=N leaves N+1", "writes a directory; keep=N leaves N",
-    ),
-    "restore": Kind(
-        "restores a checkpoint", "keeps initial values where names differ, without an error",
-        "the same errors for both formats",
-    ),
-    "lookup": Kind("looks up checkpoints or steps", "also counts temporaries of Orbax", _SAME),
-    "async-manager": Kind("saves in the background", "uses Orbax's own checkpointer instead", _SAME),
-    "other-api": Kind("uses another name of the legacy API", "the module is deprecated", _SAME),
-    "orbax-utils": Kind("uses flax.training.orbax_utils", "needs Orbax", "needs Flax's module and Orbax"),
-    "transforms": Kind(
-        "restores by Orbax's transformations", "deprecated in Orbax", "works for both formats",
-        "rules=[…] of flax_ckpt_compat.restore say the same in one pattern",
-    ),
-    "untyped-restore": Kind(
-        "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before",
-    ),
-    "process-guard": Kind(
-        "saves in one process only", "waits for the other processes for ever",
-        "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess",
-    ),
-    "caught-error": Kind(
-        "catches errors of a restore", "a mismatch no longer raises: initial values are kept",
-        "raises the same classes for both formats",
-    ),
+    "api": Kind("uses the legacy API", "works as before, on both formats", "", NOTHING),
 }  # fmt: skip
 
 

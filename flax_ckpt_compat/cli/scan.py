@@ -125,9 +125,7 @@ def lines_of(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
 def _of_kind(kind: str, places: list[Finding], *, list_all: bool) -> Iterator[Line]:
     about = KINDS[kind]
     yield Line(f"  {about.title} ({kind}, {len(places)})", "bold", hang=4)
-    effects = {"flag on, Flax alone": about.flax, "with flax_ckpt_compat": about.shim}
-    effects = effects if about.flax != about.shim else {"flag on": about.shim}
-    for word, text in [*effects.items(), ("instead", about.remedy)]:
+    for word, text in [("flag on", about.happens), ("instead", about.remedy)]:
         if text:
             yield Line(f"    {word}: {text}", hang=8)
     yield from (Line(f"      {_where(place)}  {place.code}", hang=None) for place in (places if list_all else []))
