@@ -189,28 +189,18 @@ def _with_step(source: Location, folder: Location, to: str, step: float | None) 
 
 
 def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
-    """Return the jobs of the steps that were asked for: numbers, or the ends of names."""
+    """Return the jobs of the steps that were asked for: numbers, or the ends of names, as 1.5 of ``v1.5``."""
     chosen = []
     for text in map(steps.step_text, wanted):
-        number, mine = steps.parse_step(text), []
-        if number is not None:
-            # Without a separator, v1.5 may be step 1.5 as well as 5.
-            mine = [job for job in jobs if job.step == number] or [job for job in jobs if _may_be(job, number)]
-        else:
-            mine = [job for job in jobs if os.path.basename(job.source).endswith(text)]
+        number, end = steps.parse_step(text), re.compile(rf"(?<!\d){re.escape(text)}$")
+        mine = [job for job in jobs if number is not None and job.step == number]
+        mine = mine or [job for job in jobs if end.search(os.path.basename(job.source))]
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             message = f"{source} has no step {text} (available steps: {there})"
             raise CheckpointNotFoundError(message, path=source.path, has_remedy=True)
         chosen += mine
     return list(dict.fromkeys(chosen))
-
-
-def _may_be(job: Job, number: float) -> bool:
-    """Return whether a name ends in a number, in any way to read it."""
-    name = os.path.basename(job.source)
-    starts = (at for at in range(len(name)) if not name[at - 1 : at].isdigit())
-    return any(steps.parse_step(name[at:]) == number for at in starts)
 
 
 def _without_collisions(jobs: Sequence[Job]) -> list[Job]:

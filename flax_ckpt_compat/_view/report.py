@@ -60,10 +60,12 @@ class Table:
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
         is_narrow = self.indent + sum(widths) + 2 * len(widths) > options.max_width + 2
         columns = [n for n in range(len(widths)) if not (is_narrow and n in self.spare)]
+        # Without room for all short columns, they are folded as well: rich would cut them.
+        fits = self.indent + sum(min(widths[n], _SHORT) + 2 for n in columns) <= options.max_width + 2
         shown = table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for n in columns:
             justify: Literal["left", "right"] = "right" if n in self.right else "left"
-            shown.add_column(self.headings[n], justify=justify, no_wrap=widths[n] <= _SHORT, overflow="fold")
+            shown.add_column(self.headings[n], justify=justify, no_wrap=widths[n] <= _SHORT and fits, overflow="fold")
         for row, style in zip(self.rows, self.styles or [None] * len(self.rows), strict=True):
             shown.add_row(*(text.Text(row[n]) for n in columns), style=style)
         yield padding.Padding(shown, (0, 0, 0, self.indent), expand=False)

@@ -174,6 +174,7 @@ def _converted(
         executor = stack.enter_context(ThreadPoolExecutor(workers)) if workers > 1 else None
         stack.callback(stopped.set)  # first, as the executor waits for its threads
         try:
+            count(0, f"0/{len(jobs)}")
             for result in convert.run(jobs, executor, progress=progress, **options):
                 results[result.source] = result
                 count(0, f"{len(results)}/{len(jobs)}")

@@ -659,28 +659,6 @@ def test_items_of_releases_that_recorded_no_handlers_are_copied(tmp_path: Path, 
     assert (result / ("" if to == "orbax" else "default") / "inside" / "words.txt").read_text() == "of mine"
 
 
-@pytest.mark.parametrize("to", ["msgpack", "safetensors"])
-@pytest.mark.parametrize("name", OF_OWN_HANDLERS)
-def test_a_file_has_no_place_for_what_only_its_own_handler_reads(tmp_path: Path, to: Any, name: str) -> None:
-    """Also alone, it is an error that says what to do."""
-    source = saved(tmp_path / "run", (name,))
-    with pytest.raises(errors.ConversionError, match=rf"no place for {name} \(of an unknown kind\).* to 'orbax'"):
-        converted(source, tmp_path / "file", to)
-    assert not (tmp_path / "file").exists()
-
-
-def test_a_dry_run_does_not_say_that_what_is_copied_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither its notes nor its log lines."""
-    saved(tmp_path / "run", ("state", "vocabulary"))
-    result = CliRunner().invoke(
-        main, ["convert", str(tmp_path / "run"), str(tmp_path / "dst"), "--to", "orbax", "--dry-run"]
-    )
-    assert result.exit_code == 0 and "copied byte for byte" in result.output
-    assert not caplog.messages
-
-
 def test_nothing_to_transform(tmp_path: Path) -> None:
     """Transforms for a step that only its own handlers read are refused."""
     source = saved(tmp_path / "run", ("settings",))

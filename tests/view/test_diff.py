@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
-from flax_ckpt_compat._core.text_formatting import Row, fold, fold_with_members
 from flax_ckpt_compat._view import array_values
 from flax_ckpt_compat._view.array_values import Values
 from flax_ckpt_compat.cli import main
@@ -252,16 +251,6 @@ def test_json_beside_the_only_tree(tmp_path: Path, name: str) -> None:
     assert (found.path, found.a, found.b) == (shown, "float 0.5", "float 0.25")
     flat = saved(tmp_path / "flat", {"x": np.ones(2)})
     assert (one(diff(tmp_path / "a", flat)).path, one(diff(flat, tmp_path / "a")).kind) == (shown, "only in b")
-
-
-def test_folding_keeps_the_members() -> None:
-    """Every row is a member of exactly one folded row, which counts them."""
-    rows = [Row((f"block_{n}/{name}",), ("x" if n % 3 else "y",)) for n in range(30) for name in ("w", "b")]
-    folded = fold_with_members(rows)
-    assert [row for row, _ in folded] == fold(rows)
-    assert [row.count for row, _ in folded] == [len(members) for _, members in folded]
-    assert sorted(row.names for _, members in folded for row in members) == sorted(row.names for row in rows)
-    assert all(member.detail == row.detail for row, members in folded for member in members)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """iter_checkpoints: every checkpoint of a directory, finished or not, without opening one."""
 
-import builtins
 import os
 import subprocess
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -95,18 +93,3 @@ def test_steps_of_a_manager(step_prefix: str | None, tmp_path: Path) -> None:
     (tmp_path / "root" / "pictures_3").mkdir()
     records = [(os.path.basename(r.path), r.step, r.complete) for r in iter_checkpoints(tmp_path / "root")]
     assert records == [(f"{start}0009", 9, True), (f"{start}0010", 10, True), (f"{start}0011", 11, False)]
-
-
-def test_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No checkpoint is opened, and none is decoded, to be listed."""
-    mixed(tmp_path)
-    opened: list[Any] = []
-    real = builtins.open
-
-    def watched(file: Any, *arguments: Any, **options: Any) -> Any:
-        opened.append(file)
-        return real(file, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "open", watched)
-    assert len(list(iter_checkpoints(tmp_path))) == 6
-    assert not [file for file in opened if str(tmp_path) in str(file)]

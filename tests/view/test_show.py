@@ -1,5 +1,6 @@
 """show: every leaf with its type and size, folded trees, totals, and statistics compared with numpy's."""
 
+import io
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import rich.console
 from click.testing import CliRunner, Result
 from flax import traverse_util
 
@@ -197,6 +199,10 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
     found = {leaf["path"]: leaf["stats"] for leaf in json.loads(run(tmp_path, "--stats", "--json").stdout)["leaves"]}
     assert found["blocks/2/w"] == {"min": 2.0, "max": 6.0, "mean": 4.0, "nan": 0, "inf": 0}
     assert found["text"] is None
+    for width in (40, 60, 120):  # a narrow terminal folds cells, and cuts none
+        console = rich.console.Console(file=io.StringIO(), width=width)
+        console.print(show.report(show.contents(tmp_path, stats=True)), crop=False)
+        assert sorted("".join(console.file.getvalue().split())) == sorted("".join(result.stdout.split()))
 
 
 def test_stats_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

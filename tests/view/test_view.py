@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 
-import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
 from tests.support.samples import SAMPLES, fingerprint
 from tests.support.saves import use_flag
@@ -291,12 +290,6 @@ def test_what_cannot_be_opened(flag: bool, tmp_path: Path) -> None:
     (tmp_path / "half" / "_CHECKPOINT_METADATA").touch()
     with pytest.raises(errors.IncompleteCheckpointError):
         open_checkpoint(tmp_path / "half")
-
-
-def test_exported_from_the_package() -> None:
-    """Both functions are found in the package, and the names stay the functions after their modules are loaded."""
-    assert flax_ckpt_compat.open_checkpoint is open_checkpoint
-    assert callable(flax_ckpt_compat.iter_checkpoints)
 
 
 def test_open_waits_for_real_orbax(tmp_path: Path) -> None:
