@@ -78,4 +78,4 @@ if not _typing.TYPE_CHECKING:  # with __getattr__, a type checker would accept a
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

@@ -33,6 +33,7 @@ __all__ = [
     "AsyncManager", "MultiprocessArrayType", "PyTree", "available_steps", "convert_pre_linen", "latest_checkpoint",
     "natural_sort", "restore_checkpoint", "safe_normpath", "save_checkpoint", "save_checkpoint_multiprocess",
 ]  # fmt: skip
+__dir__ = __all__.copy  # for completion
 
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
 MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX

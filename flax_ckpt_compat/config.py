@@ -278,6 +278,10 @@ def _flag_in_environment() -> bool:
     raise SettingError(f"FLAX_USE_ORBAX_CHECKPOINTING is {value!r}; set it to true or false")
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *_NAMES]
+
+
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(current(), name)
@@ -294,11 +298,6 @@ class _Module(ModuleType):
         if name not in vars(self) and not name.startswith("__"):
             raise SettingError(f"{_unknown(name)}; settings are changed by config.update(name=value)")
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in _NAMES:
-            raise SettingError(f"a setting is not deleted; call config.update({name}={getattr(_DEFAULTS, name)!r})")
-        super().__delattr__(name)
 
 
 sys.modules[__name__].__class__ = _Module

@@ -59,6 +59,7 @@ __all__ = [
     "SettingError", "ShapeMismatchError", "StorageError", "TransformError", "UnrecognizedFormatError",
     "UnsupportedLeafError", "UnusedLeavesError",
 ]  # fmt: skip
+__dir__ = __all__.copy  # for completion
 
 
 def _add_missing_classes() -> None:
@@ -78,16 +79,11 @@ _add_missing_classes()
 class _FlaxTooError(CheckpointError):
     """Base of errors that are both ours and Flax's, with our attributes and message."""
 
-    def __init__(self, message: str, *args: Any, path: str, leaf: str | None = None):
-        # Flax's classes build their message from positional arguments that differ from class to class.
-        super(CheckpointError, self).__init__(*args)
+    def __init__(self, message: str, *, path: str, leaf: str | None = None):
+        # Not by Flax's classes, which add a link to its documentation to reasons of their own.
+        Exception.__init__(self, sanitize(message, path, leaf))
         self.path = path
         self.leaf = leaf
-        self._message = sanitize(message, path, leaf)
-        self.args = (self._message,)  # not Flax's own reason and link, which repr and logs would show
-
-    def __str__(self) -> str:
-        return self._message
 
     def __reduce__(self) -> Any:
         # Flax's own __reduce__ unpickles to a bare FlaxError.
@@ -97,26 +93,14 @@ class _FlaxTooError(CheckpointError):
 class InvalidCheckpointError(_FlaxTooError, _flax.InvalidCheckpointError, ValueError):
     """Saving without ``overwrite`` at a step that exists or is older than the newest."""
 
-    def __init__(self, message: str, *, path: str, step: Any):
-        super().__init__(message, path, step, path=path)
-
 
 class MPACheckpointingRequiredError(_FlaxTooError, _flax.MPACheckpointingRequiredError, ValueError):
     """An array spans processes, and only host-local arrays can be saved or restored here."""
-
-    def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
-        super().__init__(message, path, step, path=path, leaf=leaf)
 
 
 class MPARestoreTargetRequiredError(_FlaxTooError, _flax.MPARestoreTargetRequiredError, ValueError):
     """A stored array spans processes, and the target has no sharding for it."""
 
-    def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
-        super().__init__(message, path, step, leaf, path=path, leaf=leaf)
-
 
 class MPARestoreDataCorruptedError(_FlaxTooError, _flax.MPARestoreDataCorruptedError, ValueError):
     """The ``_gda`` folder beside the checkpoint was never finished."""
-
-    def __init__(self, message: str, *, path: str, step: Any):
-        super().__init__(message, step, path, path=path)

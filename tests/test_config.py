@@ -191,12 +191,6 @@ def test_unknown_names_are_not_assigned_to(name: str) -> None:
         config.update(must_exists=True)
 
 
-def test_settings_are_not_deleted() -> None:
-    """The call that sets the default again is named."""
-    with pytest.raises(SettingError, match=r"config\.update\(must_exist=False\)"):
-        del config.must_exist
-
-
 @pytest.mark.parametrize(("name", "value"), [("must_exist", True), ("compression", "zstd"), ("compression", None)])
 def test_update_as_flax_spells_it(name: str, value: object) -> None:
     """update takes a name and a value, too, as Flax's own config.update does; a mistake changes nothing."""

@@ -55,9 +55,7 @@ def make(name: str) -> Any:
     """One instance with every attribute set."""
     kind = getattr(errors, name)
     extra: dict[str, Any] = {}
-    if name.startswith(("MPA", "Invalid")):
-        extra = {"step": 3} | ({"leaf": "a/b"} if name.endswith("RequiredError") else {})
-    elif name == "MissingLeavesError":
+    if name == "MissingLeavesError":
         extra = {"missing": ("a/b", "c")}
     elif name == "ProcessTimeoutError":
         extra = {"absent": (1, 3)}

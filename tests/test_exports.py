@@ -33,7 +33,15 @@ def test_all_is_sorted_and_complete() -> None:
     namespace: dict[str, object] = {}
     exec("from flax_ckpt_compat import *", namespace)
     assert set(flax_ckpt_compat.__all__) <= namespace.keys()
-    assert set(flax_ckpt_compat.__all__) <= set(dir(flax_ckpt_compat))
+    assert dir(flax_ckpt_compat) == flax_ckpt_compat.__all__
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "config", "errors", "rules", "transforms"])
+def test_completion_shows_the_api_only(name: str) -> None:
+    """No import of a module, and no helper, is among the names of ``dir``; of ``config``, the settings are."""
+    module = getattr(flax_ckpt_compat, name)
+    settings = dir(flax_ckpt_compat.config.Settings()) if name == "config" else []
+    assert set(module.__all__) <= set(dir(module)) <= {*module.__all__, *settings}
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -131,7 +131,7 @@ def _check_outside(jobs: Sequence[Job]) -> None:
         if why := why_inside(of_text(path)):
             from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
 
-            raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path, step=None)
+            raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path)
 
 
 def _is_checkpoint(location: Location) -> bool:

@@ -1,14 +1,17 @@
-"""Run async saves, and wait for them: Flax's AsyncManager; `save_registry` has those that run or failed."""
+"""Run background saves, wait for them, and raise each failure once, or log it: Flax's AsyncManager, and a registry."""
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import functools
 import logging
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +20,6 @@ from flax_ckpt_compat._core.errors import CleanupError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import locating, not_found
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._save import save_registry
-from flax_ckpt_compat._save.save_registry import BackgroundSave
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
@@ -27,8 +28,40 @@ _log = logging.getLogger("flax_ckpt_compat")
 _QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
 _AT_EXIT_SECONDS = 1.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
+# Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
+_saves: list[BackgroundSave] = []
+_raised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # their failures, without their managers
 # Threads that hand a save to a pool: a signal handler that interrupts one would wait for its lock for ever.
 _submitting: list[int] = []
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class BackgroundSave:
+    """One background save that is running, or that failed and whose failure was not raised yet."""
+
+    directory: str  # real path of the checkpoint's directory
+    lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
+    task: thread_pools.Task
+    # Its outcome, which later calls raise; None if the manager has none: then only the manager can raise it.
+    future: Future[Any] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Return whether the save has ended, or was cancelled."""
+        return self.task.done if self.future is None else self.future.done()
+
+    def wait(self, timeout: float = math.inf) -> None:
+        """Wait until it has ended or was cancelled, at most so many seconds; run nothing."""
+        if self.future is None:
+            self.task.wait(timeout)
+        else:
+            _wait_for_future(self.future, timeout)
+
+
+def _wait_for_future(future: Future[Any], timeout: float = math.inf) -> None:
+    """Wait until a future is done or cancelled, at most so many seconds."""
+    with suppress(CancelledError, TimeoutError):
+        future.exception(None if math.isinf(timeout) else timeout)
 
 
 class AsyncManager:
@@ -100,7 +133,7 @@ def start(
         future = getattr(manager, "save_future", None)
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
-        save_registry.add(save)
+        _saves.append(save)
 
 
 def _in_pool(task: thread_pools.Task) -> Any:
@@ -118,6 +151,34 @@ def _run(task: Callable[[], Any]) -> None:
         raise
     finally:
         del task
+
+
+def raise_failures(directory: Location) -> None:
+    """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
+    for save in saves_into(directory):
+        if save.future is not None and save.done:
+            _drop(save)
+            _raised.add(save.future)
+            save.future.result()
+
+
+def saves_into(directory: Location) -> list[BackgroundSave]:
+    """Return the registered saves into a directory; forget those that ended and whose outcome only a manager has."""
+    if not _saves:
+        return []
+    try:
+        real = directory.resolve()
+    except ValueError:  # no directory can have this name
+        return []
+    for save in list(_saves):
+        if save.future is None and save.done:
+            _drop(save)
+    return [save for save in list(_saves) if save.directory == real]
+
+
+def _drop(save: BackgroundSave) -> None:
+    with suppress(ValueError):  # another thread did
+        _saves.remove(save)
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
@@ -142,13 +203,13 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
-    saves = [save for one in directories for save in save_registry.saves_into(one)]
+    saves = [save for one in directories for save in saves_into(one)]
     running = [save for save in saves if save.future is not None and not save.done]
     if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
         for save in running:
             _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:
-        save_registry.raise_failures(directory)
+        raise_failures(directory)
 
 
 def _wait_for(save: BackgroundSave, until_begun: float) -> None:
@@ -163,7 +224,7 @@ def wait_for_multiprocess_saves(directory: Location) -> None:
     """Wait for this process's multi-process background saves into a directory, before every look-up in it.
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
-    for save in save_registry.saves_into(directory):
+    for save in saves_into(directory):
         if save.lookup_timeout is not None and not save.task.runs_here:
             save.wait(save.lookup_timeout)
 
@@ -174,7 +235,7 @@ def wait(manager: Any) -> None:
         return
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
-        save_registry.wait_for(future)  # Ctrl-C comes here, where it takes no failure away
+        _wait_for_future(future)  # Ctrl-C comes here, where it takes no failure away
     try:
         manager.wait_previous_save()
     except Exception:  # not Ctrl-C, after which the save still runs, and may fail
@@ -194,8 +255,8 @@ def _is_within(manager: Any) -> bool:
 
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
     """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
-    save_registry.wait_for(future)
-    if _forget(manager, future) and not save_registry.was_raised(future):
+    _wait_for_future(future)
+    if _forget(manager, future) and future not in _raised:
         future.result()
 
 
@@ -203,7 +264,9 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
     """Forget the failure of a save that is raised now; return False if it was already.
 
     The save stays the manager's, as in Flax, whose callers ask for its result after a wait."""
-    save_registry.mark_seen(future)
+    for save in list(_saves):
+        if save.future is future:
+            _drop(save)
     if manager.save_future is not future:
         return False
     if future.cancelled() or future.exception() is not None:
@@ -214,20 +277,36 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
 
 def wait_for_async_saves(directory: Location) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    for save in save_registry.saves_into(directory):
+    for save in saves_into(directory):
         # A manager without a future may never run its task.
         if save.future is not None and not save.task.runs_here:
             save.wait()
-    save_registry.raise_failures(directory)
+    raise_failures(directory)
 
 
 def _start_after_fork() -> None:
     # The threads of their pools exist in the parent only: tasks that these queue for them would never run here.
+    _saves.clear()
     for manager in list(_managers):
         manager._start()
 
 
-os.register_at_fork(after_in_child=_start_after_fork)  # after `save_registry`, which forgets the parent's saves
+os.register_at_fork(after_in_child=_start_after_fork)
+
+
+@atexit.register
+def log_failures(*, running: bool = True) -> None:
+    """Log failures that nothing has raised, and, with ``running``, saves that have not ended."""
+    # At the exit, the interpreter has joined all pools, unless Ctrl-C interrupted it.
+    for save in list(_saves):
+        error: BaseException | None = None
+        if save.future is not None and save.done:
+            error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
+        elif save.future is not None and running:
+            error = RuntimeError("it has not ended before the interpreter does")
+        if error is not None:
+            _drop(save)
+            _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)
 
 
 def _finish_saves() -> None:
@@ -235,10 +314,10 @@ def _finish_saves() -> None:
     for manager in list(_managers):
         with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
             manager.executor.shutdown(wait=False)
-    for save in save_registry.all_saves():
+    for save in list(_saves):
         if save.future is not None:
             _wait_for(save, _AT_EXIT_SECONDS)
-    save_registry.log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
+    log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 
 with suppress(AttributeError, RuntimeError):  # it is called before threads are waited for; too late at the exit

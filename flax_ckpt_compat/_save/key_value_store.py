@@ -14,9 +14,9 @@ from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError
 
 # Errors that other processes raise as they are; their constructors take a message and a path.
 _SENT_ERRORS = (
-    errors.CleanupError, errors.DepthError, errors.MultiprocessSaveError, errors.NameCollisionError,
-    errors.ProcessTimeoutError, errors.SettingError, errors.ArgumentError, errors.StorageError,
-    errors.UnsupportedLeafError,
+    errors.CleanupError, errors.DepthError, errors.InvalidCheckpointError, errors.MultiprocessSaveError,
+    errors.NameCollisionError, errors.ProcessTimeoutError, errors.SettingError, errors.ArgumentError,
+    errors.StorageError, errors.UnsupportedLeafError,
 )  # fmt: skip
 # The first and the longest blocking read, in seconds; Python handles no signal meanwhile.
 _READ_SECONDS = (1.0, 4.0)
@@ -128,8 +128,6 @@ def encode_error(error: BaseException | None) -> dict[str, Any] | None:
 def decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
     """Return the error of `encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
     kind, message, error_path = encoded["kind"], encoded["message"], encoded["path"] or path
-    if kind == "InvalidCheckpointError":
-        return errors.InvalidCheckpointError(message, path=error_path, step=None)
     for own in _SENT_ERRORS:
         if own.__name__ == kind:
             error = own(message, path=error_path)

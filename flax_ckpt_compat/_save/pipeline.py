@@ -10,7 +10,6 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend
-from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
 from flax_ckpt_compat._core.location import LocalLocation, Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
@@ -29,9 +28,6 @@ from flax_ckpt_compat._save import (
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._trees import depth
-
-# How often what another writer removed meanwhile is saved again.
-_TRIALS = 3
 
 
 def save(request: SaveRequest, target: Any) -> str:
@@ -78,14 +74,8 @@ def _write(
         monitoring.record_event(backend.write_event)
     with request.options.meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
-        for left in reversed(range(_TRIALS)):
-            _publish(request, backend, prepared, tree, watch)
-            try:
-                retain(request)
-                break
-            except ConcurrentWriteError:
-                if not left:
-                    raise
+        _publish(request, backend, prepared, tree, watch)
+        retain(request)
         watch.lap("retain")
     watch.count(lambda: nbytes_of(leaf for _, leaf in iter_leaves(tree)))
     watch.log("Saved", request.path)

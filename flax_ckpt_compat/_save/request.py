@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._save import retention_policy
 
 # Bytes of a part of an array; a new object is begun from 64 MiB on, so most have two.
 _PART_OF_STORE = 32 * 2**20
@@ -77,6 +77,15 @@ class SaveRequest:
         """Return the absolute final path."""
         return self.location.path
 
+    @property
+    def number(self) -> float | None:
+        """Return the step by the checkpoint's name; None for one that is no numbered step."""
+        return steps.step_of(self.name, self.checkpoint_dir.prefix)
+
+    def is_newer(self, name: str) -> bool:
+        """Return whether a name is that of a newer step."""
+        return (steps.step_of(name, self.checkpoint_dir.prefix) or 0) > (self.number or 0)
+
     def listed(self) -> SaveRequest:
         """Return this request with a new listing of its directory, for look-ups of one moment."""
         return dataclasses.replace(self, checkpoint_dir=self.checkpoint_dir.listed())
@@ -111,8 +120,8 @@ def of_step(
         name=name,
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
-        keep=retention_policy.check_keep(keep),
-        keep_every_n_steps=retention_policy.check_every(keep_every_n_steps),
+        keep=check_keep(keep),
+        keep_every_n_steps=check_every(keep_every_n_steps),
         **options,
     )
 
@@ -185,3 +194,36 @@ def _check_characters(*texts: str) -> None:
             os.fsencode(text)
         except UnicodeEncodeError as error:
             raise ArgumentError(f"{text!r} contains characters that no path can have ({error}); remove them") from error
+
+
+def check_keep(keep: Any) -> int:
+    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
+    value = _count(keep, "keep")
+    if not value >= 0:
+        raise ArgumentError(f"keep must be 0 (keep all) or more, found {value}")
+    if math.isinf(value):
+        return 0
+    if value != int(value):
+        raise ArgumentError(f"keep must be a whole number, found {value}")
+    return int(value)
+
+
+def check_every(every: Any) -> float | None:
+    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
+    value = 0.0 if every is None else _count(every, "keep_every_n_steps")
+    if math.isnan(value):
+        raise ArgumentError("keep_every_n_steps must be a number or None, found nan")
+    return value or None
+
+
+def _count(value: Any, name: str) -> float:
+    """Return a number, or the one value of an array; infinity for an int beyond every float."""
+    one = arguments.number(value, name, of_any_rank=True)
+    if one is True or isinstance(one, str) or (one is False and name == "keep"):
+        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")
+    try:
+        return float(one)
+    except OverflowError:
+        return math.inf if one > 0 else -math.inf
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}") from None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import errno
 import logging
+import math
 import os
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import nullcontext
 
 from jax import monitoring
@@ -15,12 +16,12 @@ from jax import monitoring
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import removal, temporaries
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import interrupted_saves, saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
-from flax_ckpt_compat._save.retention_policy import deciding, expired
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
@@ -33,16 +34,18 @@ def retain(request: SaveRequest) -> None:
     """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
 
     Raises:
+        StorageError: another program has removed the checkpoint.
         ConcurrentWriteError: in a store, where nothing can be locked: this save and one of a newer step removed each
             other's checkpoint.
     """
     global _last_saved
     try:
-        if steps.step_of(request.name, request.checkpoint_dir.prefix) is None:
-            _check_there(request)
         if request.step is not None:
             saved_prefixes.record(request.checkpoint_dir, request.name)
+        if request.step is not None and request.number is not None:
             _remove_others(request)
+        elif not request.location.is_remote and not request.location.exists():
+            raise _removed_error(request)
     finally:  # the checkpoint is saved even if the clean-up failed
         monitoring.record_event_duration_secs(
             "/jax/checkpoint/write/duration_since_last_checkpoint_secs", request.start - _last_saved
@@ -52,35 +55,31 @@ def retain(request: SaveRequest) -> None:
 
 def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures, lost, is_gone = request.checkpoint_dir, list[StorageError](), False, False
-    if steps.step_of(request.name, checkpoint_dir.prefix) is None:
-        return  # not a numbered step: it evicts nothing
+    checkpoint_dir, failures = request.checkpoint_dir, list[StorageError]()
+    others, is_gone, is_lost = saved_prefixes.saved_by_other_prefixes(checkpoint_dir), False, False
     try:
-        others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         listed = checkpoint_dir.listed()
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
-            names = saved_steps.names_in(listed := checkpoint_dir.listed())  # a listing misses what is being replaced
+            names.append(request.name)  # a listing misses what is being replaced
         counted = _counted_steps(request, listed, names, others)
         ordered = [name for name in counted if name not in others]
-        is_gone = request.name not in ordered
-        is_there = is_gone and not request.location.is_remote and request.location.exists()
-        is_hollow = is_there and not contents.contents_of(request.location).is_complete
-        if is_gone and not is_hollow and _may_be_evicted(request, ordered):
-            return  # another writer removed it meanwhile, and cleans up itself
-        doomed = [] if is_gone else [name for name in _to_remove(request, ordered) if counted[name]]
-        if not (is_watched := _takes_newer_in_store(request, doomed)):
-            failures += _remove(listed, request.name, doomed, names)
-        if is_watched and contents.contents_of(request.location).is_complete:
-            failures += _remove(checkpoint_dir, request.name, doomed, names)
-            lost = not contents.contents_of(request.location).is_complete
-        if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
-            failures += _remove_orphaned_arrays(checkpoint_dir)
+        if request.name not in ordered:
+            is_gone = not _may_be_evicted(request, ordered)
+        else:
+            doomed = [name for name in _to_remove(request, ordered) if counted[name]]
+            # The writer of a newer step in a store may evict this one at the same time.
+            is_watched = request.location.is_remote and any(request.is_newer(name) for name in doomed)
+            if not is_watched or _is_complete(request.location):
+                failures += _remove(checkpoint_dir if is_watched else listed, request.name, doomed, names)
+            is_lost = is_watched and not _is_complete(request.location)
+            if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
+                failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
     if is_gone:
         raise _removed_error(request)
-    if lost:
+    if is_lost:
         message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
         raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
     if failures:
@@ -90,6 +89,10 @@ def _remove_others(request: SaveRequest) -> None:
             "save tries again; or delete them yourself"
         )
         raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
+
+
+def _is_complete(location: Location) -> bool:
+    return contents.contents_of(location).is_complete
 
 
 def _counted_steps(
@@ -119,17 +122,17 @@ def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
     It has saved a newer step, or, with ``overwrite``, an older one since this save began, or it is saving one."""
     if request.location.is_remote:
         return True
-    prefix, began = request.checkpoint_dir.prefix, request.start - _CLOCK_SECONDS
-    saved = steps.step_of(request.name, prefix) or 0
+    if request.location.exists() and not _is_complete(request.location):
+        return False
+    checkpoint_dir, began = request.checkpoint_dir, request.start - _CLOCK_SECONDS
     for _ in range(_LOOKS):  # that writer may be evicted itself meanwhile, and a listing may miss names that change
         for name in ordered:
-            step = steps.step_of(name, prefix)
-            if step is None or name == request.name:
+            if steps.step_of(name, checkpoint_dir.prefix) is None or name == request.name:
                 continue
-            if step > saved or _modified(request.checkpoint_dir.path(name).path) > began:
+            if request.is_newer(name) or _modified(checkpoint_dir.path(name).path) > began:
                 return True
-        ordered = saved_steps.names_in(request.checkpoint_dir)
-        if any(map(temporaries.is_temporary, ordered)) or contents.contents_of(request.location).is_complete:
+        ordered = saved_steps.names_in(checkpoint_dir)
+        if any(map(temporaries.is_temporary, ordered)) or _is_complete(request.location):
             return True
         time.sleep(_PAUSE_SECONDS)
     return False
@@ -141,12 +144,6 @@ def _modified(path: str) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
-
-
-def _check_there(request: SaveRequest) -> None:
-    """Raise StorageError if a checkpoint that no other writer evicts is not there any more; no look in a store."""
-    if not request.location.is_remote and not request.location.exists():
-        raise _removed_error(request)
 
 
 def _removed_error(request: SaveRequest) -> StorageError:
@@ -192,13 +189,6 @@ def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], l
     return removed, kept + ([] if removes_newer else ordered[newer:])
 
 
-def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
-    """Return whether newer steps are removed, whose writer may evict this one at the same time, without a lock."""
-    prefix = request.checkpoint_dir.prefix
-    saved = steps.step_of(request.name, prefix) or 0
-    return request.location.is_remote and any((steps.step_of(name, prefix) or 0) > saved for name in doomed)
-
-
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
     directory, failures = checkpoint_dir.directory, list[StorageError]()
@@ -221,9 +211,6 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     if not directory.is_remote:
         removal.remove_set_aside(directory.path, listed, names)
         remove(names)
-    elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
-        for name in names:  # each with its arrays, because what a crash left of several would stay
-            remove([name])
     else:
         in_parallel(remove, [[name] for name in names], _AT_ONCE)
     return failures
@@ -259,3 +246,36 @@ def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]
             except StorageError as error:
                 failures.append(error)
     return failures
+
+
+def deciding(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> set[str]:
+    """Return the names of which each decides what `expired` returns: without any of the others it returns the same.
+
+    Those are what it returns, the newest ``keep``, and those to which ``keep_every_n_steps`` finds others too close.
+    Without another one, what follows it is as far from what is before both as it was, or farther."""
+    removed = set(expired(names, prefix, keep, keep_every_n_steps))
+    found, last_kept = {*removed, *names[-keep:]} if removed else set[str](), None
+    for name in names[:-keep] if removed else ():
+        if name not in removed:
+            last_kept = name
+        elif last_kept is not None:
+            found.add(last_kept)
+    return found
+
+
+def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
+    """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
+    if keep == 0:
+        return []
+    if not keep_every_n_steps:
+        return list(names[:-keep])
+    removed = []
+    last_kept = -math.inf
+    for name in names[:-keep]:
+        step = steps.step_of(name, prefix)
+        # Step 0 counts as "no step" here, as in legacy Flax: keep_every_n_steps never keeps it.
+        if step and step - last_kept >= keep_every_n_steps:
+            last_kept = step
+        else:
+            removed.append(name)
+    return removed

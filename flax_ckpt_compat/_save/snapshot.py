@@ -153,7 +153,6 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
         f"{request.attempt}: {show_path(path)} is spread over several processes and "
         "this one sees only a part of it; use save_checkpoint_multiprocess, called by all processes.",
         path=request.path,
-        step=request.step,
         leaf=show_path(path),
     )
 

@@ -20,7 +20,6 @@ from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -86,7 +85,7 @@ def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
             f" Each of the {jax.process_count()} processes of this job that calls save_checkpoint saves for itself: "
             "call it in process 0 only, or save_checkpoint_multiprocess in all."
         )
-    return InvalidCheckpointError(message, path=request.path, step=request.step)
+    return InvalidCheckpointError(message, path=request.path)
 
 
 def _check_directory(request: SaveRequest) -> None:
@@ -169,7 +168,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     last = saved_steps.newest_step(checkpoint_dir, step, but=others)
     if last is not None:
         state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
-        removed = "" if request.replace_only_checkpoints else _removed(checkpoint_dir, step, others)
+        removed = "" if request.replace_only_checkpoints else _removed(request, step, others)
         raise _invalid(
             request,
             f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
@@ -177,12 +176,13 @@ def _check_overwrite(request: SaveRequest) -> None:
         )
 
 
-def _removed(checkpoint_dir: CheckpointDir, since: float, others: Container[str]) -> str:
-    """Return the end of a sentence: which checkpoints ``overwrite`` removes, by their names: no other one is opened."""
-    prefix = checkpoint_dir.prefix
-    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
-    named = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
-    return f" and to remove {one_line(named)}" if named else ""
+def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
+    checkpoint_dir, prefix = request.checkpoint_dir, request.checkpoint_dir.prefix
+    names = [name for name in saved_steps.names_in(checkpoint_dir) if (steps.step_of(name, prefix) or 0) >= since]
+    counted = saved_steps.counted_steps(checkpoint_dir, names, with_items=request.orbax_checkpointer is not None)
+    removed = [name for name, may_go in counted.items() if may_go and name not in others]
+    return f" and to remove {one_line(removed)}" if removed else ""
 
 
 def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:

@@ -22,7 +22,8 @@ def check(levels: int, path: str) -> None:
     """Raise DepthError for a save of a tree too deep to be restored from the current call depth."""
     if levels <= _NEVER_TOO_DEEP:
         return
-    most = (sys.getrecursionlimit() - _calls() - _CALLS_BESIDE) // _CALLS_A_LEVEL
+    calls = sum(1 for _ in traceback.walk_stack(sys._getframe()))
+    most = (sys.getrecursionlimit() - calls - _CALLS_BESIDE) // _CALLS_A_LEVEL
     if levels > most:
         raise DepthError(
             f"cannot save to {path}: the tree has {levels} levels, and a restore of more than {most} would exceed "
@@ -45,7 +46,7 @@ def limited(doing: str, tree: Any = None) -> Iterator[None]:
             inner, outer = (show_path(place) or "its root" for place in places)
             raise DepthError(
                 f"the tree contains itself and cannot be {doing}: {inner} is the same object as {outer}. Take that "
-                "reference out, or put a copy there"
+                "reference out, or put a copy there; of an nnx module, save nnx.state(module)"
             ) from error
         raise DepthError(
             f"the tree is nested too deeply and cannot be {doing} within Python's recursion limit "
@@ -80,16 +81,12 @@ def _cycle(tree: Any) -> tuple[Path, Path] | None:
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return the names and children of a container of Python, or of a dataclass; None for anything else."""
+    """Return the names and children of a container of Python, a dataclass, or a module of nnx; None for all else."""
     if isinstance(node, Mapping):
         return ((str(name), child) for name, child in node.items())
     if isinstance(node, list | tuple):
         return ((str(at), child) for at, child in enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return ((field.name, getattr(node, field.name, None)) for field in dataclasses.fields(node))
-    return None
-
-
-def _calls() -> int:
-    """Return the current call depth."""
-    return sum(1 for _ in traceback.walk_stack(sys._getframe()))
+    nnx = sys.modules.get("flax.nnx")
+    return iter(vars(node).items()) if nnx is not None and isinstance(node, nnx.Module) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import sys
 import types
 from collections import Counter
@@ -328,7 +329,8 @@ def _is_node(value: Any) -> bool:
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
     """Return (JAX key path of length one, child) of a registered pytree's children."""
-    entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda value: value is not node)
+    asked = itertools.count()  # about the node first, and then about its children, one of which may be the node
+    entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda _: next(asked) > 0)
     return entries
 
 

@@ -54,3 +54,4 @@ __all__ = [
     "merge_axes", "move", "nest", "optimizer_state", "pad", "pre_linen", "pre_optax", "rename", "reshape", "resize",
     "split", "split_axis", "stack", "transpose", "unreplicate", "unstack", "unwrap", "wrap", "wrap_key_data",
 ]  # fmt: skip
+__dir__ = __all__.copy  # for completion

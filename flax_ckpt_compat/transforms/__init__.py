@@ -27,6 +27,7 @@ from flax_ckpt_compat.transforms._resolve import (
 )
 
 __all__ = ["RestoreArgs", "RestoreTransform", "Transform", "apply_transformations", "intersect_trees", "merge_trees"]
+__dir__ = __all__.copy  # for completion
 
 _log = logging.getLogger("flax_ckpt_compat")
 

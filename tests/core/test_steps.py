@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._save import retention_policy
+from flax_ckpt_compat._save import request
 from flax_ckpt_compat.errors import ArgumentError
 
 finite = st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False))
@@ -118,28 +118,28 @@ def test_text_and_longer_prefixes() -> None:
 @pytest.mark.parametrize("keep", [0, 0.0, np.inf, float("inf"), np.int64(0)])
 def test_keep_that_keeps_everything(keep: Any) -> None:
     """0 and infinity keep all."""
-    assert retention_policy.check_keep(keep) == 0
+    assert request.check_keep(keep) == 0
 
 
 @pytest.mark.parametrize(("keep", "count"), [(1, 1), (1e6, 10**6), (np.int32(3), 3), (2.0, 2), (np.float32(4), 4)])
 def test_whole_numbers_of_any_type_are_counts(keep: Any, count: int) -> None:
     """keep may be any whole number."""
-    assert retention_policy.check_keep(keep) == count
+    assert request.check_keep(keep) == count
 
 
 @pytest.mark.parametrize("keep", [-1, -0.5, math.nan, 1.5, None, "x", [1], -np.inf, 1j])
 def test_keep_that_means_nothing_is_refused(keep: Any) -> None:
     """Negative, broken and missing counts raise an error that is a ValueError."""
     with pytest.raises(ArgumentError):
-        retention_policy.check_keep(keep)
+        request.check_keep(keep)
 
 
 @pytest.mark.parametrize("every", ["x", [1], math.nan, 1j])
 def test_keep_every_that_means_nothing_is_refused(every: Any) -> None:
     """Flax raises TypeError for these after it has saved; we raise before."""
     with pytest.raises(ArgumentError):
-        retention_policy.check_every(every)
-    assert [retention_policy.check_every(none) for none in (None, 0, False)] == [None] * 3
+        request.check_every(every)
+    assert [request.check_every(none) for none in (None, 0, False)] == [None] * 3
 
 
 def test_whole_numbers_are_exact() -> None:

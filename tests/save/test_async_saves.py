@@ -24,7 +24,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._save import async_saves, save_registry
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.saves import names, run_python, tree, use_flag
 
@@ -171,44 +171,48 @@ def test_a_restore_before_a_queued_save_does_not_wait_for_ever(
     assert ours.restore_checkpoint(tmp_path, tree(0))["n"] == 1
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_failure_raises_at_the_next_save(
-    flag: bool, tmp_path: Path, manager: Any, gate: Gate, finished: bool
-) -> None:
-    """Once, and only once, whether or not the save had ended; the save after that works."""
-    fail_once(gate, tmp_path, manager, finished=finished)
+def save_two(folder: Path, manager: Any = None) -> None:
+    """What a program saves after a failure."""
+    ours.save_checkpoint(folder, tree(2), 2, keep=9, async_manager=manager)
+
+
+# Calls after a background save into ``folder/"run"`` has failed.
+TOLD: dict[str, Callable[[Path, Any], Any]] = {
+    "next save": lambda folder, manager: save_two(folder / "run", manager),
+    "anyone's, through a link": lambda folder, _: save_two(folder / "link"),
+    "the manager's elsewhere": lambda folder, manager: save_two(folder / "other", manager),
+    "restore": lambda folder, _: ours.restore_checkpoint(folder / "run", None),
+    "restore from two": lambda folder, _: ours.restore_checkpoint(
+        folder / "first", None, orbax_transforms=[rules.from_checkpoint(folder / "run", "n")]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TOLD)
+def test_a_failure_is_raised_once(flag: bool, tmp_path: Path, manager: Any, gate: Gate, call: str) -> None:
+    """Nobody goes on unawares, though Flax's own manager forgets the failure of a save that has ended."""
+    gate.open.set()
+    for name in ("run", "first"):
+        ours.save_checkpoint(tmp_path / name, {"n": 0}, 0)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    fail_once(gate, tmp_path / "run", manager, finished=True)
     with pytest.raises(errors.StorageError, match="broke"):
-        ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=manager)
+        TOLD[call](tmp_path, manager)
     gate.error = None
-    ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=manager)
+    TOLD[call](tmp_path, manager)
+    manager.wait_previous_save()
+
+
+def test_a_failure_of_a_save_that_runs(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """The next save waits for it, and raises it once; the saves after that work."""
+    fail_once(gate, tmp_path, manager, finished=False)
+    with pytest.raises(errors.StorageError, match="broke"):
+        save_two(tmp_path, manager)
+    gate.error = None
+    save_two(tmp_path, manager)
     ours.save_checkpoint(tmp_path, tree(3), 3, async_manager=manager)
     manager.wait_previous_save()
     assert names(tmp_path) == ["checkpoint_3"]
-
-
-def test_a_failure_raises_at_the_next_save_of_anyone(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """A save into the same directory without the manager, or with another one, raises it too, also through a link."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    fail_once(gate, tmp_path / "real", manager, finished=True)
-    with pytest.raises(errors.StorageError, match="broke"):
-        ours.save_checkpoint(tmp_path / "link", tree(2), 2)
-    gate.error = None
-    ours.save_checkpoint(tmp_path / "link", tree(2), 2)
-    assert names(tmp_path / "real") == ["checkpoint_2"]
-
-
-def test_a_failure_raises_at_the_managers_next_save_elsewhere(
-    flag: bool, tmp_path: Path, manager: Any, gate: Gate
-) -> None:
-    """Flax's own manager forgets the failure of a save that has ended; whoever saves with it is told all the same."""
-    fail_once(gate, tmp_path / "a", manager, finished=True)
-    with pytest.raises(errors.StorageError, match="broke"):
-        ours.save_checkpoint(tmp_path / "b", tree(1), 1, async_manager=manager)
-    gate.error = None
-    ours.save_checkpoint(tmp_path / "b", tree(1), 1, async_manager=manager)
-    manager.wait_previous_save()
-    assert names(tmp_path / "b") == ["checkpoint_1"]
 
 
 def test_a_failure_raises_at_wait(flag: bool, tmp_path: Path, gate: Gate) -> None:
@@ -218,27 +222,6 @@ def test_a_failure_raises_at_wait(flag: bool, tmp_path: Path, gate: Gate) -> Non
     with pytest.raises(errors.StorageError, match="broke"):
         manager.wait_previous_save()
     manager.wait_previous_save()
-    gate.error = None
-    ours.save_checkpoint(tmp_path, tree(2), 2)
-
-
-def test_a_failure_raises_at_restore(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """A restore from the directory raises it, so that nobody trains on from an older step unawares."""
-    fail_once(gate, tmp_path, manager, finished=True)
-    with pytest.raises(errors.StorageError, match="broke"):
-        ours.restore_checkpoint(tmp_path, None)
-
-
-def test_a_failure_raises_at_a_restore_from_two(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
-    """A restore that takes subtrees from the directory raises it, too, once."""
-    gate.open.set()
-    first = save(tmp_path / "first", {"n": 1})
-    ours.save_checkpoint(tmp_path / "b", {"n": 0}, 0)
-    fail_once(gate, tmp_path / "b", manager, finished=True)
-    taken = [rules.from_checkpoint(tmp_path / "b", "n")]
-    with pytest.raises(errors.StorageError, match="broke"):
-        ours.restore_checkpoint(first, None, orbax_transforms=taken)
-    assert ours.restore_checkpoint(first, None, orbax_transforms=taken)["n"] == 0
 
 
 @pytest.mark.parametrize("call", [restore, plan_restore])
@@ -334,7 +317,7 @@ def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> No
     async_saves.wait_for_async_saves(location_of(tmp_path))
     assert waited >= 0.2 > time.monotonic() - start - waited
     manager.wait_previous_save()
-    assert calls == [1] and not save_registry.saves_into(location_of(tmp_path))
+    assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
 
 
 class Pool:
@@ -359,17 +342,6 @@ def test_a_users_own_manager_is_enough(flag: bool, tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint_2"]
 
 
-def test_a_managers_task_runs_and_is_tracked() -> None:
-    """save_async, save_future and executor are as in Flax."""
-    manager = ours.AsyncManager(max_workers=2)
-    manager.save_async(lambda: 5)
-    assert manager.save_future is not None
-    assert manager.save_future.result() == 5
-    assert isinstance(manager.executor, ThreadPoolExecutor)
-    manager.wait_previous_save()
-    manager.wait_previous_save()
-
-
 @pytest.mark.parametrize("checkpoints", [ours, flax_checkpoints], ids=["ours", "flax"])
 def test_a_save_stays_the_managers_after_a_wait(checkpoints: Any, tmp_path: Path) -> None:
     """Callers wait, and then ask ``save_future`` for the result, or whether it is done."""
@@ -378,16 +350,6 @@ def test_a_save_stays_the_managers_after_a_wait(checkpoints: Any, tmp_path: Path
         checkpoints.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
     manager.wait_previous_save()
     assert manager.save_future.done() and manager.save_future.exception() is None
-
-
-def test_a_failure_that_was_raised_is_not_the_managers_any_more() -> None:
-    """A result that is asked for after it does not raise it again."""
-    manager = ours.AsyncManager()
-    manager.save_async(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        manager.wait_previous_save()
-    manager.wait_previous_save()
-    assert manager.save_future is not None and manager.save_future.result() is None
 
 
 def test_two_threads_save_two_prefixes(flag: bool, tmp_path: Path) -> None:
@@ -659,7 +621,7 @@ def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
 def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCaptureFixture) -> None:
     """What was raised once is not reported again."""
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
-        save_registry.log_failures()
+        async_saves.log_failures()
     assert caplog.records == []
 
 
@@ -669,6 +631,8 @@ def test_the_managers_own_calls_raise_the_failure_before() -> None:
     manager.save_async(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         manager.save_async(lambda: done.append("second"))
+    assert isinstance(manager.executor, ThreadPoolExecutor)
+    assert manager.save_future is not None and manager.save_future.result() is None
     manager.save_async(lambda: done.append("third"))
     manager.wait_previous_save()
     assert done == ["third"]

@@ -16,8 +16,6 @@ from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import pipeline, retention
 from tests.support.saves import names, tree, use_flag
 
-REMOVED = "another program removes what is in this directory. Stop that, and save again"
-
 
 def save(folder: Path, step: int, **options: Any) -> None:
     """Saves a step as a program does."""

@@ -25,7 +25,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._save import retention, retention_policy
+from flax_ckpt_compat._save import retention
 from tests.support.saves import later, names, tree, use_flag
 
 DATA = Path(__file__).parents[1] / "data"
@@ -241,6 +241,18 @@ def test_an_outdated_step_is_refused_before_anything_is_written(flag: bool, tmp_
         assert isinstance(caught.value, ValueError)
         assert "checkpoint_5" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_refusal_names_what_overwrite_would_remove(flag: bool, tmp_path: Path) -> None:
+    """Steps with items are a manager's own: they stay, and are not named."""
+    with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(step_prefix="checkpoint")) as manager:
+        manager.save(8, args=ocp.args.Composite(a=ocp.args.StandardSave(tree()), b=ocp.args.JsonSave({"c": 1})))
+    for step in (9, 10):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=5)
+    with pytest.raises(errors.InvalidCheckpointError, match=r"and to remove checkpoint_9, checkpoint_10\."):
+        ours.save_checkpoint(tmp_path, tree(7), 7)
+    ours.save_checkpoint(tmp_path, tree(7), 7, overwrite=True)
+    assert names(tmp_path) == ["checkpoint_7", "checkpoint_8"]
 
 
 def test_overwrite_replaces_and_removes_what_is_newer(flag: bool, tmp_path: Path) -> None:
@@ -561,10 +573,10 @@ def test_steps_that_decide_nothing_need_no_look(
 ) -> None:
     """Whichever of them does not count, the same checkpoints are removed."""
     names = [f"c_{number}" for number in numbers]
-    expected = retention_policy.expired(names, "c_", keep, every)
-    decide = retention_policy.deciding(names, "c_", keep, every)
+    expected = retention.expired(names, "c_", keep, every)
+    decide = retention.deciding(names, "c_", keep, every)
     some = [name for at, name in enumerate(names) if name in decide or at not in dropped]
-    assert retention_policy.expired(some, "c_", keep, every) == expected
+    assert retention.expired(some, "c_", keep, every) == expected
 
 
 @pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 2), (39, None, 42)])

@@ -10,6 +10,7 @@ from typing import Any
 import flax.struct
 import numpy as np
 import pytest
+from flax import nnx
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
@@ -55,3 +56,20 @@ def test_what_occurs_twice_is_no_cycle() -> None:
     ring: list[Any] = []
     ring.append((ring,))
     assert depth._cycle(ring) == (("0", "0"), ())
+
+
+class Ring(nnx.Module):
+    """A module that holds itself."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(np.ones(2))
+        self.me = self
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "save"])
+def test_a_module_that_contains_itself(call: str, tmp_path: Path) -> None:
+    """The error names the way out, which works."""
+    with pytest.raises(errors.DepthError, match=r"a/me is the same object as a\..* save nnx\.state\(module\)"):
+        CALLS[call](tmp_path, {"a": Ring()})
+    CALLS[call](tmp_path, {"a": nnx.state(Ring())})
+    assert checkpoints.available_steps(tmp_path) == [2]
