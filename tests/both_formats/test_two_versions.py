@@ -23,6 +23,7 @@ from tests.support.interpreters import ROOT
 
 # This file came with checksums.
 _FIRST_FILE = "flax_ckpt_compat/_core/checksums.py"
+pytestmark = pytest.mark.slow  # what old versions wrote, tests/data has for the default suite
 FORMATS = pytest.mark.parametrize("orbax", [False, True], ids=["msgpack", "orbax"])
 
 

@@ -1,8 +1,10 @@
-"""What restore recognises, and what it says of everything else."""
+"""What restore recognises, and what it says of everything else: named, never executed, never half restored."""
 
 import json
 import logging
-import shutil
+import os
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
+from flax_ckpt_compat.orbax_backend import array_items
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
@@ -21,6 +26,7 @@ from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.contents import State, contents_of
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.peers import ocp_v1
+from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 
@@ -64,17 +70,6 @@ def test_msgpack_arrays(tmp_path: Path) -> None:
     content = serialization.msgpack_serialize({"a": [1, [np.ones(2)], {}], "b": []})
     (tmp_path / "f").write_bytes(content)
     same(checkpoints.restore_checkpoint(tmp_path / "f", None), serialization.msgpack_restore(content))
-
-
-@pytest.mark.parametrize(
-    "make", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer], ids=["PyTreeCheckpointer", "StandardCheckpointer"]
-)
-def test_a_flat_orbax_directory(make: Callable[[], Any], tmp_path: Path) -> None:
-    """The directory of a bare checkpointer restores by its own path."""
-    with make() as checkpointer:
-        checkpointer.save(tmp_path / "some name", TREE)
-    same(checkpoints.restore_checkpoint(tmp_path / "some name", None))
-    same(checkpoints.restore_checkpoint(tmp_path / "some name", ZEROS))
 
 
 def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,31 +130,6 @@ def test_an_unfinished_step_is_not_the_latest(tmp_path: Path) -> None:
     same(checkpoints.restore_checkpoint(tmp_path, None))
 
 
-def test_a_manager_of_old_releases(tmp_path: Path) -> None:
-    """Without the files that only newer releases write, root, step and item still restore."""
-    manager(tmp_path, [3])
-    for file in [*tmp_path.rglob("_CHECKPOINT_METADATA"), *tmp_path.rglob("commit_success.txt")]:
-        file.unlink()
-    for path in (tmp_path, tmp_path / "3", tmp_path / "3" / "default"):
-        same(checkpoints.restore_checkpoint(path, None))
-
-
-def test_several_items(tmp_path: Path) -> None:
-    """A step of several items gives a mapping of them; a mapping of their names as the target takes just those."""
-    with ocp.CheckpointManager(tmp_path) as made:
-        made.save(
-            3,
-            args=ocp.args.Composite(
-                model=ocp.args.PyTreeSave(TREE), other=ocp.args.PyTreeSave(ZEROS), notes=ocp.args.JsonSave({"x": [1]})
-            ),
-        )
-    for path in (tmp_path, tmp_path / "3"):
-        same(checkpoints.restore_checkpoint(path, None), {"model": TREE, "notes": {"x": [1]}, "other": ZEROS})
-        same(checkpoints.restore_checkpoint(path, {"model": ZEROS}), {"model": TREE})
-    with pytest.raises(CheckpointError, match=r"several trees \(model .*other "):
-        checkpoints.restore_checkpoint(tmp_path, ZEROS)
-
-
 def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Arrays and random keys are items, too; a directory of another kind is named in a warning."""
     key, args = jax.random.key(3), ocp.args
@@ -175,41 +145,6 @@ def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     same(checkpoints.restore_checkpoint(tmp_path, ZEROS))  # the one called state is meant
     for name in ("arr", "key", "state"):
         same(checkpoints.restore_checkpoint(tmp_path / "1" / name, None), expected[name])
-
-
-def test_v1_checkpointables(tmp_path: Path) -> None:
-    """Several trees of Orbax v1 are a mapping of them."""
-    ocp_v1.save_checkpointables(tmp_path / "x", {"model": TREE, "ema": ZEROS})
-    same(checkpoints.restore_checkpoint(tmp_path / "x", None), {"ema": ZEROS, "model": TREE})
-    same(checkpoints.restore_checkpoint(tmp_path / "x", {"ema": TREE}), {"ema": ZEROS})
-    same(checkpoints.restore_checkpoint(tmp_path / "x" / "model", None))
-
-
-def test_one_tree_and_notes(tmp_path: Path) -> None:
-    """One pytree item beside JSON items is just that tree, also when a target is given."""
-    with ocp.CheckpointManager(tmp_path) as made:
-        made.save(3, args=ocp.args.Composite(state=ocp.args.PyTreeSave(TREE), notes=ocp.args.JsonSave({"x": 1})))
-    same(checkpoints.restore_checkpoint(tmp_path, None))
-    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))
-
-
-@pytest.mark.parametrize("inner", ["", "state"])
-def test_a_v1_directory(inner: str, tmp_path: Path) -> None:
-    """A directory of Orbax v1 restores by its path and by that of its item."""
-    ocp_v1.save(tmp_path / "v1", TREE)
-    same(checkpoints.restore_checkpoint(tmp_path / "v1" / inner, None))
-    same(checkpoints.restore_checkpoint(tmp_path / "v1" / inner, ZEROS))
-
-
-def test_v1_directories_under_a_prefix(tmp_path: Path) -> None:
-    """Directories of v1 and CheckpointManager steps that are called checkpoint_N are checkpoints of that prefix."""
-    manager(tmp_path / "other", [1])
-    shutil.move(tmp_path / "other" / "1", tmp_path / "checkpoint_1")
-    shutil.rmtree(tmp_path / "other")
-    ocp_v1.save(tmp_path / "checkpoint_2", ZEROS)
-    assert checkpoints.available_steps(tmp_path) == [1, 2]
-    same(checkpoints.restore_checkpoint(tmp_path, None, step=1))
-    same(checkpoints.restore_checkpoint(tmp_path, None), ZEROS)
 
 
 @pytest.mark.parametrize("content", [b"see checkpoint_1", b"", msgpack.packb({"x": 1}), b"model_checkpoint_path: 'x'"])
@@ -240,30 +175,6 @@ def test_nothing_to_restore(there: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert checkpoints.restore_checkpoint(path, None) is None
     with config.override(must_exist=True), pytest.raises(FileNotFoundError, match="nothing to restore"):
         checkpoints.restore_checkpoint(path, target)
-
-
-@pytest.mark.parametrize("lost", ["_METADATA", "manifest.ocdbt", "d"])
-def test_a_damaged_orbax_directory(lost: str, tmp_path: Path) -> None:
-    """A directory that lost a part is an error that names it, and never the unrestored target."""
-    with use_flag(True):
-        path = Path(checkpoints.save_checkpoint(tmp_path, TREE, 1))
-    shutil.rmtree(path / lost) if (path / lost).is_dir() else (path / lost).unlink()
-    with pytest.raises(CheckpointError, match="checkpoint_1"):
-        checkpoints.restore_checkpoint(path, ZEROS)
-    with pytest.raises(CheckpointError, match="checkpoint_1"):
-        checkpoints.restore_checkpoint(tmp_path, ZEROS, step=1)
-
-
-def test_a_directory_that_lost_its_head(tmp_path: Path) -> None:
-    """Without _METADATA and manifest a directory is incomplete: passed over as the latest, an error by name."""
-    with use_flag(True):
-        for step in (1, 2):
-            path = Path(checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2), "s": "x"}, step, keep=5))
-    (path / "_METADATA").unlink()
-    (path / "manifest.ocdbt").unlink()
-    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
-    with pytest.raises(IncompleteCheckpointError, match="_METADATA"):
-        checkpoints.restore_checkpoint(tmp_path, None, step=2)
 
 
 @pytest.mark.parametrize("tree_is_there", [True, False])
@@ -310,23 +221,6 @@ def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, ZEROS, orbax_transforms={})
 
 
-def test_the_file_that_hugging_face_saves_is_named(tmp_path: Path) -> None:
-    """A model's folder is not a checkpoint; the error names its file, also beside other msgpack files."""
-    for name in ("config.json", "flax_model.msgpack", "diffusion_flax_model.msgpack"):
-        (tmp_path / "checkpoint_5").mkdir(exist_ok=True)
-        (tmp_path / "checkpoint_5" / name).write_bytes(b"\x81\xa1a\x01")
-    with pytest.raises(UnrecognizedFormatError, match=r"Restore the file in it: .*/checkpoint_5/flax_model\.msgpack"):
-        checkpoints.restore_checkpoint(tmp_path, None, step=5)
-
-
-def test_an_explicit_directory_of_something_else(tmp_path: Path) -> None:
-    """A step that is a directory of something else is an error that says what is missing."""
-    (tmp_path / "checkpoint_5").mkdir()
-    (tmp_path / "checkpoint_5" / "notes.txt").write_text("x")
-    with pytest.raises(UnrecognizedFormatError, match="checkpoint_5"):
-        checkpoints.restore_checkpoint(tmp_path, None, step=5)
-
-
 def test_unreadable_paths(tmp_path: Path) -> None:
     """A dangling link is an error; a path below a file is nothing to restore."""
     (tmp_path / "link").symlink_to(tmp_path / "gone")
@@ -334,13 +228,6 @@ def test_unreadable_paths(tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path / "link", None)
     (tmp_path / "file").write_bytes(b"\x80")
     assert checkpoints.restore_checkpoint(tmp_path / "file" / "below", None) is None
-
-
-def test_links_are_followed(flag: bool, tmp_path: Path) -> None:
-    """A symbolic link to a checkpoint, file or directory, restores."""
-    path = checkpoints.save_checkpoint(tmp_path / "real", TREE, 1)
-    (tmp_path / "latest").symlink_to(path)
-    same(checkpoints.restore_checkpoint(tmp_path / "latest", ZEROS))
 
 
 def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> None:
@@ -367,3 +254,84 @@ def test_a_fresh_working_directory_stays_one(flag: bool, tmp_path: Path, caplog:
     assert "holds no checkpoint" in caplog.text
     checkpoints.save_checkpoint(tmp_path, {"a": 2}, 1)
     assert checkpoints.restore_checkpoint(tmp_path, target) == {"a": 2}
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def _safetensors(path: Path, header_length: int) -> None:
+    """A file of the published layout: 8 bytes of length, little-endian, a JSON header padded with spaces, the data."""
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(header_length)
+    path.write_bytes(struct.pack("<Q", header_length) + header + np.ones(2, "<f4").tobytes())
+
+
+# Beside the rows of path_kinds.toml.
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "safetensors, as pickle": (lambda p: _safetensors(p, 0x0280), "safetensors"),
+    "safetensors, as gzip": (lambda p: _safetensors(p, 0x8B1F), "safetensors"),
+    "safetensors, empty": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "safetensors"),
+    "text, cut in a character": (lambda p: p.write_text("x" + "\u00e9" * 400, encoding="utf-8"), "a text file"),
+    "python": (lambda p: p.write_text("import jax\n\nprint(jax.devices())\n"), "a text file"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
+    """A file that is not a checkpoint is an error that says what it looks like, by path and as the latest."""
+    make, word = FOREIGN[kind]
+    make(tmp_path / "checkpoint_1")
+    for path in (tmp_path / "checkpoint_1", tmp_path):
+        with pytest.raises(UnrecognizedFormatError, match=word) as caught:
+            checkpoints.restore_checkpoint(path, None)
+        assert str(tmp_path / "checkpoint_1") in str(caught.value)
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+        assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_are_not_opened(protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle is refused and never executed."""
+    monkeypatch.setenv("BOMB", str(tmp_path / "boom"))
+    (tmp_path / "f.ckpt").write_bytes(pickle.dumps(_Bomb(), protocol=protocol))
+    with pytest.raises(CheckpointError):
+        checkpoints.restore_checkpoint(tmp_path / "f.ckpt", None)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_truncated_files_at_every_length(tmp_path: Path) -> None:
+    """A msgpack file cut anywhere is an error that names the file, never a part of the tree."""
+    whole = serialization.to_bytes(TREE)
+    for length in range(len(whole)):
+        (tmp_path / "f").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=str(tmp_path / "f")):
+            checkpoints.restore_checkpoint(tmp_path / "f", None)
+
+
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=40))
+def test_random_bytes(content: bytes, tmp_path: Path) -> None:
+    """Arbitrary bytes restore or raise a CheckpointError, and nothing else."""
+    (tmp_path / "f").write_bytes(content)
+    try:
+        checkpoints.restore_checkpoint(tmp_path / "f", None)
+    except CheckpointError as error:
+        assert str(tmp_path / "f") in str(error)
+
+
+def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
+    """A file without content is an error that says so, by path, by step, and alone; it is never the latest."""
+    (tmp_path / "checkpoint_2").touch()
+    for arguments in ((tmp_path / "checkpoint_2", None), (tmp_path, None, 2), (tmp_path, None)):
+        with pytest.raises(IncompleteCheckpointError, match="empty"):
+            checkpoints.restore_checkpoint(*arguments)
+    assert checkpoints.latest_checkpoint(tmp_path) is None
+
+
+def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
+    """Without a handler's name, the key about fill values decides, and OCDBT is of trees."""
+    key = {"store_array_data_equal_to_fill_value": True}
+    assert array_items.is_single_array(location_of(tmp_path), key, False)
+    assert not array_items.is_single_array(location_of(tmp_path), key, True)
+    assert not array_items.is_single_array(location_of(tmp_path), {}, False)
