@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +22,6 @@ from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 
 from .chunk_codecs import checksum_of, compressed, with_checksum
@@ -32,7 +29,6 @@ from .files import ByteRange
 from .ocdbt_encode import INLINE_BYTES
 from .zarr import Encoding
 
-_log = logging.getLogger("flax_ckpt_compat")
 _THREADS = min(8, os.cpu_count() or 1)
 # A file that has so many bytes gets no more values: it is synced, and uploaded, beside the next.
 FILE_BYTES = 64 << 20
@@ -89,7 +85,6 @@ class DataFiles:
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
         self._free = collections.deque[_DataFile]()  # files that no thread is writing to
         self._abandoned = False
-        self._changing: list[tuple[Value, Any]] = []  # those that may change, with their data
 
     def submit(self, values: list[Value], nbytes: int) -> None:
         """Write values, of so many bytes, in the background."""
@@ -110,16 +105,9 @@ class DataFiles:
             self._free.append(file)
 
     def finish(self) -> None:
-        """Sync and close all files once everything is written, and compare what may have changed."""
-        comparing = [functools.partial(self._has_changed, *one) for one in self._changing]
-        work: list[Callable[[], bool | None]] = [*comparing, *(file.close for file in self._free)]
-        found = in_parallel(lambda call: call(), work, _THREADS)
-        changed = [value.key for (value, _), has_changed in zip(self._changing, found, strict=False) if has_changed]
+        """Sync and close all files once everything is written."""
+        in_parallel(_DataFile.close, list(self._free), _THREADS)
         self._free.clear()
-        self._changing.clear()
-        if changed:
-            what = "changed while it was saved, so the checkpoint has a mixture of its values, without a checksum"
-            _log.warning("The array of the chunk %s %s; let no thread write to it meanwhile", one_line(changed), what)
         if self.names:
             sync_directory(os.path.join(self._path, DATA_DIRECTORY))
 
@@ -176,54 +164,33 @@ class DataFiles:
             file.make_room_for(data)
             value.place = file.append([data, memoryview(checksum_of(data))])
             self._count(value, len(data))
-        elif self._sums is None:
-            value.place = self._append(file, value, data)
-        elif value.may_change:
-            self._changing.append((value, value.data))
-            value.place = self._put_copied(file, value, data)
         else:
-            self._sums[value.key] = checksums.of_blocks(data)
             value.place = self._append(file, value, data)
         value.data = None
 
     def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
-        """Add a value as it is, in parts if somebody counts them; return its place."""
+        """Add a value as it is, block by block if it is summed or counted; return its place.
+
+        What may change is copied, so that what is summed is what is written."""
         file.make_room_for(data)
-        place = ByteRange(file.name, file.size, len(data))
-        step = _COUNTED_BYTES if self._meter.is_on else max(1, len(data))
+        place, sums = ByteRange(file.name, file.size, len(data)), checksums.BlockSums()
+        copies = value.may_change and self._sums is not None
+        step = checksums.BLOCK_BYTES if copies else _COUNTED_BYTES if self._meter.is_on else max(1, len(data))
         for at in range(0, len(data), step):
             part = data[at : at + step]
+            if copies:
+                part = memoryview(bytes(part))
+            if self._sums is not None:
+                sums.update(part)
             file.append([part])
             self._count(value, len(part))
+        if self._sums is not None:
+            self._sums[value.key] = sums.encoded()
         return place
 
     def _count(self, value: Value, nbytes: int) -> None:
         if self._meter.is_on:
             self._meter.add(nbytes, value.key.partition("/")[0])
-
-    def _put_copied(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
-        """Write a value block by block from a copy, so that what is summed is what is written; return its place."""
-        assert self._sums is not None
-        sums, start = list[bytes](), file.size
-        copy = memory.empty((min(len(data), checksums.BLOCK_BYTES),), np.dtype(np.uint8))
-        for at in range(0, len(data), len(copy)):
-            block = np.frombuffer(data[at : at + len(copy)], np.uint8)
-            copy[: len(block)] = block
-            sums.append(checksums.of_blocks(copy[: len(block)].data))
-            file.append([copy[: len(block)].data])
-            file.flush()
-            self._count(value, len(block))
-        self._sums[value.key] = b"".join(sums)
-        return ByteRange(file.name, start, len(data))
-
-    def _has_changed(self, value: Value, data: Any) -> bool:
-        """Return whether a value changed while it was written, and then drop its checksums."""
-        assert self._sums is not None
-        found = checksums.of_blocks(dataclasses.replace(value, data=data).stored())
-        if found == self._sums[value.key]:
-            return False
-        del self._sums[value.key]
-        return True
 
 
 class _DataFile:

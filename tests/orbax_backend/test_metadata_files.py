@@ -10,13 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax_ckpt_compat.orbax_backend import encode_metadata, shardings
+import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import encode_metadata, shardings, writer, zarr
+from flax_ckpt_compat.orbax_backend.build_tree import build_tree
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
+from flax_ckpt_compat.orbax_backend.type_annotations import ContainerType
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import orbax_layout
-from flax_ckpt_compat._core.tree import map_leaves
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
+from flax_ckpt_compat._core.tree import Branch, Container, map_leaves
 from flax_ckpt_compat._trees import prng_keys, state_dict
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(lambda name: "." not in name)
@@ -85,3 +92,121 @@ def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     device = str(jax.local_devices()[0])
     for text in shardings.values():
         assert json.loads(text) == {"sharding_type": "SingleDeviceSharding", "device_str": device}
+
+
+def metadata(shape: list[int], chunks: list[int], dtype: str = "<f8") -> bytes:
+    """A ``.zarray``."""
+    return json.dumps({"dtype": dtype, "shape": shape, "chunks": chunks, "zarr_format": 2}).encode()
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "why"),
+    [
+        ([2**59], [1], "fits no memory"),
+        ([0, 2**59], [1, 1], "fits no memory"),
+        ([2**62], [1], "is not a shape"),
+        ([-1], [1], "is not a shape"),
+        ([True], [1], "is not a shape"),
+        ([1] * 33, [1] * 33, "is not a shape"),
+        ([4], [0], "is not a grid"),
+        ([4], [2, 2], "is not a grid"),
+    ],
+)
+def test_impossible_arrays(shape: list[int], chunks: list[int], why: str) -> None:
+    """From 2**62 bytes on, where sizes and offsets no longer fit 64 bits, also of arrays without elements."""
+    with pytest.raises(ValueError, match=why):
+        zarr.parse_array_metadata(metadata(shape, chunks), zarr3=False)
+
+
+def test_the_largest_arrays() -> None:
+    """One byte less is possible, and 32 axes."""
+    assert zarr.parse_array_metadata(metadata([2**59 - 1], [1]), zarr3=False).nbytes == 2**62 - 8
+    assert zarr.parse_array_metadata(metadata([1] * 32, [1] * 32), zarr3=False).shape == (1,) * 32
+
+
+def test_boxes_that_are_chunks() -> None:
+    """Only with the chunk's own start and length."""
+    info = zarr.parse_array_metadata(metadata([8, 6], [4, 3]), zarr3=False)
+    assert info.cell_of((slice(4, 8), slice(0, 3))) == (1, 0)
+    for box in ((slice(4, 8), slice(0, 2)), (slice(4, 8), slice(1, 4)), (slice(0, 8), slice(0, 3))):
+        assert info.cell_of(box) is None
+
+
+def test_how_large_arrays_are_split() -> None:
+    """Plain ones from 2 GiB on; chunks of a shard divide it evenly, unless only far smaller ones would."""
+    gib = 2**30
+    assert zarr.chunk_shape((2 * gib,), (2 * gib,), 1, zarr.Encoding().chunk_bytes) == [2 * gib]
+    assert zarr.chunk_shape((4 * gib,), (4 * gib,), 1, zarr.Encoding().chunk_bytes) == [2 * gib]
+    assert zarr.chunk_shape((6, gib), (6, gib), 1, zarr.Encoding().chunk_bytes) == [2, gib]
+    assert zarr.chunk_shape((18, gib), (9, gib), 1, zarr.Encoding().chunk_bytes) == [1, gib]
+    assert zarr.chunk_shape((202, 3 * gib // 101), (101, 3 * gib // 101), 1, zarr.Encoding().chunk_bytes)[0] == 101
+
+
+@pytest.mark.parametrize("compression", [None, "crc32c", "zstd"])
+@pytest.mark.parametrize("dtype", sorted(name for name in zarr._V3_NAMES if hasattr(ts, name)))  # old ones lack some
+def test_it_is_what_tensorstore_writes(dtype: str, compression: str | None) -> None:
+    """Members and values are those of the file that TensorStore makes of them; any release of it reads that."""
+    encoding, metadata = writer._ENCODINGS[compression], {"shape": [6, 8], "dtype": zarr.dtype_from_name(dtype)}
+    ours = zarr.dump_metadata((6, 8), (3, 8), np.dtype(metadata["dtype"]), encoding)
+    context = ts.Context()
+    spec = {"driver": "zarr3" if encoding.checksums else "zarr", "kvstore": "memory://", "metadata": ours}
+    ts.open(spec, create=True, context=context).result()
+    theirs = json.loads(ts.KvStore.open("memory://", context=context).result()[encoding.metadata_file])
+    assert theirs == ours
+
+
+def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
+    """The tree of entries, paths with a letter for each kind of key: ``s`` of sequences, ``d`` of dicts."""
+    structure: Any = types.SimpleNamespace(
+        is_single_array=False,
+        location=location_of("/p"),
+        annotations=None if containers is None else types.SimpleNamespace(containers=containers),
+        rich_types={},
+        entries=[
+            types.SimpleNamespace(
+                path=tuple(path.split("/")), kinds=tuple({"s": SEQUENCE_KEY, "d": DICT_KEY}[one] for one in kinds)
+            )
+            for path, kinds in entries
+        ],
+    )
+    return build_tree(structure, [path for path, _ in entries])
+
+
+def test_sequences_are_in_the_order_of_their_indices() -> None:
+    """Of numbers, not of text."""
+    names = [str(number) for number in (3, 10, 0, 7, 1, 2, 9, 4, 6, 5, 8)]
+    tree = built([(f"a/{name}", "ds") for name in names]).children["a"]
+    assert tree == Branch({str(n): f"a/{n}" for n in range(11)}, Container.LIST)
+    assert list(tree.children) == [str(n) for n in range(11)]
+
+
+@pytest.mark.parametrize("entries", [[("a/0", "ds"), ("a/b", "dd")], [("a/b", "dd"), ("a/0", "ds")]])
+def test_children_by_index_and_by_name_are_a_dict(entries: list[tuple[str, str]]) -> None:
+    """As Orbax saves a `flax.nnx.List`, which it cannot restore."""
+    assert built(entries).children["a"] == Branch({name[2:]: name for name, _ in entries})
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([("a/0", "ds"), ("a/2", "ds")], "has the indices"),
+        ([("a/0/b", "dsd"), ("a/0/c", "ddd")], "contradicts"),
+        ([("a/b", "dd"), ("a/b", "dd")], "listed twice"),
+        ([("a", "d"), ("a/b", "dd")], "listed twice, or as both a leaf and a branch"),
+    ],
+)
+def test_entries_that_are_no_tree(entries: list[tuple[str, str]], why: str) -> None:
+    """They are an error that names the leaf."""
+    with pytest.raises(CorruptCheckpointError, match=why):
+        built(entries)
+
+
+def test_annotations() -> None:
+    """They say what a sequence or a dict is, make no sequence of a dict, and name no keys that are not there."""
+    named = {("a",): ContainerType(Container.NAMEDTUPLE, frozenset({"x", "gone"}))}
+    assert built([("a/x", "dd")], named).children["a"].int_keys == {"x"}
+    assert built([("a/x", "dd")], {("a",): ContainerType(Container.LIST)}).children["a"] == Branch({"x": "a/x"})
+    assert built([("a/0", "ds")], {("a",): ContainerType(Container.TUPLE)}).children["a"] == Branch(
+        {"0": "a/0"}, Container.TUPLE
+    )
+    assert built([], {(): ContainerType(Container.NAMEDTUPLE)}) == Branch({}, Container.NAMEDTUPLE)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import location_of
-from tests.support import ocdbt_files as made
 from tests.support.profiles import examples
 
 # Of up to 1,024 bytes inline, of more in a file.
@@ -92,15 +91,6 @@ def test_tensorstore_finds_what_was_put(
     }
 
 
-def test_a_tree_of_several_levels(tmp_path: Path) -> None:
-    """TensorStore descends it, also to the first and the last key of each node."""
-    contents = {f"layer_{number:03}/kernel/0.0".encode(): b"%d" % number for number in range(200)}
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 300):
-        write(tmp_path / "c", contents)
-    assert dumped(tmp_path / "c")["root_height"] >= 3
-    assert by_tensorstore(tmp_path / "c") == contents == by_us(tmp_path / "c")
-
-
 def test_a_node_of_one_entry(tmp_path: Path) -> None:
     """What precedes its key is the whole key; in arrays, too, it is found."""
     contents = {b"a/0": b"1", b"b/0": b"2"}
@@ -128,14 +118,6 @@ def test_a_key_twice_is_refused(node_bytes: int) -> None:
         ocdbt_encode.write_index(entries, lambda node: ByteRange("d/x", 0, len(node)))
 
 
-@pytest.mark.parametrize("bits", [1, 7, 8, 14, 21, 28, 35, 63, 64])
-def test_numbers_of_any_width(bits: int) -> None:
-    """As the format writes them: 7 bits a byte, the lowest first."""
-    numbers = [0, 1, 127, 128, 2**bits - 1, 2 ** (bits - 1)]
-    assert ocdbt_encode.varints(numbers) == made.column(numbers)
-    assert ocdbt_encode.varints([]) == b""
-
-
 def _merged(path: Path, parts: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
     path.mkdir()
     names = [f"ocdbt.process_{number}" for number in range(len(parts))]
@@ -157,23 +139,6 @@ def test_what_many_wrote_is_merged(
     with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
         expected = _merged(path, [part for part in parts if part])
     assert by_tensorstore(path) == expected == by_us(path)
-
-
-def test_the_chunks_of_many_are_merged(tmp_path: Path) -> None:
-    """Each array has a chunk of each process, so that their keys interleave."""
-    keys = [b"leaf_%03d/%d" % (leaf, chunk) for leaf in range(60) for chunk in range(24)]
-    parts = [dict.fromkeys(keys[number::8], b"%d" % number) for number in range(8)]
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 4000):
-        expected = _merged(tmp_path / "c", parts)
-    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
-
-
-def test_names_that_share_a_zero_are_merged(tmp_path: Path) -> None:
-    """A node whose keys begin alike, up to a zero byte, keeps that."""
-    parts = [{b"\0/0": b"", b"\0a/0": b"", b"b/0": bytes(300)}, {b"/0": b"", b"a/0": b"", b"aa/0": b""}]
-    with mock.patch.object(ocdbt_encode, "_NODE_BYTES", 200):
-        expected = _merged(tmp_path / "c", parts)
-    assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
 
 
 def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:

@@ -1,27 +1,32 @@
 """What we write comes back from our own reader with its exact type, to the last bit."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 import traceback
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, WriteOptions
-from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
+from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from tests.support.orbax_trees import BACKEND, branches, handles, load, on_host, save
-from tests.support.peers import version
+from tests.support.peers import needs, version
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
 from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
@@ -223,3 +228,192 @@ def test_one_leaf_can_be_read_alone(tmp_path: Path) -> None:
     assert isinstance(found["k"].read(), KeyData)
     assert np.array_equal(found["a"].read(), found["a"].read())
     assert isinstance(found["a"], LeafHandle)
+
+
+pytestmark = needs("orbax-checkpoint", 0, 11, 10, why="has no rich types")
+
+
+class Pair(NamedTuple):
+    """Fields that are not in the order of the alphabet."""
+
+    second: Any
+    first: Any
+
+
+TREE = {
+    "tuple": (np.ones(2), 3),
+    "pair": Pair(np.ones(1), {"inner": (1, [2, (3,)])}),
+    "list": [np.zeros(1), ()],
+    "opt": optax.adam(1e-3).init({"w": np.ones(2, np.float32)}),
+    # Names that the format uses itself.
+    "category": {"category": {"clazz": (1,)}, "entries": [2]},
+}
+
+
+def rich(path: Path, tree: Any) -> tuple[Path, Any]:
+    """A directory as Orbax writes it when it is told to record types, and what it restores."""
+    from orbax.checkpoint._src.metadata import pytree_metadata_options
+
+    options = pytree_metadata_options.PyTreeMetadataOptions(support_rich_types=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(pytree_metadata_options=options)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+        theirs = checkpointer.restore(path)
+    return path, theirs
+
+
+def shape(tree: Any) -> Any:
+    """The containers of a tree: a namedtuple by its fields."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return "namedtuple", [(name, shape(child)) for name, child in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, dict):
+        return {name: shape(child) for name, child in tree.items()}
+    return type(tree), [shape(child) for child in tree] if isinstance(tree, list | tuple) else tree is None
+
+
+def test_stored_structure(tmp_path: Path) -> None:
+    """Those of real Orbax, but for empty namedtuples; the names of the classes are theirs."""
+    path, theirs = rich(tmp_path / "saved", TREE)
+    ours = flax_ckpt_compat.restore(path)
+    assert isinstance(theirs["opt"], tuple) and isinstance(theirs["pair"], tuple)
+    for name in ("tuple", "pair", "list", "category"):
+        assert shape(jax.tree.map(np.asarray, ours[name])) == shape(jax.tree.map(np.asarray, theirs[name]))
+    assert (ours["pair"]._fields, type(ours["pair"]).__name__) == (("second", "first"), "Pair")
+    assert (ours["opt"][0]._fields, type(ours["opt"][0]).__name__) == (("count", "mu", "nu"), "ScaleByAdamState")
+    assert ours["pair"].first == {"inner": (1, [2, (3,)])}
+    np.testing.assert_array_equal(ours["opt"][0].mu["w"], np.zeros(2))
+    with flax_ckpt_compat.open_checkpoint(path) as view:
+        assert view.tree["pair"].second.shape == (1,)
+
+
+def test_other_structures_are_as_before(tmp_path: Path) -> None:
+    """Flax's is of dicts; a target has its own types; a conversion keeps those recorded."""
+    path, _ = rich(tmp_path / "saved", TREE)
+    assert checkpoints.restore_checkpoint(path, None)["pair"]["first"] == {
+        "inner": {"0": 1, "1": {"0": 2, "1": {"0": 3}}}
+    }
+    found = flax_ckpt_compat.restore(path, TREE)
+    assert jax.tree.structure(found) == jax.tree.structure(TREE)
+    flax_ckpt_compat.convert(path, tmp_path / "copy", "orbax")
+    again = flax_ckpt_compat.restore(tmp_path / "copy")
+    assert again["tuple"][1] == 3 and isinstance(again["tuple"], tuple)
+    assert again["pair"]._fields == ("second", "first")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100_000, '{"category": "namedtuple"}', '{"category": "custom"}', 3, "null"]
+)
+def test_what_does_not_decode_is_not_recorded(tmp_path: Path, text: Any) -> None:
+    """The tree is told by its entries all the same."""
+    path, _ = rich(tmp_path / "saved", {"a": (1, 2)})
+    metadata = json.loads((path / "_METADATA").read_text())
+    metadata["value_metadata_tree"] = text
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    assert flax_ckpt_compat.restore(path) == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": {"b": np.ones(2)}, "a.b": np.zeros(2)},
+        {"a": {"b": "text"}, "a.b": np.zeros(2)},
+        {"l": [1], "l.0": 2},
+        {"a": 1, "a/": 2},
+        {"": 1, "/": 2},
+        {"a": {"": 1}, "a.": 2},
+    ],
+    ids=repr,
+)
+def test_two_leaves_with_one_name_are_refused(tmp_path: Path, tree: Any) -> None:
+    """Real Orbax loses one of them; we name both, and write nothing."""
+    with pytest.raises(NameCollisionError, match="both be stored"):
+        save(tmp_path / "c", tree)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("tree", [{"a": np.ones(2), "a/0": np.zeros(3)}, {"a": {"b": None}, "a.b": 1}], ids=repr)
+def test_names_that_only_look_alike_are_stored(tmp_path: Path, tree: Any) -> None:
+    """A chunk's key is not another array's key, and a marker has no value to lose."""
+    restored, real = load(save(tmp_path / "c", tree)), ocp.PyTreeCheckpointer().restore(tmp_path / "c")
+    assert str(restored) == str(tree) == str({name: real[name] for name in tree})
+
+
+def test_a_key_longer_than_the_index_takes(tmp_path: Path) -> None:
+    """One that TensorStore stores is restored; a longer one is refused with its name, and not by the disk's space."""
+    for size in (65_000, 65_001):
+        tree = {"k" * size: np.ones(2)}
+        if size == 65_000:
+            np.testing.assert_array_equal(load(save(tmp_path / "c", tree))["k" * size], np.ones(2))
+        else:
+            with pytest.raises(UnsupportedLeafError, match=r"has 65001 bytes.*shorten the keys"):
+                save(tmp_path / "d", tree)
+
+
+class Opaque:
+    """A type that no checkpoint knows."""
+
+    def __repr__(self) -> str:
+        return "Opaque()"
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        Opaque(),
+        object,
+        {1, 2},
+        bytearray(b"x"),
+        2**64,
+        -(2**63) - 1,
+        np.array([None]),
+        np.zeros(2, [("a", "f4")]),
+        np.zeros(2, "V8"),
+        np.void(b"abc"),
+        np.ma.masked_array([1, 2], [True, False]),
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path: Path, leaf: Any) -> None:
+    """Nothing is written, and the message and the attribute name the leaf."""
+    with pytest.raises(UnsupportedLeafError, match="outer/0/bad") as caught:
+        save(tmp_path / "c", {"outer": [{"bad": leaf}]})
+    assert caught.value.leaf == "outer/0/bad"
+    assert not (tmp_path / "c").exists()
+
+
+def test_half_a_surrogate_pair_is_refused_as_a_name() -> None:
+    """It has no UTF-8 form."""
+    with pytest.raises(UnsupportedLeafError, match="surrogate"):
+        BACKEND.prepare(branches({"a\ud800": 1}))
+
+
+def test_texts_lie_where_real_orbax_looks(tmp_path: Path) -> None:
+    """Slashes nest and escapes are resolved, as TensorStore does with a JSON pointer."""
+    tree = {"a": {"b": "1"}, "c/d": "2", "x~1y": "3", "q~0r": "4", "": "5"}
+    path = Path(save(tmp_path / "c", tree))
+    stored = json.loads((path / "_strings.json").read_text())
+    assert stored == {"a.b": "1", "c": {"d": "2"}, "x/y": "3", "q~r": "4", "": "5"}
+    assert ocp.PyTreeCheckpointer().restore(path) == load(path) == tree
+
+
+@pytest.mark.parametrize("tree", [{"a": "x", "a/b": "y"}, {"a/b": "x", "a": "y"}, {"~": "x"}, {"~2": "x", "": "y"}])
+def test_texts_that_a_pointer_cannot_reach_round_trip(tmp_path: Path, tree: Any) -> None:
+    """They are stored as bytes; real Orbax still reads the checkpoint."""
+    path = save(tmp_path / "c", tree)
+    assert load(path) == tree
+    assert set(ocp.PyTreeCheckpointer().restore(path)) == set(tree)
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
+    """Publishing is the caller's; the writer only ever creates."""
+    save(tmp_path / "c", {"a": 1})
+    with pytest.raises(StorageError, match=str(tmp_path / "c")):
+        save(tmp_path / "c", {"a": 2})
+    assert load(tmp_path / "c") == {"a": 1}
+
+
+def test_a_missing_parent_is_a_storage_error(tmp_path: Path) -> None:
+    """The system's error is the cause."""
+    with pytest.raises(StorageError) as caught:
+        save(tmp_path / "no" / "c", {"a": 1})
+    assert isinstance(caught.value.__cause__, OSError)
