@@ -13,14 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _MEMBER, _CRC32 = "flax_ckpt_compat", "crc32"
+LEVEL = 1  # of jax's spec
 _MAGIC, _CHECKSUM_FLAG = bytes.fromhex("28b52ffd"), 1 << 2
 # What TensorStore says of a frame with another content.
 _DIFFERS = "doesn't match checksum"
-
-
-def codec(*, sums: bool) -> dict[str, Any]:
-    """Return the zarr v3 codec that encodes a chunk as jax's spec of zarr v2 does, with a content checksum or not."""
-    return {"name": "zstd", "configuration": {"level": 1, "checksum": sums}}
 
 
 def is_summed(chunk: bytes) -> bool:

@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import zstandard
 
 from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_tensorstore import Encoder, use_tensorstore
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
@@ -105,15 +105,12 @@ def _write_shards(save: ProcessSave) -> list[str]:
     arrays: Sequence[DistributedArray] = save.prepared.arrays
     if not arrays:
         return []
-    use_tensorstore(save.path)
-
     in_parallel(functools.partial(_check_metadata, save), arrays, _THREADS)
-    encoder = Encoder([gda_checksums.codec(sums=save.options.checksums)])
     written: list[str] = []
     for batch in _batches(arrays):
         # Their end is waited for: none may continue into a folder that is about to be removed.
         shards = [(array, shard) for array in batch for shard in array.shards()]
-        written += in_parallel(functools.partial(_write_shard, save, encoder), shards, _THREADS)
+        written += in_parallel(functools.partial(_write_shard, save), shards, _THREADS)
     return written
 
 
@@ -131,11 +128,12 @@ def _batches(arrays: Sequence[DistributedArray]) -> Iterator[list[DistributedArr
         yield batch
 
 
-def _write_shard(save: ProcessSave, encoder: Encoder, one: tuple[DistributedArray, Shard]) -> str:
+def _write_shard(save: ProcessSave, one: tuple[DistributedArray, Shard]) -> str:
     """Encode a shard and write it as a chunk; return its path relative to the folder."""
     array, shard = one
     name = _subpath(array, array.chunk_name(shard.index))
-    encoded = encoder.encode(array.chunk(shard.data).reshape(-1).view(np.uint8))
+    compressor = zstandard.ZstdCompressor(level=gda_checksums.LEVEL, write_checksum=save.options.checksums)
+    encoded = compressor.compress(array.chunk(shard.data).reshape(-1).view(np.uint8).data)
     if (upload := save.upload) is not None:
         upload.write(f"{upload.tag}/{name}", encoded)
     else:

@@ -8,7 +8,6 @@ from typing import Any
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError
-from flax_ckpt_compat._core.load_tensorstore import use_tensorstore
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
@@ -38,9 +37,7 @@ class OrbaxBackend:
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:
         """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`."""
-        plan = make_plan(tree, multiprocess=process is not None and process.count > 1)
-        use_tensorstore()
-        return plan
+        return make_plan(tree, multiprocess=process is not None and process.count > 1)
 
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
@@ -57,7 +54,6 @@ class OrbaxBackend:
 
     def missing_file(self, location: Location) -> str | None:
         """Return a file that a directory with an array database needs and lacks; None if it does not decode."""
-        use_tensorstore(location.path)
         try:
             if not any((location / name).isfile() for name in (layout.TREE_METADATA, layout.MSGPACK_FILE)):
                 return None if holds_array(location) else layout.TREE_METADATA
@@ -68,7 +64,6 @@ class OrbaxBackend:
         return next((file for file in files if not (location / file).isfile()), None)
 
     def _open(self, location: Location, **options: Any) -> Reader:
-        use_tensorstore(location.path)
         listed = location.listed()
         try:
             with pause_gc(enabled=not location.is_remote):

@@ -70,3 +70,15 @@ def test_msgpack_users_never_load_tensorstore(tmp_path: Path) -> None:
     assert "flax_ckpt_compat.legacy" in loaded
     assert not {name for name in loaded if name.split(".")[0] in ("tensorstore", "orbax")}
     assert "flax_ckpt_compat.orbax_backend" not in loaded
+
+
+def test_orbaxs_format_needs_no_tensorstore(tmp_path: Path) -> None:
+    """Saving and restoring it loads neither tensorstore nor orbax."""
+    for compression in (None, "zstd"):
+        path = str(tmp_path / str(compression))
+        loaded = modules_after(
+            "import numpy, flax_ckpt_compat as f\n"
+            f"f.save({path!r}, {{'a': numpy.ones(9000)}}, format='orbax', compression={compression!r})\n"
+            f"f.restore({path!r})"
+        )
+        assert not {name for name in loaded if name.split(".")[0] in ("tensorstore", "orbax")}

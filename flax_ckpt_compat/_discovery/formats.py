@@ -8,7 +8,6 @@ import sys
 from typing import Any, cast
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import run_apart
 
@@ -20,7 +19,6 @@ def backend_for(format: Format) -> Backend:
     """Return the backend that reads and writes a format."""
     if format is Format.MSGPACK:
         return cast(Backend, _imported(_LEGACY).BACKEND)
-    load_tensorstore()
     # Directories of Orbax before 0.5.16 hold a msgpack file.
     return cast(Backend, _imported(_ORBAX).OrbaxBackend(_open_msgpack))
 
