@@ -80,11 +80,9 @@ class OrbaxReader(Reader):
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
-        # Arrays, or boxes of them, that may be inline in the index, and keys: those of one chunk, and of several.
-        small: list[tuple[int, StoredLeaf]] = []
+        # Arrays, or boxes of them, that may be inline in the index, and the keys of their chunks.
+        inline: list[tuple[int, StoredLeaf, BoxLayout]] = []
         keys: list[str] = []
-        cut: list[tuple[int, BoxLayout]] = []
-        cut_keys: list[str] = []
         arrays: list[int] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
         last, prefix = None, ""
@@ -98,12 +96,11 @@ class OrbaxReader(Reader):
                     continue
                 if handle is not last:
                     last, prefix = handle, layout.key_prefix(handle.name)
+                inline.append((number, leaf, parts))
                 if parts.only_key is not None:
-                    small.append((number, leaf))
                     keys.append(prefix + parts.only_key)
                 else:
-                    cut.append((number, parts))
-                    cut_keys += [prefix + part.key for part in parts.known]
+                    keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             elif isinstance(leaf, Unsupported):
@@ -113,9 +110,7 @@ class OrbaxReader(Reader):
         if self._index is not None and self._arrays is not None:
             # In a directory or store without a database, each key is looked up.
             with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
-                arrays += self._copy_inline(handles, small, self._index.find_all(keys), values)
-                if cut:
-                    arrays += self._assemble_inline(handles, cut, iter(self._index.find_all(cut_keys)), values)
+                arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
             reads = [_array_read(handles[number]) for number in arrays]
             if reads:
                 self._arrays.read(reads, self.meter, mapped=mapped)
@@ -170,54 +165,39 @@ class OrbaxReader(Reader):
         if self._aggregate is not None:
             self._aggregate.reader.close()
 
-    def _copy_inline(
-        self, handles: _Wanted, small: Sequence[tuple[int, StoredLeaf]], found: Sequence[Any], values: list[Any]
+    def _read_inline(
+        self,
+        handles: _Wanted,
+        inline: Sequence[tuple[int, StoredLeaf, BoxLayout]],
+        found: Iterator[Any],
+        values: list[Any],
     ) -> list[int]:
-        """Copy the chunks that are inline in the index to new memory; return the numbers of the others."""
-        others, alike = list[int](), dict[StoredLeaf, tuple[list[int], list[bytes]]]()
-        for (number, leaf), value in zip(small, found, strict=True):
-            data = value
-            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or not leaf.info.raw:
-                data = _inline(leaf, data)
-                if data is None:
-                    others.append(number)
-                    continue
-            group = alike.get(leaf)
-            if group is None:
-                group = alike[leaf] = [], []
-            group[0].append(number)
-            group[1].append(data)
-        for leaf, (numbers, chunks) in alike.items():
-            packed = memory.pack_alike(chunks, leaf.info.chunks, leaf.info.dtype)
-            self._set_decoded(handles, leaf, numbers, packed, values)
-        return others
-
-    def _assemble_inline(
-        self, handles: _Wanted, cut: Sequence[tuple[int, BoxLayout]], found: Iterator[Any], values: list[Any]
-    ) -> list[int]:
-        """Assemble what lies in several chunks that are inline in the index; return the numbers of the others."""
-        others, alike = list[int](), dict[BoxLayout, tuple[list[int], list[bytes]]]()
-        for number, parts in cut:
-            leaf = handle_of(handles[number]).locator
-            pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
-            if None in pieces:
-                others.append(number)
+        """Copy what is inline in the index to new memory, alike ones together; return the numbers of the others."""
+        others, alike = list[int](), dict[BoxLayout, tuple[StoredLeaf, list[int], list[bytes]]]()
+        for number, leaf, parts in inline:
+            if parts.only_key is not None:
+                data = _inline(leaf, next(found))
             else:
-                numbers, data = alike.setdefault(parts, ([], []))
-                numbers.append(number)
-                data.append(b"".join(pieces))
-        for parts, (numbers, data) in alike.items():
-            copies = [(part.source, part.target) for part in parts.parts]
-            packed = memory.pack_chunks(data, parts.shape, parts.info.dtype, parts.info.chunks, copies)
-            self._set_decoded(handles, handle_of(handles[numbers[0]]).locator, numbers, packed, values)
+                pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
+                data = None if None in pieces else b"".join(pieces)
+            if data is None:
+                others.append(number)
+                continue
+            group = alike.get(parts)
+            if group is None:
+                group = alike[parts] = leaf, [], []
+            group[1].append(number)
+            group[2].append(data)
+        for parts, (leaf, numbers, chunks) in alike.items():
+            chunk, dtype = parts.info.chunks, parts.info.dtype
+            if parts.only_key is not None:
+                packed = memory.pack_alike(chunks, chunk, dtype)
+            else:
+                copies = [(part.source, part.target) for part in parts.parts]
+                packed = memory.pack_chunks(chunks, parts.shape, dtype, chunk, copies)
+            for number, array in zip(numbers, packed, strict=True):
+                values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others
-
-    def _set_decoded(
-        self, handles: _Wanted, leaf: StoredLeaf, numbers: list[int], arrays: Sequence[Any], values: list[Any]
-    ) -> None:
-        """Set the values of leaves that are stored alike."""
-        for number, array in zip(numbers, arrays, strict=True):
-            values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
 
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
         handle = handle_of(one)

@@ -74,11 +74,11 @@ def test_msgpack_users_never_load_tensorstore(tmp_path: Path) -> None:
 
 def test_orbaxs_format_needs_no_tensorstore(tmp_path: Path) -> None:
     """Saving and restoring it loads neither tensorstore nor orbax."""
-    for compression in (None, "zstd"):
-        path = str(tmp_path / str(compression))
-        loaded = modules_after(
-            "import numpy, flax_ckpt_compat as f\n"
-            f"f.save({path!r}, {{'a': numpy.ones(9000)}}, format='orbax', compression={compression!r})\n"
-            f"f.restore({path!r})"
-        )
-        assert not {name for name in loaded if name.split(".")[0] in ("tensorstore", "orbax")}
+    loaded = modules_after(
+        "import numpy, flax_ckpt_compat as f\n"
+        "for compression in (None, 'zstd'):\n"
+        f"    path = {str(tmp_path)!r} + f'/{{compression}}'\n"
+        "    f.save(path, {'a': numpy.ones(9000)}, format='orbax', compression=compression)\n"
+        "    f.restore(path)"
+    )
+    assert not {name for name in loaded if name.split(".")[0] in ("tensorstore", "orbax")}

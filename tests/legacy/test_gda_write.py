@@ -139,9 +139,9 @@ def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: 
     taken, written, held = [], [], []
     write, shards = gda_write._write_shard, DistributedArray.shards
 
-    def slow(options: Any, encoder: Any, one: tuple[DistributedArray, Shard]) -> str:
+    def slow(options: Any, one: tuple[DistributedArray, Shard]) -> str:
         time.sleep(0.02)
-        name = write(options, encoder, one)
+        name = write(options, one)
         written.append(one[1].data.nbytes)
         return name
 

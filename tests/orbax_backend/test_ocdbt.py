@@ -14,7 +14,7 @@ from flax_ckpt_compat.orbax_backend import open_index
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location, location_of
 from tests.support import ocdbt_files as made
 from tests.support.orbax_trees import load, save
@@ -94,6 +94,7 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
         assert _values(path) == expected
 
 
+@pytest.mark.slow
 def test_hosts_that_all_write_alike_are_no_bomb(tmp_path: Path) -> None:
     """800,000 chunks of a thousand hosts, each at the same place of its host's file, take 22 kB."""
     hosts, leaves = sorted(b"%d" % host for host in range(1000)), 800
@@ -244,7 +245,7 @@ def test_versions_in_files_of_their_own(tmp_path: Path) -> None:
     for file in (path / "manifest.ocdbt", manifests[-1], *(path / "d").iterdir()):
         file.rename(tmp_path / "outside")
         file.symlink_to(tmp_path / "outside")
-        with pytest.raises(CorruptCheckpointError, match="outside"):
+        with pytest.raises(StorageError, match="is a link"):
             open_index.open_database(location_of(path))
         (tmp_path / "outside").replace(file)
     for file in manifests:
