@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import memory_map
+from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
@@ -225,7 +225,7 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
 
 
 def _is_mappable(handle: LeafHandle) -> bool:
-    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= memory_map.MIN_BYTES
+    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= local_file.MAPPED_FROM
     return is_large_array and is_one_range(handle)
 
 

@@ -12,10 +12,10 @@ from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOption
 from flax_ckpt_compat._core.errors import MissingPathError, MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.directories import files_below
+from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.storage import Upload
+from flax_ckpt_compat._core.object_store.multiprocess import Upload
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.errors import (
     CorruptCheckpointError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.local import memory_map
+from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
@@ -158,7 +158,7 @@ class ArrayReader:
         files: dict[str, list[tuple[ArrayRead, ByteRange]]] = {}
         for read, chunk in extents:
             extent = read.bytes_in(chunk)
-            if extent is not None and extent.length >= memory_map.MIN_BYTES:
+            if extent is not None and extent.length >= local_file.MAPPED_FROM:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it

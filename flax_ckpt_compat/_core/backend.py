@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flax_ckpt_compat._core import array_boxes, progress
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.tree import Node, Path, iter_leaves
 
 if TYPE_CHECKING:  # listings of checkpoints do without it
     import numpy as np
+
+    from flax_ckpt_compat._core.object_store.multiprocess import Upload
 BATCH_BYTES = 32 * 2**20
 _MAX_BATCH = 10_000
 _READER: Callable[[LeafHandle | ArraySlice], Reader] = operator.attrgetter("reader")

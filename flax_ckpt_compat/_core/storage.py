@@ -61,59 +61,6 @@ class Listing:
         return self.files.get(path[len(self.root) + 1 :]) if path.startswith(f"{self.root}/") else None
 
 
-class Upload(abc.ABC):
-    """The files of one save that its processes write below unique names, until process 0 commits them.
-
-    Attributes:
-        url: the checkpoint's path.
-        folder: the path of the folder that all write below: the checkpoint's, or that of its arrays.
-        needs_commit_file: others take the folder for incomplete unless it has ``commit_success.txt``.
-    """
-
-    url: str
-    folder: str
-    needs_commit_file: bool
-
-    @property
-    @abc.abstractmethod
-    def tag(self) -> str:
-        """Return the suffix of the names of directories that no other save uses."""
-
-    @abc.abstractmethod
-    def fields(self) -> dict[str, str]:
-        """Return what other processes need to join; see `Location.join_upload`."""
-
-    @abc.abstractmethod
-    def written(self) -> list[str]:
-        """List what the processes have written so far, relative to the folder."""
-
-    @abc.abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Write one file below the folder."""
-
-    @abc.abstractmethod
-    def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
-        """Upload this process's files under the same names; ``last`` tells others that all are complete.
-
-        Raise ConcurrentWriteError if process 0 has aborted the save."""
-
-    @abc.abstractmethod
-    def check_active(self, written: Collection[str]) -> None:
-        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
-
-    @abc.abstractmethod
-    def delete_harmless(self, name: str) -> None:
-        """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
-
-    @abc.abstractmethod
-    def publish(self, staged: str, *, new: bool) -> None:
-        """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Location.publish`."""
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """Remove what a failed save has written, unless it is committed; ignore refusals."""
-
-
 # What is read with the request that opens a file.
 HEAD_BYTES = 64 * 2**10
 
@@ -382,16 +329,6 @@ class Location(abc.ABC):
         """Remove checkpoints of these names from this folder durably; return name → failure.
 
         A crash in the middle leaves no part of one."""
-
-    # Saves by several processes.
-
-    @abc.abstractmethod
-    def begin_upload(self, *, in_gda_folder: bool) -> Upload | None:
-        """Begin a save by several processes; None where they share a directory, and write to one temporary."""
-
-    @abc.abstractmethod
-    def join_upload(self, fields: dict[str, str]) -> Upload:
-        """Return the save that process 0 began, by its `Upload.fields`."""
 
     # TensorStore.
 

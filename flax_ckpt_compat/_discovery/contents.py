@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.local import directories, temporaries
+from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, layouts, lost_parts, orbax_directory
@@ -285,7 +285,7 @@ def _is_absent(error: StorageError) -> bool:
 
 def _absent(path: Location) -> Contents:
     """Describe a path where nothing is: a link to nothing was a checkpoint once."""
-    dangling = None if path.is_remote else directories.dangling_link(path.path)
+    dangling = None if path.is_remote else presence.dangling_link(path.path)
     if dangling is None:
         return Contents(path, State.ABSENT, "it does not exist")
     return Contents(path, State.INCOMPLETE, dangling, is_dangling=True)

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     add_sentence,
 )
-from flax_ckpt_compat._core.local import directories, removal
+from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
@@ -293,7 +293,7 @@ def is_there(path: Location) -> bool:
 def removed_error(path: Location) -> CheckpointNotFoundError:
     """Return the error for a named checkpoint that was removed, or is a link to nothing."""
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
-    dangling = directories.dangling_link(path.path)
+    dangling = presence.dangling_link(path.path)
     return CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)
 
 

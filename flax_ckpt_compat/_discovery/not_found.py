@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat._core.local import directories, temporaries
+from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign, hints, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
@@ -71,7 +71,7 @@ def of_directory(path: Location) -> Absence:
 
 def no_directory(path: Location) -> Absence:
     """Explain that a path is not a directory of checkpoints: it does not exist, or is a file."""
-    if (dangling := directories.dangling_link(path.path)) is not None:
+    if (dangling := presence.dangling_link(path.path)) is not None:
         return Absence(dangling)
     if path.exists():
         return Absence(f"{path} is a file", f"pass the directory of the checkpoints, perhaps {path.parent}")
@@ -85,7 +85,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
     directory = checkpoint_dir.directory
     if not directory.isdir():
         if directory.exists():
-            return Absence(directories.dangling_link(directory.path) or f"{directory} is not a directory")
+            return Absence(presence.dangling_link(directory.path) or f"{directory} is not a directory")
         return dataclasses.replace(found := of_directory(directory), why=f"the directory {found.why}")
     none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
     if why := checkpoint_dir.path(checkpoint_dir.prefix).why_too_long():

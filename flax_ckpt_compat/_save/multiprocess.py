@@ -15,8 +15,8 @@ from jax import monitoring
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.object_store import multiprocess as uploads
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, nbytes_of
-from flax_ckpt_compat._core.storage import Upload
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -73,7 +73,7 @@ class Staging:
     """The temporary of one save, as one of its processes sees it; for a save to a store it is local."""
 
     path: str
-    upload: Upload | None = None  # of a save to a store
+    upload: uploads.Upload | None = None  # of a save to a store
     publishing: bool = False  # process 0 has begun to publish
 
     def to_json(self) -> str:
@@ -106,7 +106,7 @@ class Staging:
     @classmethod
     def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:
         """Choose the temporary; called in process 0."""
-        upload = location.begin_upload(in_gda_folder=in_gda_folder)
+        upload = uploads.begin(location, in_gda_folder=in_gda_folder)
         return cls(location.temporary_path(), upload)
 
     @classmethod
@@ -115,7 +115,7 @@ class Staging:
         found = json.loads(text)
         if found["upload"] is None:
             return cls(found["path"])
-        upload = location.join_upload(found["upload"])
+        upload = uploads.Upload(**found["upload"])
         return cls(found["path"] if is_primary else location.at(upload.url).temporary_path(), upload)
 
 

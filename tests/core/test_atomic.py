@@ -19,7 +19,7 @@ from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, removal, syncing, temporaries
+from flax_ckpt_compat._core.local import atomic, removal, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
 from tests.support import interrupting
 
@@ -294,10 +294,8 @@ def test_a_fork_does_not_keep_the_lock_of_a_dead_writer(kind: str, final: str) -
     writer = os.fork()
     if not writer:
         make(temporaries.temporary_path(final), "x", kind)
-        grandchild = os.fork()
-        if not grandchild:
-            os.read(os.pipe()[0], 1)
-        os.write(pipe, str(grandchild).encode())
+        if not os.fork():
+            os.write(pipe, str(os.getpid()).encode())
         time.sleep(60)
     grandchild = int(os.read(reader, 20))
     try:
@@ -384,7 +382,7 @@ def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
     """With the path, and what to do."""
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="is a file; a directory was expected"):
-        directories.make_directory(str(tmp_path / "file" / "runs"))
+        syncing.make_directory(str(tmp_path / "file" / "runs"))
     with pytest.raises(StorageError, match="c_1"):
         atomic.publish(str(tmp_path / "none"), str(tmp_path / "c_1"))
     assert syncing.rename_new(str(tmp_path / "file"), str(tmp_path / "moved"))

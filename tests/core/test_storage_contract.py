@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, M
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.storage import Listing, Stat
 from tests.support.peers import version
 from tests.support.store_places import Place
@@ -385,13 +386,13 @@ class TestCommits:
         target = root / "c_1"
         if root.path.startswith("shelf://"):
             with pytest.raises(StorageError, match="several processes cannot save"):
-                target.begin_upload(in_gda_folder=False)
+                multiprocess.begin(target, in_gda_folder=False)
             return
-        begun = target.begin_upload(in_gda_folder=False)
+        begun = multiprocess.begin(target, in_gda_folder=False)
         assert (begun is not None) == root.is_remote
         if begun is None:
             return
-        upload = target.join_upload(begun.fields()) if joined else begun
+        upload = multiprocess.Upload(**begun.fields()) if joined else begun
         part = f"d{upload.tag}/x"
         write(str(tmp_path / "here"), {part: b"1", f"d{upload.tag}/last": b"2"})
         upload.upload_files(str(tmp_path / "here"), [part, f"d{upload.tag}/last"], f"d{upload.tag}/last")

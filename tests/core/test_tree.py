@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError
-from flax_ckpt_compat._core.local.directories import files_below
+from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, show_path, shown_names, topmost
 
 LIKE = Branch(

@@ -26,8 +26,10 @@ def _cases() -> Iterator[Any]:
     for number, row in enumerate(row for row in path_kinds.rows() if row["places"] != ["disk"]):
         stores = [store for store in ("s3", "gs") if {"store", store}.intersection(row["places"])]
         if "store" in row["places"] and not row["quick_in_store"]:
-            stores += ["shelf", "az"]
+            stores.append("shelf")
         store = stores[number % len(stores)]
+        if store == "shelf" and number % 5 == 0:  # Azurite is slow to answer
+            store = "az"
         yield pytest.param(
             row, store, id=f"{row.name}, {store}", marks=[] if row["quick_in_store"] else [pytest.mark.slow]
         )

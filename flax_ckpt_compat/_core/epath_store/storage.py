@@ -19,13 +19,13 @@ from typing import Any
 from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import presence, removal
-from flax_ckpt_compat._core.local.directories import files_below
+from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat, Upload
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -179,18 +179,6 @@ class EpathLocation(RemoteLocation):
     def _remove_arrays(self, path: str) -> None:
         arrays = path + ARRAYS_POSTFIX
         self._remove_files(arrays, commit.arrays_among(list(self.list_files(arrays))))
-
-    # Saves by several processes.
-
-    def begin_upload(self, *, in_gda_folder: bool) -> Upload:  # noqa: ARG002
-        message = (
-            f"{self}: several processes cannot save one checkpoint to {self._scheme}://, which has no conditional "
-            "writes; save to a shared disk, s3:// or gs://, and copy that"
-        )
-        raise StorageError(message, path=self.path)
-
-    def join_upload(self, fields: dict[str, str]) -> Upload:
-        raise AssertionError(fields)
 
 
 class OpenedFile(Source):

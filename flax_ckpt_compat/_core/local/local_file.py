@@ -8,11 +8,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.local import memory_map
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import translated
+
+MAPPED_FROM = 32 * 2**10  # bytes, below which a copy costs no more than the page faults
 
 
 class LocalFile(Source):
@@ -60,10 +63,37 @@ class LocalFile(Source):
         return at - offset
 
     def map(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-        """Map ranges (offset and length); see `memory_map.map_regions`."""
-        return memory_map.map_regions(self._fd, ranges)
+        """Map ranges (offset and length); see `map_regions`."""
+        return map_regions(self._fd, ranges)
 
     def close(self) -> None:
         """Close the file."""
         self._closer()
         self._fd = -1
+
+
+def map_regions(fd: int, regions: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any] | None]:
+    """Map regions (offset and length) of a file as writable uint8 arrays over one mapping.
+
+    Return None for regions to read instead: empty ones, those beyond the end of the file or overlapping another region,
+    and all if the system cannot map the file. Writing to an array changes neither the file nor another region.
+    Truncating the file while an array is alive kills the process that touches it. The descriptor may be closed
+    afterwards; each mapping has one of its own."""
+    size = os.fstat(fd).st_size
+    views: list[np.ndarray[Any, Any] | None] = [None] * len(regions)
+    chosen, first, last = [], size, 0
+    for number in sorted(range(len(regions)), key=regions.__getitem__):
+        offset, length = regions[number]
+        if length and last <= offset and offset + length <= size:
+            chosen.append(number)
+            first, last = min(first, offset), offset + length
+    try:
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            whole = np.asarray(np.memmap(file, np.uint8, "c", first, (last - first,))) if chosen else None
+    except (OSError, ValueError):
+        return views
+    for number in chosen:
+        offset, length = regions[number]
+        assert whole is not None
+        views[number] = whole[offset - first : offset - first + length]
+    return views

@@ -51,3 +51,19 @@ def lexists(path: str) -> bool:
 def islink(path: str) -> bool:
     """Return whether a path is a link."""
     return stat.S_ISLNK(mode(path, follow=False))
+
+
+def dangling_link(path: str) -> str | None:
+    """Return where a local link leads if nothing is there, with a remedy; None for all else."""
+    if not islink(path) or exists(path):
+        return None
+    return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
+
+
+def files_below(directory: str) -> list[str]:
+    """Return the paths of all files below a local directory, relative to it."""
+    return [
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, files in os.walk(directory)
+        for name in files
+    ]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, directories, presence, removal, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, removal, syncing, temporaries
 from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Location, Source, Upload
+from flax_ckpt_compat._core.storage import Location, Source
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
@@ -54,7 +54,7 @@ class LocalLocation(Location):
             raise FileNotFoundError(errno.ENOENT, why, path) from error
 
     def files_below(self) -> list[str]:
-        return directories.files_below(self.path)
+        return presence.files_below(self.path)
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_regular(self.path), "rb") as file:
@@ -140,7 +140,7 @@ class LocalLocation(Location):
         return atomic.is_empty(self.path)
 
     def prepare_directory(self) -> None:
-        directories.make_directory(self.path)
+        syncing.make_directory(self.path)
         removal.remove_stale(self.path)
 
     def leftovers(self) -> dict[str, bool]:
@@ -161,14 +161,6 @@ class LocalLocation(Location):
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         failures = removal.discard((self / name).path for name in names)
         return {path[len((self / "x").path) - 1 :]: error for path, error in failures.items()}
-
-    # Several processes write to one directory.
-
-    def begin_upload(self, *, in_gda_folder: bool) -> None:
-        """Return None: all processes write to one directory."""
-
-    def join_upload(self, fields: dict[str, str]) -> Upload:
-        raise AssertionError(fields)
 
     # TensorStore.
 

@@ -9,10 +9,13 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.temporaries import create_file, is_taken
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import run_apart
 
 # Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
@@ -89,6 +92,27 @@ def sync_file(path: str) -> None:
         sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def make_directory(path: str) -> None:
+    """Create a directory and its parents, and sync the new names."""
+    with translated(path):
+        missing = []
+        head = path
+        while head and not presence.isdir(head):
+            if (dangling := presence.dangling_link(head)) is not None:
+                raise StorageError(dangling, path=head, errno=errno.ENOENT)
+            if presence.isfile(head):
+                message = f"{head} is a file; a directory was expected"
+                raise StorageError(message, path=head, errno=errno.ENOTDIR)
+            missing.append(head)
+            head = os.path.dirname(head)
+        for new in reversed(missing):  # os.makedirs calls itself for each
+            with suppress(FileExistsError):
+                os.mkdir(new)
+        os.makedirs(path, exist_ok=True)
+        for new in missing:
+            sync_directory(os.path.dirname(new))
 
 
 def write_file(path: str, data: bytes, *, new: bool = True) -> None:

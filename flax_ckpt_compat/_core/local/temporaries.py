@@ -39,7 +39,7 @@ _TEMPORARY = re.compile(
 )
 _GENERATION = re.compile(rf"\.{_TAG}")
 _STALE_SECONDS = 24 * 3600.0
-_MAX_NAME = 255  # bytes of a file's name; encrypted file systems allow fewer
+_MAX_NAME = 255  # bytes of a file's name
 _held: dict[str, int] = {}  # temporary → descriptor that holds its lock, until `release`
 
 
@@ -49,7 +49,7 @@ def temporary_path(path: str, role: str = "new") -> str:
     `create_file` or `create_directory` creates it: without a lock it counts as left by a dead writer."""
     directory, name = os.path.split(path)
     tail = f".{_machine()}-{_boot()}-{os.urandom(6).hex()}{role}{TEMPORARY}{ARRAYS_POSTFIX}"
-    encoded, room = os.fsencode(name), _longest_name(directory) - len(tail) - 1
+    encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
     if len(encoded) > room and role == "old":  # putting it back needs its whole name
         raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
     room -= len(ARRAYS_POSTFIX) if role == "new" else 0  # of the folder of arrays
@@ -60,14 +60,6 @@ def temporary_path(path: str, role: str = "new") -> str:
 def staging_path(path: str) -> str:
     """Return a `temporary_path` for writers that refuse names with Orbax's temporary suffix."""
     return temporary_path(path).replace(TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
-
-
-def _longest_name(directory: str) -> int:
-    """Return how many bytes a name in a directory may have."""
-    try:
-        return min(_MAX_NAME, os.pathconf(directory or os.curdir, "PC_NAME_MAX"))
-    except (OSError, ValueError):  # ValueError: the system has no such limit
-        return _MAX_NAME
 
 
 @functools.cache
@@ -109,7 +101,7 @@ def destination(temporary: str) -> str | None:
     directory, basename = os.path.split(temporary)
     match = parse(basename)
     # A shortened name lacks at least one character and has no room for another, of up to four bytes.
-    if match is None or len(os.fsencode(basename)) > _longest_name(directory) - len(ARRAYS_POSTFIX) - 4:
+    if match is None or len(os.fsencode(basename)) > _MAX_NAME - len(ARRAYS_POSTFIX) - 4:
         return None
     return os.path.join(directory, match["name"])
 

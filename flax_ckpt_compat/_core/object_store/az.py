@@ -7,10 +7,10 @@ from typing import Any
 
 from flax_ckpt_compat._core.object_store.client import ABSENT, ANSWER_SECONDS, CONNECT_SECONDS, Client
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
-from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 
-_AT_ONCE = 8
+_AT_ONCE, _PIECE = 8, 32 * 2**20  # bytes; a larger file is never in memory as a whole
 _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
 
 
@@ -67,7 +67,9 @@ class AzClient(Client):
         )
         return str(found["etag"]).strip('"')
 
-    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
+    def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
+        if os.path.getsize(path) <= _PIECE:
+            return super().put_file(url, path, version, meter)
         with open(path, "rb") as file:
             found: str = self._run(
                 url, "written", lambda store, bucket, key: self._put(store, bucket, key, file, version)

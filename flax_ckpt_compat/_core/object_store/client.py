@@ -24,7 +24,6 @@ from flax_ckpt_compat._core.storage import Stat
 
 SCHEMES = ("s3", "gs", "az")
 ABSENT = ""  # the version of an object that is not there
-PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
 CONNECT_SECONDS, ANSWER_SECONDS = 10, 30  # without a byte, before a request is tried again
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
 _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
@@ -126,8 +125,6 @@ class Client(abc.ABC):
 
     def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
         """Write an object from a local file; see `put`."""
-        if os.path.getsize(path) > PART_BYTES:
-            return self._put_large(url, path, version, meter)
         with open(path, "rb") as file:
             found = self.put(url, file.read(), version)
         meter.add(os.path.getsize(path), url)
@@ -173,10 +170,6 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     async def _put(self, store: Any, bucket: str, key: str, data: bytes, version: str | None) -> str: ...
-
-    @abc.abstractmethod
-    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
-        """Write an object from a large file, if possible by several connections."""
 
     @abc.abstractmethod
     async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None: ...

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.directories import files_below
+from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.object_store.az import AzClient
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, split
 from flax_ckpt_compat._core.object_store.gs import GsClient
@@ -48,7 +48,6 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 _log = logging.getLogger("flax_ckpt_compat")
 EXPIRES_AFTER = 24 * 3600  # s; then a writer without a commit counts as dead
 AT_ONCE = 16
-MAX_OBJECT = 5 * 2**30  # of one upload, of S3
 _MARKER = re.compile(rf"{layout.BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 # Names that no other save uses.
 _OF_ONE_SAVE = re.compile(
@@ -95,7 +94,6 @@ def publish(staged: str, url: str, *, new: bool = False, meter: Meter = OFF) -> 
     """Upload a local checkpoint, and replace what has its name; with ``new``, nothing is replaced.
 
     Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
-    _check_sizes(staged, url)
     if presence.isdir(staged):
         FolderSave(url).publish(staged, new=new, meter=meter)
     else:
@@ -442,18 +440,6 @@ def _is_fixed(name: str) -> bool:
 
 def _is_index(name: str) -> bool:
     return posixpath.basename(name) == MANIFEST
-
-
-def _check_sizes(staged: str, url: str) -> None:
-    """Raise StorageError if a file is too large for one object."""
-    names = files_below(staged) if presence.isdir(staged) else [""]
-    for name in names:
-        nbytes = os.path.getsize(os.path.join(staged, name) if name else staged)
-        if nbytes > MAX_OBJECT:
-            to = f"{url}/{name}" if name else url
-            remedy = "give the array a sharding of smaller shards" if name else "save in Orbax's format"
-            message = f"{to}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take; {remedy}"
-            raise StorageError(message, path=to)
 
 
 def _taken(url: str) -> ConcurrentWriteError:

@@ -11,7 +11,6 @@ from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store.client import ANSWER_SECONDS, CONNECT_SECONDS, Client
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
-from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 
 _ENDPOINTS = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
@@ -86,13 +85,6 @@ class GsClient(Client):
                 path=f"gs://{bucket}/{key}",
             )
         return stat.version
-
-    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
-        with open(path, "rb") as file:
-            data = file.read()
-        found = self.put(url, data, version)
-        meter.add(len(data), url)
-        return found
 
     async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None:
         asked = {"ifGenerationMatch": version} if version else {}

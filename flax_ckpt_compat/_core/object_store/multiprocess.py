@@ -15,44 +15,51 @@ from collections.abc import Collection
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.object_store.client import SCHEMES
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage import Upload
+from flax_ckpt_compat._core.storage import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiprocessUpload(Upload):
-    """A multi-process save to a store; see `Upload`."""
+class Upload:
+    """The files of one save that its processes write below unique names, until process 0 commits them."""
 
-    url: str
-    folder: str
+    url: str  # of the checkpoint
+    folder: str  # that all write below: the checkpoint's, or that of its arrays
     marker: str  # name of the marker object in ``folder``
 
     @property
-    def needs_commit_file(self) -> bool:  # type: ignore[override]
+    def needs_commit_file(self) -> bool:
         """Return whether real Flax, and jax, look for ``commit_success.txt`` before they read arrays."""
         return commit.client_for(self.folder).needs_commit_file
 
     @property
     def tag(self) -> str:
-        """Return the suffix of this save's directory names."""
+        """Return the suffix of the names of directories that no other save uses."""
         return commit.tag_of(self.marker)
 
     def fields(self) -> dict[str, str]:
+        """Return the arguments with which other processes make this object."""
         return dataclasses.asdict(self)
 
     def _is_part(self, key: str) -> bool:
         return key.partition("/")[0].endswith(self.tag) and "/" in key
 
     def written(self) -> list[str]:
+        """List what the processes have written so far, relative to the folder."""
         return [key for key in commit.client_for(self.folder).list(self.folder) if self._is_part(key)]
 
     def write(self, name: str, data: bytes) -> None:
+        """Write one file below the folder."""
         commit.client_for(self.folder).put(f"{self.folder}/{name}", data)
 
     def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
+        """Upload this process's files under the same names; ``last`` tells others that all are complete.
+
+        Raise ConcurrentWriteError if process 0 has aborted the save."""
         client = commit.client_for(self.folder)
 
         def put(name: str) -> None:
@@ -63,6 +70,7 @@ class MultiprocessUpload(Upload):
         self.check_active(names)
 
     def check_active(self, written: Collection[str]) -> None:
+        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
         if commit.client_for(self.folder).find(f"{self.folder}/{self.marker}") is not None:
             return
         self._delete(written)
@@ -70,6 +78,7 @@ class MultiprocessUpload(Upload):
         raise ConcurrentWriteError(message, path=self.url)
 
     def delete_harmless(self, name: str) -> None:
+        """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
         try:
             self._delete([name])
         except StorageError as error:
@@ -80,6 +89,7 @@ class MultiprocessUpload(Upload):
         in_parallel(lambda name: client.delete(f"{self.folder}/{name}"), names, commit.AT_ONCE)
 
     def publish(self, staged: str, *, new: bool) -> None:
+        """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Location.publish`."""
         try:
             if self.folder == self.url:
                 save = commit.FolderSave(self.url, self.marker)
@@ -107,6 +117,7 @@ class MultiprocessUpload(Upload):
         self.delete_harmless(self.marker)
 
     def abort(self) -> None:
+        """Remove what a failed save has written, unless it is committed; ignore refusals."""
         client = commit.client_for(self.folder)
         with contextlib.suppress(StorageError):
             there = client.list(self.folder)
@@ -116,9 +127,18 @@ class MultiprocessUpload(Upload):
             client.delete(f"{self.folder}/{self.marker}")
 
 
-def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
-    """Write the marker, in process 0; remove nothing."""
+def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
+    """Begin a save by writing the marker, in process 0; None where all processes write to one local temporary."""
+    url = location.path
+    if not location.is_remote:
+        return None
+    if (scheme := url.partition("://")[0]) not in SCHEMES:
+        message = (
+            f"{url}: several processes cannot save one checkpoint to {scheme}://, which has no conditional writes; "
+            "save to a shared disk, s3:// or gs://, and copy that"
+        )
+        raise StorageError(message, path=url)
     folder = url + ARRAYS_POSTFIX if in_gda_folder else url
     save = commit.FolderSave(folder)
     save.begin()
-    return MultiprocessUpload(url, folder, save.marker)
+    return Upload(url, folder, save.marker)

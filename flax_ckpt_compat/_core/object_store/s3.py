@@ -11,12 +11,11 @@ from flax_ckpt_compat._core.object_store.client import (
     ABSENT,
     ANSWER_SECONDS,
     CONNECT_SECONDS,
-    PART_BYTES,
     Client,
     split,
 )
 from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, ConflictError, status_of
-from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -25,6 +24,7 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
 _ANY_REGION = "us-east-1"  # servers of others have no regions, but requests are signed with one
+PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
 _TRIES, _AT_ONCE = 8, 64
 _MOST_PARTS = 10_000
 
@@ -113,9 +113,11 @@ class S3Client(Client):
         s3 = await self._s3(store, bucket)
         return str((await s3.put_object(Bucket=bucket, Key=key, Body=data, **_condition(version)))["ETag"])
 
-    def _put_large(self, url: str, path: str, version: str | None, meter: Meter) -> str:
-        """Upload a file in parts; the object appears with the last request."""
+    def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
+        """Write an object from a local file; of a large one in parts, and it appears with the last request."""
         size = os.path.getsize(path)
+        if size <= PART_BYTES:
+            return super().put_file(url, path, version, meter)
         part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
         begun = self._send(url, "create_multipart_upload")["UploadId"]
 

@@ -12,12 +12,12 @@ from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import removal
-from flax_ckpt_compat._core.object_store import client, commit, multiprocess
+from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError, store_errors
 from flax_ckpt_compat._core.object_store.s3 import tensorstore_credentials
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat, Upload
+from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat
 
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _TIMEOUT, _SLOWEST_RATE = 120.0, 2**20  # s, and bytes/s, until TensorStore has answered
@@ -73,12 +73,6 @@ class ObjectLocation(RemoteLocation):
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         commit.publish(temporary, self.path, new=new, meter=meter)
         removal.delete(temporary)
-
-    def begin_upload(self, *, in_gda_folder: bool) -> Upload:
-        return multiprocess.begin(self.path, in_gda_folder=in_gda_folder)
-
-    def join_upload(self, fields: dict[str, str]) -> Upload:
-        return multiprocess.MultiprocessUpload(**fields)
 
     def kvstore(self) -> dict[str, Any]:
         _, bucket, key = client.split(self.path)
