@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments
@@ -21,14 +21,11 @@ from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import ArgumentError, SettingError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar
+    from typing_extensions import Unpack
 
-    Tree = TypeVar("Tree", default=Any)  # the type of the target; without one, any
-else:
-    from typing import TypeVar
+    from flax_ckpt_compat._restore.options import RestoreKeywords
 
-    Tree = TypeVar("Tree")
-
+Tree = TypeVar("Tree")  # the type of the target
 __all__ = ["restore", "save"]
 
 
@@ -36,6 +33,14 @@ class _Unset(enum.Enum):
     """Sentinel for an argument that was not given; None is a value."""
 
     UNSET = "the setting's value"
+
+
+@overload
+def restore(path: str | os.PathLike[str], target: None = None, **keywords: Unpack[RestoreKeywords]) -> Any: ...
+
+
+@overload
+def restore(path: str | os.PathLike[str], target: Tree, **keywords: Unpack[RestoreKeywords]) -> Tree: ...
 
 
 @arguments.explained(arguments.OF_RESTORE)
