@@ -14,10 +14,9 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
-from .array_items import implementation
 from .decode_leaves import StoredLeaf, describe_leaf, may_be_key_data
 from .open_index import Index
-from .tree_structure import UNKNOWN, LeafEntry, Structure, is_unlisted
+from .tree_structure import UNKNOWN, LeafEntry, Structure, implementation, is_unlisted
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, UnsupportedArrayError, parse_array_metadata
 

@@ -28,12 +28,11 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 
-from .chunk_checksums import Verifier
 from .chunk_codecs import MAX_RATIO, ChunkChecksumError, UnsupportedCodecError
 from .files import ByteRange, sizes_of
 from .open_index import Index
 from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
-from .recorded_checksums import Checksums
+from .recorded_checksums import Checksums, Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")
 _BYTE = np.dtype(np.uint8)

@@ -13,8 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
-from .chunk_codecs import ChunkCodec, codec_of
-from .driver_codec import DriverCodec
+from .chunk_codecs import ChunkCodec, DriverCodec, codec_of
 
 # The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
 _NAMED = frozenset([

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from flax_ckpt_compat.orbax_backend import array_items
+from flax_ckpt_compat.orbax_backend import tree_structure
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -332,6 +332,6 @@ def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
 def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
     """Without a handler's name, the key about fill values decides, and OCDBT is of trees."""
     key = {"store_array_data_equal_to_fill_value": True}
-    assert array_items.is_single_array(location_of(tmp_path), key, False)
-    assert not array_items.is_single_array(location_of(tmp_path), key, True)
-    assert not array_items.is_single_array(location_of(tmp_path), {}, False)
+    assert tree_structure.is_single_array(location_of(tmp_path), key, False)
+    assert not tree_structure.is_single_array(location_of(tmp_path), key, True)
+    assert not tree_structure.is_single_array(location_of(tmp_path), {}, False)

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import ocdbt, ocdbt_encode, ocdbt_merge
+from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_encode
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,7 +123,7 @@ def _merged(path: Path, parts: Sequence[dict[bytes, bytes]]) -> dict[bytes, byte
     names = [f"ocdbt.process_{number}" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
         write(path / name, part)
-    ocdbt_merge.merge(str(path), names, location_of(path))
+    multiprocess.merge(str(path), names, location_of(path))
     return {key: value for part in parts for key, value in part.items()}
 
 
@@ -156,14 +156,14 @@ def test_the_index_of_tensorstore_is_merged(tmp_path: Path) -> None:
             store.with_transaction(transaction)[key] = expected[key]
         transaction.commit_sync()
     names = ["ocdbt.process_0", "ocdbt.process_1"]
-    ocdbt_merge.merge(str(tmp_path / "c"), names, location_of(tmp_path / "c"))
+    multiprocess.merge(str(tmp_path / "c"), names, location_of(tmp_path / "c"))
     assert by_tensorstore(tmp_path / "c") == expected == by_us(tmp_path / "c")
 
 
 def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     """The error names the process, and no index is left that lacks its values."""
     with pytest.MonkeyPatch.context() as patch:
-        real = ocdbt_merge.read_entries
+        real = multiprocess.read_entries
 
         def damaging(location: Any, base: str, locate: Any) -> Any:
             if base == "ocdbt.process_1/":
@@ -171,7 +171,7 @@ def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
                 file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
             return real(location, base, locate)
 
-        patch.setattr(ocdbt_merge, "read_entries", damaging)
+        patch.setattr(multiprocess, "read_entries", damaging)
         with pytest.raises(
             StorageError, match=r"ocdbt\.process_1 could not be merged with those of the other processes"
         ):
