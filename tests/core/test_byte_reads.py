@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import zlib
@@ -148,47 +147,6 @@ def test_reads_are_what_the_file_holds(sourced: Any, data: st.DataObject) -> Non
     assert delivered.keys() == {number for number, read in enumerate(reads) if read.target is None}
     for source, there in seen.bytes.items():
         assert all(content_of[source][at] == byte for at, byte in there.items())
-
-
-@pytest.mark.parametrize("direct_from", [1, 3])
-@pytest.mark.parametrize("piece", [2, 10**6])
-def test_reads_that_overlap_or_touch(
-    piece: int, direct_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any two of a few bytes, each with memory of its own: each has its bytes, whichever lies in the other."""
-    monkeypatch.setattr(byte_reads, "_DIRECT_FROM", direct_from)
-    content = b"abcdefg"
-    (tmp_path / "file").write_bytes(content)
-    ranges = list(itertools.combinations(range(len(content)), 2))
-    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        for spans in itertools.product(ranges, ranges):
-            memory = [bytearray(stop - start) for start, stop in spans]
-            reads = [
-                Read(source, start, stop - start, ("leaf",), memoryview(own))
-                for (start, stop), own in zip(spans, memory, strict=True)
-            ]
-            read_runs(neighbours(reads, piece), bool, refused)
-            assert [bytes(own) for own in memory] == [content[start:stop] for start, stop in spans]
-
-
-def test_pieces_are_counted_from_the_origin(tmp_path: Path) -> None:
-    """Of four bytes each: where the blocks of a chunk end that begins at byte 3."""
-    (tmp_path / "file").write_bytes(b"abcdefghijklmnop")
-    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        read = Read(source, 5, 10, ("leaf",), memoryview(bytearray(10)), None, 3)
-        assert [(one.offset, one.nbytes) for one in byte_reads.cut(read, 4)] == [(5, 2), (7, 4), (11, 4)]
-
-
-def test_no_byte_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any three ranges, those that overlap are one run, from its first byte to its last."""
-    monkeypatch.setattr(LocalFile, "gap", 0)
-    (tmp_path / "file").write_bytes(b"abcdefg")
-    ranges = list(itertools.combinations(range(7), 2))
-    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
-        for spans in itertools.product(ranges, repeat=3):
-            runs = neighbours([Read(source, start, stop - start, ("leaf",)) for start, stop in spans])
-            found = [at for run in runs for at in range(run.start, run.stop)]
-            assert found == sorted({at for start, stop in spans for at in range(start, stop)})
 
 
 @given(data=st.data())

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import orbax_layout
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Container, map_leaves
@@ -124,14 +123,6 @@ def test_the_largest_arrays() -> None:
     assert zarr.parse_array_metadata(metadata([1] * 32, [1] * 32), zarr3=False).shape == (1,) * 32
 
 
-def test_boxes_that_are_chunks() -> None:
-    """Only with the chunk's own start and length."""
-    info = zarr.parse_array_metadata(metadata([8, 6], [4, 3]), zarr3=False)
-    assert info.cell_of((slice(4, 8), slice(0, 3))) == (1, 0)
-    for box in ((slice(4, 8), slice(0, 2)), (slice(4, 8), slice(1, 4)), (slice(0, 8), slice(0, 3))):
-        assert info.cell_of(box) is None
-
-
 def test_how_large_arrays_are_split() -> None:
     """Plain ones from 2 GiB on; chunks of a shard divide it evenly, unless only far smaller ones would."""
     gib = 2**30
@@ -172,33 +163,10 @@ def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
     return build_tree(structure, [path for path, _ in entries])
 
 
-def test_sequences_are_in_the_order_of_their_indices() -> None:
-    """Of numbers, not of text."""
-    names = [str(number) for number in (3, 10, 0, 7, 1, 2, 9, 4, 6, 5, 8)]
-    tree = built([(f"a/{name}", "ds") for name in names]).children["a"]
-    assert tree == Branch({str(n): f"a/{n}" for n in range(11)}, Container.LIST)
-    assert list(tree.children) == [str(n) for n in range(11)]
-
-
 @pytest.mark.parametrize("entries", [[("a/0", "ds"), ("a/b", "dd")], [("a/b", "dd"), ("a/0", "ds")]])
 def test_children_by_index_and_by_name_are_a_dict(entries: list[tuple[str, str]]) -> None:
     """As Orbax saves a `flax.nnx.List`, which it cannot restore."""
     assert built(entries).children["a"] == Branch({name[2:]: name for name, _ in entries})
-
-
-@pytest.mark.parametrize(
-    ("entries", "why"),
-    [
-        ([("a/0", "ds"), ("a/2", "ds")], "has the indices"),
-        ([("a/0/b", "dsd"), ("a/0/c", "ddd")], "contradicts"),
-        ([("a/b", "dd"), ("a/b", "dd")], "listed twice"),
-        ([("a", "d"), ("a/b", "dd")], "listed twice, or as both a leaf and a branch"),
-    ],
-)
-def test_entries_that_are_no_tree(entries: list[tuple[str, str]], why: str) -> None:
-    """They are an error that names the leaf."""
-    with pytest.raises(CorruptCheckpointError, match=why):
-        built(entries)
 
 
 def test_annotations() -> None:

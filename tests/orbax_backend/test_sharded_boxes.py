@@ -195,14 +195,6 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     assert np.array_equal(part, values[1:3, 2:6])
 
 
-def test_boxes_that_nobody_holds(tmp_path: Path) -> None:
-    """Each has its own chunks, also where Python gives it the memory, and so the id, of one that is gone."""
-    handle = stored_by_tensorstore(tmp_path / "c", np.arange(400.0), [4], "raw")
-    for start in range(100):
-        layout = handle.locator.layouts.of((slice(4 * start, 4 * start + 4),))
-        assert [part.key for part in layout.parts] == [str(start)]
-
-
 def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
     monkeypatch.setattr(chunk_boxes, "_MAX_KNOWN", 1)
