@@ -107,15 +107,12 @@ def neighbours(reads: Iterable[Read], piece: int = PIECE_BYTES, longest: int | N
 def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     runs: list[Run] = []
     groups: list[list[Read]] = []
-    gap, is_remote = source.gap, not source.is_local
+    gap = source.gap
     first = end = -gap - 1
     for read in sorted(reads, key=offset_of):
         offset, nbytes = read[1:3]
         if not nbytes:  # an empty array may lie behind the end of a file, where nothing else is
             runs.append(Run(source, offset, offset, [read]))
-            continue
-        if is_remote and source.is_cached(offset, nbytes):  # it needs no request, and does not part its neighbours
-            runs.append(Run(source, offset, offset + nbytes, [read]))
             continue
         if offset - end > gap or offset + nbytes - first > longest:
             groups.append([])

@@ -100,10 +100,6 @@ class Source(abc.ABC):
     def close(self) -> None:  # noqa: B027  (stores inherit it)
         """Close it; of a store nothing is open."""
 
-    def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002  (others tell by the range)
-        """Return whether a range is in memory already."""
-        return False
-
 
 # Methods whose OSErrors become StorageErrors → what completes "could not be …".
 _TRANSLATED = {
