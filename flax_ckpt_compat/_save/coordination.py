@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -25,15 +24,12 @@ from flax_ckpt_compat._save.tree_agreement import TreeSummary
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS = 1.0
-# How long two processes may wait for each other at different paths: other threads of theirs may be late.
-_CROSSED_SECONDS = 5.0
 # Keys of so many earlier saves are kept for late processes.
 _KEPT_SAVES = 8
 _Registrations = dict[int, tuple[str, Any]]  # process → registration id, content
 # By the clock, so that a process which was started anew takes no answer to the one before for its own.
 _registration_ids = itertools.count(time.time_ns())
 _old_keys: collections.deque[str] = collections.deque()
-_running: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # of this process
 
 
 class Coordinator:
@@ -55,7 +51,6 @@ class Coordinator:
         self._registered, self._results = "flax_ckpt_compat/registrations", "flax_ckpt_compat/results"
         # Holds the failure of process 0 for processes that register for this path later.
         self._failure_folder = f"flax_ckpt_compat/failures/{path.encode('utf-8', 'surrogateescape').hex()}/"
-        _running.add(self)
 
     def join(
         self,
@@ -81,7 +76,6 @@ class Coordinator:
             "tree": details,
             "proposal": proposal,
             "error": encode_error(failed),
-            "running": self._running_paths(),
         }
         try:
             self._store.set(f"{self._registered}/{self._id}", content)
@@ -206,19 +200,10 @@ class Coordinator:
             hopeless = failed or any(content["error"] for _, content in here.values())
             # A registration for another path may be of another thread of a process that still registers here.
             bound = self._short if hopeless or others else self.timeout
-            if any(self._is_crossed(content) for _, content in others.values()):
-                bound = min(bound, _CROSSED_SECONDS)
             if (hopeless and len(here) + len(others) == self.process.count - 1) or time.monotonic() > start + bound:
                 break
             time.sleep(pause)
         return here, others
-
-    def _running_paths(self) -> list[str]:
-        return sorted({one._path for one in list(_running)})
-
-    def _is_crossed(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a process waits at another path, and neither does anything at the path of the other."""
-        return content["path"] not in self._running_paths() and self._path not in content["running"]
 
     def _registrations(self) -> tuple[_Registrations, _Registrations]:
         """Return registrations for this path, and those of processes that registered for other paths only."""

@@ -24,8 +24,7 @@ from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupte
 from flax_ckpt_compat._save.coordination import Coordinator
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
-from flax_ckpt_compat._save.tree_agreement import TreeSummary
-from flax_ckpt_compat._save.write_assignment import Replicas
+from flax_ckpt_compat._save.tree_agreement import Replicas, TreeSummary
 
 # Look-ups wait for this process's part of a background save, for so many times ``coordination_timeout``.
 _LOOKUP_TIMEOUTS = 4

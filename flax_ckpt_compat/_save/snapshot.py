@@ -17,7 +17,7 @@ from flax_ckpt_compat._save import device_transfers, tree_agreement
 from flax_ckpt_compat._save.device_transfers import Transfers
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
-from flax_ckpt_compat._save.write_assignment import Replicas
+from flax_ckpt_compat._save.tree_agreement import Replicas
 from flax_ckpt_compat._trees import depth, prng_keys, state_dict
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 

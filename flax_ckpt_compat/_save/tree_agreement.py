@@ -1,7 +1,8 @@
 """Compare the trees of processes that save one checkpoint together, by small digests.
 
 Two rules: arrays spread over processes must agree (`TreeSummary.why_spread_differs`); other leaves should, as
-process 0's are saved (`TreeSummary.warn_of_differences`).
+process 0's are saved (`TreeSummary.warn_of_differences`). Where all agree, `Replicas` shares out the writing of arrays
+that several processes hold whole, as data-parallel jobs hold their states.
 
 In large trees leaves are grouped by a checksum of their names, so that messages stay small and a leaf of one process
 alone changes one group only.
@@ -9,10 +10,11 @@ alone changes one group only.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.jax_shards import Memo, normalize_index
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._trees import prng_keys
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -31,6 +33,8 @@ _MAX_EXACT_LEAVES, _EXACT_GROUPS = 128, 2**24
 _SAMPLED_LEAVES = 1024
 # Digest all bytes of a small array, else evenly spaced elements; of a large one on an accelerator, nothing.
 _SMALL_BYTES, _SAMPLED_ELEMENTS = 4096, 64
+# Smaller replicated arrays are left to process 0: they are written together.
+_MIN_SHARED_BYTES = 2**20
 _warned: set[tuple[str, str]] = set()
 
 
@@ -138,6 +142,30 @@ class TreeSummary:
                 ", ".join(map(str, found.values())),
                 count,
             )
+
+
+class Replicas:
+    """Arrays of one save that are replicated over processes, process 0 among them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]] = {}  # holders, dtype and shape
+
+    def add(self, path: Path, array: Any, holders: Collection[int]) -> None:
+        """Add a ``jax.Array``, and the processes that hold it."""
+        if array.nbytes >= _MIN_SHARED_BYTES and len(holders) > 1:
+            self._arrays[path] = tuple(sorted(holders)), str(array.dtype), array.shape
+
+    def writers(self) -> dict[Path, int]:
+        """Return which process writes each array, by a hash of its name."""
+        return {
+            path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
+            for path, (holders, _, _) in self._arrays.items()
+        }
+
+    def digest(self) -> str:
+        """Return what has to be the same in all processes that share out the work."""
+        text = repr(sorted(self._arrays.items()))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def spans_processes(array: Any) -> bool:

@@ -158,15 +158,6 @@ def test_checksums_that_differ(orbax: bool, tmp_path: Path) -> None:
     assert jobs.names(str(tmp_path)) == []
 
 
-@pytest.mark.slow
-def test_steps_that_differ_are_told_at_once(orbax: bool, tmp_path: Path) -> None:
-    """Not after ``coordination_timeout``: each process waits at its own path, and does nothing else."""
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, {"step": 6}], 60, timeout=40):
-        assert outcome.kinds[0] == "MultiprocessSaveError"
-        assert outcome.seconds < 15
-    assert jobs.names(str(tmp_path)) == []
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_trees_that_differ(orbax: bool, tmp_path: Path, holder: int) -> None:
     """A spread array that only one process has is an error in all, not a checkpoint with a hole."""
