@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -203,19 +202,6 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str, step
         assert content(tmp_path) == before
 
 
-def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path: Path, format: Any) -> None:
-    """A save into one, which a restore of its path would never find, is refused, and so is one below a file."""
-    save(tmp_path / "model", tree(1), format="orbax")
-    before = content(tmp_path)
-    for step, path in ((2, "model"), (None, "model/more")):
-        with pytest.raises(errors.InvalidCheckpointError, match="itself a checkpoint"):
-            save(tmp_path / path, tree(2), step=step, overwrite=True, format=format)
-    assert content(tmp_path) == before
-    save(tmp_path / "file", tree(1), format="msgpack")
-    with pytest.raises(errors.StorageError, match="is a file"):
-        save(tmp_path / "file", tree(2), step=2, format=format)
-
-
 @pytest.mark.parametrize("release", ["flax-0.12.8_orbax-0.12.8", "flax-0.10.2_orbax-0.10.3"])
 def test_real_checkpoints_count_as_checkpoints(tmp_path: Path, release: str) -> None:
     """What real Flax and real Orbax wrote, flat, composite or a manager's step, is replaced on request."""
@@ -349,26 +335,6 @@ def test_compression_of_the_call_beats_the_setting(tmp_path: Path) -> None:
         assert _codec(save(tmp_path / "c", zeros, format="orbax"))
         assert not _codec(save(tmp_path / "d", zeros, format="orbax", compression=None))
         save(tmp_path / "e", zeros, format="msgpack")
-
-
-def test_background_saves_keep_the_values_of_the_call(tmp_path: Path, format: Any) -> None:
-    """With a manager the values are those at the call, and the order of the saves is that of the calls."""
-    manager, values = checkpoints.AsyncManager(), np.zeros(3)
-    for n in range(4):
-        values[:] = n
-        save(tmp_path / "model", {"w": values}, overwrite=True, format=format, async_manager=manager)
-    values[:] = -1
-    manager.wait_previous_save()
-    np.testing.assert_array_equal(restore(tmp_path / "model")["w"], np.full(3, 3.0))
-    assert names(tmp_path) == ["model"]
-
-
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path, format: Any) -> None:
-    """An object, an abstract array, two keys of one name: no directory is made and the old checkpoint stays."""
-    for target in ({"a": object()}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, {1: 1, "1": 2}):
-        with pytest.raises((errors.UnsupportedLeafError, errors.NameCollisionError)):
-            save(tmp_path / "new" / "model", target, format=format)
-    assert names(tmp_path) == []
 
 
 def test_urls_of_unknown_schemes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

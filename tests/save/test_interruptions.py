@@ -196,7 +196,7 @@ print(checkpoints.available_steps(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("flag", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_handler_saves_while_the_first_save_imports(flag: bool, tmp_path: Path) -> None:
     """It found half of the imported module: an AttributeError, and the last state of a preempted job was lost."""
     module = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if flag else "flax_ckpt_compat.legacy.encode"

@@ -283,13 +283,6 @@ def test_saving_inside_of_jit_is_refused(flag: bool, tmp_path: Path, function: s
         assert caught.value.leaf == "params/w" and names(tmp_path) == []
 
 
-def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
-    """The character that no file system takes is an ArgumentError."""
-    for arguments in ({"ckpt_dir": f"{tmp_path}/a\0b"}, {"ckpt_dir": tmp_path, "prefix": "a\0b"}):
-        with pytest.raises(errors.ArgumentError):
-            ours.save_checkpoint(target=tree(), step=1, **arguments)
-
-
 def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) -> None:
     """A checkpoint directory that is a file cannot be saved into."""
     (tmp_path / "file").write_text("x")
