@@ -148,7 +148,7 @@ LOSSES: list[tuple[Any, Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("stored", "wanted", "kept", "lost"), LOSSES, ids=str)
+@pytest.mark.parametrize(("stored", "wanted", "kept", "lost"), LOSSES)
 def test_what_a_cast_loses(
     stored: Any, wanted: Any, kept: list[Any], lost: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

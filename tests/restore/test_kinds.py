@@ -41,7 +41,7 @@ FITTING: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("stored", "fitting", "others"), FITTING, ids=repr)
+@pytest.mark.parametrize(("stored", "fitting", "others"), FITTING)
 def test_kinds(stored: Any, fitting: list[Any], others: list[Any], flag: bool, tmp_path: Path) -> None:
     """What fits is restored as it is, and anything else is an error that names both kinds."""
     path = save(tmp_path / "saved", {"a": stored})
