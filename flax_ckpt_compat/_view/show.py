@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -392,15 +392,16 @@ def treemap(contents: Contents) -> str:
         raise SettingError(message) from None
     whole = _tree_of(contents)
     boxes = list(_boxes(_folded_tree(contents) if whole.count > _MAX_BOXES else whole))
-    kinds = [*by_dtype(contents), ""]
+    kinds = by_dtype(contents)
     fills = dict(zip(kinds, [*_FILLS, *_FILLS[-1:] * len(kinds)], strict=False)) | {"": _GREY}
+    paths, parents, labels, sizes, texts, of_boxes = zip(*boxes, strict=True)
     drawn = graph_objects.Treemap(
-        ids=[box.path for box in boxes],
-        parents=[box.parent for box in boxes],
-        labels=[box.name for box in boxes],
-        values=[box.nbytes for box in boxes],
-        text=[box.text for box in boxes],
-        marker_colors=[fills[box.kind] for box in boxes],
+        ids=paths,
+        parents=parents,
+        labels=labels,
+        values=sizes,
+        text=texts,
+        marker_colors=[fills[kind] for kind in of_boxes],
         branchvalues="total",
         hovertemplate="%{text}<extra></extra>",
         texttemplate="%{label} %{value:.3s}B",
@@ -411,23 +412,13 @@ def treemap(contents: Contents) -> str:
     return page
 
 
-class _Box(NamedTuple):
-    """A box of the treemap."""
-
-    path: str
-    parent: str  # path of the box around it, or ''
-    name: str
-    kind: str  # dtype of a leaf, or kind of a Python value; of a subtree ''
-    nbytes: int
-    text: str  # what it says under the mouse
-
-
-def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[_Box]:
+def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[tuple[str, str, str, int, str, str]]:
+    """Yield path, parent, label, size, text under the mouse and dtype of each box; '' is the dtype of subtrees."""
     path = path or node.name
     kind, what = (node.leaf.dtype_or_kind, node.leaf.type) if node.leaf else ("", "")
     what = f"{node.count} of {what}" if what and node.count > 1 else what or count_of_leaves(node.count)
     text = "<br>".join((_escaped(path), _escaped(what), format_size(node.nbytes)))
-    yield _Box(path, parent, _escaped(node.name), kind, node.nbytes, text)
+    yield path, parent, _escaped(node.name), node.nbytes, text, kind
     for name, child in node.children.items():
         if child.nbytes:
             yield from _boxes(child, f"{path}/{name}" if parent else name, path)

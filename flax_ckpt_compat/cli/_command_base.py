@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import os
 import sys
@@ -26,7 +25,6 @@ import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from flax_ckpt_compat._core.location import Location
     from flax_ckpt_compat._view.metadata import Begin, Count
     from flax_ckpt_compat._view.report import Line, Report, Table
 
@@ -35,7 +33,6 @@ FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 # Libraries of stores, and absl for what they and TensorFlow's file functions say.
 _TALKATIVE = ("absl", "adlfs", "aiobotocore", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
 _BY_OWN_PATH = (".safetensors", ".npz", ".msgpack")  # endings of files that hold a tree without a step
-_MAX_FOLDERS = 200  # that are searched for hints: a tree of runs may be large, and its disk slow
 
 
 class FailedError(click.ClickException):
@@ -207,36 +204,13 @@ def _paragraph(error: Exception) -> str:
     from flax_ckpt_compat._core.text_formatting import printable
 
     text = printable(f"{type(error).__name__}: {error}")
-    if isinstance(error, CheckpointNotFoundError) and error.path and not error.has_remedy:
-        from flax_ckpt_compat._core.location import of_text
-
-        return f"{text}. {next_step(of_text(error.path))}".rstrip(" ")
+    if isinstance(error, CheckpointNotFoundError) and not error.has_remedy:
+        return f"{text}. Pass a checkpoint, or a directory of checkpoints."
     if isinstance(error, CheckpointError):
         return text
     if _is_full_disk(error):
         return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
-
-
-def next_step(location: Location, for_below: str = "") -> str:
-    """Return a sentence about what is near a local location without checkpoints, further down than the errors look.
-
-    It is empty in stores, and for files. It ends with ``for_below`` if there are checkpoints below the path."""
-    from flax_ckpt_compat._core.errors import CheckpointError
-    from flax_ckpt_compat._discovery import hints, walk
-
-    try:
-        if location.is_remote or location.isfile():
-            return ""
-        if location.isdir():
-            folders = itertools.islice(walk.folders_below(location, []), 1, _MAX_FOLDERS)
-            found = [folder.path for folder, checkpoints in folders if checkpoints]
-            there = f"There are checkpoints in {hints.some(found)}{for_below}."
-            return there if found else "Pass a checkpoint, or a directory of checkpoints."
-    except (OSError, CheckpointError):
-        return ""
-    beside = hints.beside(location)
-    return beside[0].upper() + beside[1:] + ("" if beside.endswith("?") else ".") if beside else ""
 
 
 def _is_full_disk(error: Exception) -> TypeGuard[OSError]:

@@ -20,7 +20,7 @@ from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 from flax_ckpt_compat._view.report import Line, Report, Table
 
-from ._command_base import Command, FailedError, json_option, next_step, path_argument, prefix_option, print_report
+from ._command_base import Command, FailedError, json_option, path_argument, prefix_option, print_report
 
 # The prefix ends in a separator: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
 # ckpt-3 belongs to the prefix.
@@ -172,13 +172,12 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
         message = f"{path} is one checkpoint, not a directory of them: list {path.parent}"
         raise CheckpointNotFoundError(message, path=path.path, has_remedy=True)
     if not path.is_remote and not path.listdir():
-        return f"{path} is empty. {next_step(path)}"
+        return f"{path} is empty."
     absent = not_found.of_checkpoints(checkpoint_dir)
     if recursive:
         return f"{absent}, and none is below it"
-    if not absent.remedy:
-        return f"{absent}. {next_step(path, '; list them with --recursive')}".rstrip(" ")
-    return f"{absent}; --recursive lists all below it" if hints.checkpoints_below(path) else str(absent)
+    is_all = absent.remedy.endswith("?") or (absent.remedy and not hints.checkpoints_below(path))
+    return str(absent) if is_all else f"{absent}; --recursive lists all below it"
 
 
 def _as_json(folder: Folder) -> list[dict[str, Any]]:
@@ -214,22 +213,23 @@ def _lines(
             yield Line(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
         if folder.rows:
             yield _table(folder.rows, leaves=leaves)
-        problems = [(row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem]
-        yield from _apart("Cannot be opened:", problems)
-        strangers = [(row.record.path, row.record.nbytes, str(row.record.why)) for row in folder.strangers]
-        yield from _apart("Named like checkpoints:", strangers)
-        left = [(one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left]
-        yield from _apart(f"Left by interrupted saves (flax-ckpt clean {folder.shown}):", left)
+        apart: dict[str, list[tuple[str, int, str | None]]] = {
+            "Cannot be opened": [
+                (row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem
+            ],
+            "Named like checkpoints": [(one.path, one.nbytes, one.why) for one, *_ in folder.strangers],
+            f"Left by interrupted saves (flax-ckpt clean {folder.shown})": [
+                (one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left
+            ],
+        }
+        for heading, found in apart.items():
+            yield from [Line(printable(f"{heading}:", one_line=True), hang=2)] * bool(found)
+            for path, nbytes, what in found:
+                text = f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}"
+                yield Line(printable(text, one_line=True), hang=4)
         if folder.others:
             names = ", ".join(folder.others)
             yield Line(printable(f"Also here, with other prefixes: {names}; --recursive lists all.", one_line=True))
-
-
-def _apart(heading: str, found: Sequence[tuple[str, int, str]]) -> Iterator[Line]:
-    if found:
-        yield Line(printable(heading, one_line=True), hang=2)
-    for path, nbytes, what in found:
-        yield Line(printable(f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}", one_line=True), hang=4)
 
 
 def _table(rows: Sequence[Row], *, leaves: bool) -> Table:

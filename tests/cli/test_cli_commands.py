@@ -220,7 +220,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "there are checkpoints at "),
         (("ls", "runs"), 0, "; --recursive lists all below it"),
-        (("ls", "."), 0, "; list them with --recursive."),
+        (("ls", "."), 0, "; --recursive lists all below it"),
         *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
         *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
