@@ -17,7 +17,6 @@ from flax_ckpt_compat._core.local import file_checksums, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.thread_pools import at_once
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,
@@ -38,7 +37,6 @@ _COPY_BELOW = 16 * 2**10
 # Per system call. Headers are written with the data after them, and calls end on multiples of this in the file, so
 # that the kernel fills whole pages: a third less time than a call per header and array.
 _BATCH = 16 * 2**20
-_SUM_IN_THREAD_FROM = 2**20
 _MAX_PIECES = 512  # of a batch
 # Copies of strided and sharded arrays.
 _BLOCK = 8 * 2**20
@@ -216,22 +214,13 @@ class _Writer:
     def _flush(self) -> None:
         """Write everything."""
         self._end_small()
-        pieces, summed = self._pieces, list(self._pieces)
-        if self._sums is None:
-            self._file.write(pieces)
-        elif self._buffered < _SUM_IN_THREAD_FROM:
-            self._sum(summed)
-            self._file.write(pieces)
-        else:
-            at_once(lambda: self._file.write(pieces), lambda: self._sum(summed))
+        if self._sums is not None:
+            for piece in self._pieces:
+                self._sums.update(piece)
+        self._file.write(self._pieces)
         self._written += self._buffered
         self._meter.add(self._buffered, self._at)
         self._buffered = self._copied_bytes = 0
-
-    def _sum(self, pieces: list[memoryview]) -> None:
-        assert self._sums is not None
-        for piece in pieces:
-            self._sums.update(piece)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Shard
 
-from . import gda_checksums
+from . import gda_read
 from .encode import write_tree
 from .gda_split import DistributedArray
 
@@ -95,7 +95,7 @@ def _subpath(array: DistributedArray, name: str) -> str:
 
 
 def _metadata(array: DistributedArray, save: ProcessSave) -> bytes:
-    return gda_checksums.with_sum(array.metadata) if save.options.checksums else array.metadata
+    return gda_read.with_sum(array.metadata) if save.options.checksums else array.metadata
 
 
 def _write_shards(save: ProcessSave) -> list[str]:
@@ -132,7 +132,7 @@ def _write_shard(save: ProcessSave, one: tuple[DistributedArray, Shard]) -> str:
     """Encode a shard and write it as a chunk; return its path relative to the folder."""
     array, shard = one
     name = _subpath(array, array.chunk_name(shard.index))
-    compressor = zstandard.ZstdCompressor(level=gda_checksums.LEVEL, write_checksum=save.options.checksums)
+    compressor = zstandard.ZstdCompressor(level=gda_read.LEVEL, write_checksum=save.options.checksums)
     encoded = compressor.compress(array.chunk(shard.data).reshape(-1).view(np.uint8).data)
     if (upload := save.upload) is not None:
         upload.write(f"{upload.tag}/{name}", encoded)

@@ -24,9 +24,8 @@ from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 from . import gda_read
 from .checksummed_file import ChecksummedObject, open_checksums, truncated
 from .format import FileRanges, is_one_range
-from .parse import parse
+from .parse import parse, parse_stream
 from .read_bytes import File, MsgpackSource, StoredObject, Window, open_source
-from .stream import parse_stream
 from .unpack_small_files import unpack
 
 _log = logging.getLogger("flax_ckpt_compat")

@@ -141,15 +141,6 @@ def test_a_plain_copy_is_verified(saved: Path, tmp_path: Path) -> None:
         restore(other / saved.name)
 
 
-def test_one_chunk_without_a_checksum_is_not_ok(saved: Path) -> None:
-    """All chunks of an array have to be covered: another program replaced one."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{saved}_gda/v/"}}
-    ts.open(spec, open=True).result()[8:].write(np.arange(8)).result()
-    states = {leaf.path: leaf.state for leaf in verify(saved).checkpoints[0].leaves}
-    assert (states["v"], states["w"]) == ("unverified", "ok")
-    assert verify(saved).state == "unverified"
-
-
 def test_altered_metadata_is_read_if_nothing_is_to_be_verified(saved: Path) -> None:
     """It would be read as numbers of another type."""
     metadata = Path(f"{saved}_gda") / "w" / ".zarray"
