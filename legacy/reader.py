@@ -264,17 +264,9 @@ def _read_slices(
     values = iter(read_handles([*(handle for handle in direct if handle is not None), *cut]))
     found = [None if handle is None else next(values) for handle in direct]
     whole = dict(zip(cut, values, strict=True))
-    small: list[tuple[int, Any]] = []
     for number, (one, rows) in enumerate(pairs):
         if isinstance(one, ArraySlice) and rows is None:
-            view = whole[one.handle][one.index]
-            if view.nbytes < _SMALL:
-                small.append((number, view))
-            else:
-                found[number] = one.cut(whole[one.handle])
-    packed = memory.pack([(view.shape, view.dtype, view.tobytes()) for _, view in small])
-    for (number, _), array in zip(small, packed, strict=True):
-        found[number] = array
+            found[number] = one.cut(whole[one.handle])
     return found
 
 

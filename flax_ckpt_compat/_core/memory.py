@@ -69,19 +69,6 @@ def empty_pages(nbytes: int) -> np.ndarray[Any, Any]:
     return raw[start : start + nbytes]
 
 
-def pack(arrays: Sequence[tuple[Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays (shape, dtype and bytes) to new memory; see `pack_alike`."""
-    alike: dict[tuple[Shape, np.dtype[Any]], list[int]] = {}
-    for at, (shape, dtype, _) in enumerate(arrays):
-        alike.setdefault((shape, dtype), []).append(at)
-    packed: list[Any] = [None] * len(arrays)
-    for (shape, dtype), places in alike.items():
-        found = pack_alike([arrays[at][2] for at in places], shape, dtype)
-        for at, array in zip(places, found, strict=True):
-            packed[at] = array
-    return packed
-
-
 def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary.
 
@@ -98,7 +85,7 @@ def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dty
 def pack_chunks(
     arrays: Sequence[bytes], shape: Shape, dtype: np.dtype[Any], chunk: Shape, copies: Sequence[tuple[Box, Box]]
 ) -> list[np.ndarray[Any, Any]]:
-    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks, in blocks as `pack` does.
+    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks; in blocks, see `pack_alike`.
 
     Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array."""
     packed: list[np.ndarray[Any, Any]] = []

@@ -235,16 +235,6 @@ def _next(shares: collections.deque[range]) -> range | None:
         return None
 
 
-def results_of(work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16) -> dict[_Item, _Result]:
-    """Call ``work`` for each item, on several threads, and return item → result; see `in_parallel`."""
-    return dict(zip(items, in_parallel(work, items, at_once), strict=True))
-
-
-def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """Call functions on several threads and return their results; see `in_parallel`."""
-    return in_parallel(lambda function: function(), functions)
-
-
 def is_refusal(error: BaseException) -> bool:
     """Return whether an error means that a pool refused a task, or that no thread can be started."""
     return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -15,12 +16,12 @@ def test_packed_arrays_are_their_bytes_and_touch_no_other() -> None:
     dtypes = ["f4", ">i2", "?", "c16", "S5", "U3", ml_dtypes.bfloat16, ml_dtypes.int4]
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (2, 0, 3), (5, 2), (1,), (17,)]
     random = np.random.default_rng(0)
-    expected = []
-    for number in range(300):
-        dtype: Any = np.dtype(dtypes[number % len(dtypes)])  # type: ignore[call-overload]
-        shape = shapes[number % len(shapes)]
-        expected.append(random.integers(0, 2, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape))
-    found = memory.pack([(one.shape, one.dtype, one.tobytes()) for one in expected])
+    expected, found = list[Any](), list[Any]()
+    for name, shape in itertools.product(dtypes, shapes):
+        dtype: Any = np.dtype(name)  # type: ignore[call-overload]
+        alike = random.integers(0, 2, (70, *shape, dtype.itemsize), np.uint8).view(dtype).reshape((70, *shape))
+        expected += [alike[number, ...] for number in range(70)]
+        found += memory.pack_alike([one.tobytes() for one in expected[-70:]], shape, dtype)
     for one, array in zip(expected, found, strict=True):
         assert type(array) is np.ndarray
         assert (array.shape, array.dtype) == (one.shape, one.dtype)
@@ -52,7 +53,7 @@ def test_arrays_are_assembled_from_chunks() -> None:
 def test_an_array_holds_on_to_few_others() -> None:
     """Of thousands of arrays, the one that is kept holds a block of at most 64, or 256 KiB."""
     for nbytes, most in ((8, 64), (4096, 64), (20_000, 13), (300_000, 1)):
-        found = memory.pack([((nbytes,), np.dtype(np.uint8), bytes(nbytes))] * 200)
+        found = memory.pack_alike([bytes(nbytes)] * 200, (nbytes,), np.dtype(np.uint8))
         blocks: dict[int, list[Any]] = {}
         for array in found:
             blocks.setdefault(id(array.base), []).append(array)
