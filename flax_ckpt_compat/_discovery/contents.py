@@ -323,7 +323,7 @@ def _directory(path: Location, names: set[str]) -> Contents:
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
     why = upload or _why_unfinished(names) or found.missing
-    if why and found.layout is not Layout.TREE and not orbax_directory.looks_begun(path, names):
+    if why and found.layout not in (Layout.TREE, Layout.ARRAYS) and not orbax_directory.looks_begun(path, names):
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))
     return Contents(
         path,

@@ -25,11 +25,11 @@ from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
-from flax_ckpt_compat._discovery import contents, foreign, not_found, step_lookup
+from flax_ckpt_compat._discovery import contents, foreign, hints, not_found, step_lookup
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY
+from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
@@ -86,6 +86,8 @@ def _is_checkpoint(root: Location) -> bool:
     What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
     try:
         found = contents.contents_of(root)
+        if found.layout is Layout.ARRAYS and hints.checkpoint_around(root):
+            return False  # arrays of a tree
         if found.is_one_checkpoint or found.is_foreign_and_read or found.state is State.TEMPORARY:
             return True
         return found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root))

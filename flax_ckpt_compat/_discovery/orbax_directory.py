@@ -62,6 +62,7 @@ class Layout(enum.Enum):
     JSON = "JSON alone"
     CUSTOM = "files of a custom handler"
     T5X = "T5X"  # read, and never written by Flax, Orbax's checkpointers or this library
+    ARRAYS = "arrays without a tree"  # of a tree that lost it, or of jax's own serialization; never complete
     # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
     READ_ONLY = "of another program"
 
@@ -92,8 +93,8 @@ def describe(path: Location, names: set[str]) -> Description:
         why = missing_in_tree(path, names)
         items = {"": Item(Format.ORBAX, path)}
         return Description(kind, why or "", items)
-    if _is_tree_of_arrays(path, names):
-        return Description(Layout.TREE, _LOST_STRUCTURE)
+    if _is_without_tree(path, names):
+        return Description(Layout.ARRAYS, _LOST_STRUCTURE)
     handlers = recorded_handlers(path, names)
     if isinstance(handlers, str):
         return _flat_without_tree(path, names, handlers)
@@ -108,10 +109,10 @@ def describe(path: Location, names: set[str]) -> Description:
     return _without_items(path, names)
 
 
-def _is_tree_of_arrays(path: Location, names: set[str]) -> bool:
-    """Return whether folders of arrays have key paths, with dots, as names: a tree of Orbax without its structure."""
-    has_paths = any("." in name.strip(".") for name in names) and not names.intersection(layout.ARRAY_METADATA_FILES)
-    return has_paths and not names.intersection((*FINISHED, *PARTS)) and is_folder_of_arrays(path, names)
+def _is_without_tree(path: Location, names: set[str]) -> bool:
+    """Return whether there are folders of arrays, and nothing that is the tree of them, nor a single array."""
+    others = (*layout.ARRAY_METADATA_FILES, *FINISHED, *PARTS)
+    return not names.intersection(others) and is_folder_of_arrays(path, names)
 
 
 def _flat_without_tree(path: Location, names: set[str], handler: str) -> Description:

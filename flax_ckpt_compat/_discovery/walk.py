@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
 from flax_ckpt_compat._discovery.contents import State, contents_of, is_step_of_manager
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -84,6 +85,8 @@ def _may_be_checkpoint(found: contents.Contents) -> bool:
 
 def _is_checkpoint(path: Location) -> bool:
     found = contents_of(path)
+    if found.layout is Layout.ARRAYS and not steps.ends_in_step(found.name):
+        return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 
 
