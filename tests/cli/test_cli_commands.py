@@ -41,15 +41,12 @@ for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert list(map(json.loads, done.stderr.splitlines())) == [
-        ["--help", 0, []],
-        ["ls", 0, []],
-        ["clean", 0, []],
-        ["show", 0, ["numpy", "tensorstore"]],
-        ["verify", 0, ["numpy", "tensorstore"]],
-        ["diff", 0, ["numpy", "tensorstore"]],
-        ["convert", 0, ["numpy", "tensorstore"]],
+    found = list(map(json.loads, done.stderr.splitlines()))
+    assert [one[:2] for one in found] == [
+        [name, 0] for name in ("--help", "ls", "clean", "show", "verify", "diff", "convert")
     ]
+    assert [one[2] for one in found[:3]] == [[], [], []]
+    assert all({*one[2]} <= {"numpy", "tensorstore"} for one in found[3:])
 
 
 @pytest.mark.parametrize("name", NAMES)
