@@ -59,8 +59,6 @@ class SaveRequest:
     async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
     orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
-    # Versions of the object of a store that has this path, in which it was found to be a checkpoint.
-    checked_versions: set[bytes] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     @property
     def directory(self) -> Location:

@@ -12,7 +12,7 @@ import jax
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, MissingPathError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
@@ -118,19 +118,13 @@ def _check_replaced(request: SaveRequest) -> None:
                 "another name, or remove it yourself.",
             )
         return
-    if not path.exists():
+    if not path.exists() or path.holds_nothing():
         return
-    version = _object_version(path)
-    if version is None or version not in request.checked_versions:
-        if path.holds_nothing():
-            return
-        foreign = _check_stable(path, _foreign_reason)
-        if foreign:
-            hint = ", pass step= to save into this directory" if request.step is None and path.isdir() else ""
-            remedy = f"save under another name{hint}, or remove it yourself"
-            raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
-        if version is not None:
-            request.checked_versions.add(version)
+    foreign = _check_stable(path, _foreign_reason)
+    if foreign:
+        hint = ", pass step= to save into this directory" if request.step is None and path.isdir() else ""
+        remedy = f"save under another name{hint}, or remove it yourself"
+        raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
     if not request.overwrite:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
 
@@ -143,14 +137,6 @@ def _why_never_replaced(found: Contents, request: SaveRequest) -> str | None:
         return "it holds items, as a CheckpointManager writes them"
     if found.is_complete and not found.is_certain and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
-    return None
-
-
-def _object_version(path: Location) -> bytes | None:
-    """Return the version of an object of a store, of which opening it again takes five rounds; None for all else."""
-    if path.is_remote and path.isfile():
-        with suppress(MissingPathError):
-            return path.version()
     return None
 
 
