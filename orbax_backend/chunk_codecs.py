@@ -49,8 +49,7 @@ class ChunkCodec:
 
     def decode(self, stored: bytes | memoryview, nbytes: int, target: memoryview | None = None) -> bytes | memoryview:
         """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""
-        if nbytes > len(stored) * MAX_RATIO:
-            raise UndecodableChunkError(f"has {len(stored)} bytes, which cannot hold {nbytes}")
+        _check_ratio(stored, nbytes)
         data = self._in_shard(memoryview(stored))
         if self.checksum:
             data = checked(data)
@@ -76,6 +75,12 @@ class ChunkCodec:
         if index == _NOTHING or start + size > len(stored):
             raise UndecodableChunkError("is missing in its shard")
         return stored[start : start + size]
+
+
+def _check_ratio(stored: bytes | memoryview, nbytes: int) -> None:
+    """Raise UndecodableChunkError, before memory is asked for, if no codec makes so many bytes of a chunk."""
+    if nbytes > len(stored) * MAX_RATIO:
+        raise UndecodableChunkError(f"has {len(stored)} bytes, which cannot hold {nbytes}")
 
 
 def compressed(data: Any) -> bytes:
@@ -172,6 +177,8 @@ class DriverCodec:
         self, stored: bytes | memoryview | None, nbytes: int, target: memoryview | None = None
     ) -> bytes | memoryview:
         """Return the bytes of a chunk, of fill values without ``stored``; with a ``target``, they are put there."""
+        if stored is not None:
+            _check_ratio(stored, nbytes)
         use_tensorstore()
         ts = load_tensorstore()
         try:

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
 
-from .chunk_codecs import checksum_of, compressed, with_checksum
+from .chunk_codecs import checksum_of, compressed
 from .files import ByteRange
 from .ocdbt_encode import INLINE_BYTES
 from .zarr import Encoding
@@ -154,12 +154,13 @@ class DataFiles:
         if value.may_change and (encoding.codec is not None or encoding.checksums):
             data = memoryview(bytes(data))  # zstd, too, reads its input more than once
         if encoding.codec is not None:
-            encoded = with_checksum(compressed(data))
+            encoded = compressed(data)
+            end = checksum_of(encoded)
             self._count(value, len(data))
-            if len(encoded) <= INLINE_BYTES:
-                value.inline = encoded
+            if len(encoded) + len(end) <= INLINE_BYTES:
+                value.inline = encoded + end
             else:
-                value.place = file.append([memoryview(encoded)])
+                value.place = file.append([memoryview(encoded), memoryview(end)])
         elif encoding.checksums:
             file.make_room_for(data)
             value.place = file.append([data, memoryview(checksum_of(data))])

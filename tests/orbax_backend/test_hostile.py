@@ -50,6 +50,8 @@ def files(tmp_path: Path) -> Path:
         {"dtype": None},
         {"dimension_separator": "x"},
         {"compressor": {"id": "gzip", "level": 1}},
+        {"chunks": [2**50], "compressor": {"id": "gzip", "level": 1}},
+        {"chunks": [2**50]},
         {"zarr_format": 3},
     ],
     ids=repr,
