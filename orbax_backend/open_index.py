@@ -63,26 +63,22 @@ class _FileIndex(Index):
 
     def __init__(self, location: Location) -> None:
         super().__init__(location, {})
-        self._listed, self._files = location, CheckpointFiles(location)
+        self._location, self._files = location, CheckpointFiles(location)
         if location.is_remote:
             names = location.files_below()
             location.prefetch_contents(name for name in names if _is_metadata(name))
 
     def find(self, key: str) -> StoredValue | None:
-        if not self._listed.is_remote:
+        if not self._location.is_remote:
             size = self._files.check(key)
         else:
             refuse_escape(key, self._location.path)
-            file = self._listed / key
+            file = self._location / key
             size = file.size() if file.isfile() else None
         return None if size is None else ByteRange(key, 0, size)
 
     def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
         return list(map(self.find, keys))
-
-    def get(self, key: str) -> bytes | None:
-        value = self.find(key)
-        return _read_small(self._listed, value) if isinstance(value, ByteRange) else None
 
 
 def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Index:

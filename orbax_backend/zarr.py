@@ -82,11 +82,6 @@ class ArrayInfo:
         return DriverCodec(self.driver, file, self.text, self.dtype, self.chunks, self.chunk_key(first))
 
     @property
-    def nbytes(self) -> int:
-        """Return the size of the whole array in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def chunk_nbytes(self) -> int:
         """Return the size of one chunk in bytes, decoded; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize

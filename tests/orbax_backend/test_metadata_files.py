@@ -119,7 +119,7 @@ def test_impossible_arrays(shape: list[int], chunks: list[int], why: str) -> Non
 
 def test_the_largest_arrays() -> None:
     """One byte less is possible, and 32 axes."""
-    assert zarr.parse_array_metadata(metadata([2**59 - 1], [1]), zarr3=False).nbytes == 2**62 - 8
+    assert zarr.parse_array_metadata(metadata([2**59 - 1], [1]), zarr3=False).shape == (2**59 - 1,)
     assert zarr.parse_array_metadata(metadata([1] * 32, [1] * 32), zarr3=False).shape == (1,) * 32
 
 

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
+from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData
-from tests.support.orbax_trees import BACKEND, branches, handles, load, on_host, save
+from flax_ckpt_compat._core.tree import Branch, Container
+from tests.support.orbax_trees import BACKEND, branches, load, on_host, save
 from tests.support.peers import needs, version
 from tests.support.profiles import examples
 from tests.support.saves import new_folder
@@ -164,15 +164,6 @@ def test_a_path_can_be_used_again(tmp_path: Path) -> None:
         Path(first).rename(target)
         assert load(target)["a"][0] == step
         assert load(target)["b"][0] == step
-
-
-def test_one_leaf_can_be_read_alone(tmp_path: Path) -> None:
-    """A handle reads itself, in any order, any number of times."""
-    found = handles(save(tmp_path / "c", {"a": np.arange(3), "b": "x", "k": jax.random.key(1)}))
-    assert found["b"].read() == "x"
-    assert isinstance(found["k"].read(), KeyData)
-    assert np.array_equal(found["a"].read(), found["a"].read())
-    assert isinstance(found["a"], LeafHandle)
 
 
 pytestmark = needs("orbax-checkpoint", 0, 11, 10, why="has no rich types")
