@@ -18,9 +18,9 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
-from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, removal, syncing, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, removal, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
 from tests.support import interrupting
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
@@ -386,3 +386,36 @@ def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="c_1"):
         atomic.publish(str(tmp_path / "none"), str(tmp_path / "c_1"))
     assert syncing.rename_new(str(tmp_path / "file"), str(tmp_path / "moved"))
+
+
+_QUESTIONS = [presence.isdir, presence.isfile, presence.exists, presence.lexists, presence.islink]
+
+
+@pytest.mark.parametrize("ask", _QUESTIONS)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EACCES])
+def test_an_error_is_no_answer(ask, number, tmp_path, monkeypatch):
+    """`os.path` answers False."""
+
+    def fail(path):
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "stat", fail)
+    monkeypatch.setattr(os, "lstat", fail)
+    expected = PermissionDeniedError if number == errno.EACCES else StorageError
+    with pytest.raises(expected, match=str(tmp_path)) as raised:
+        ask(str(tmp_path))
+    assert raised.value.errno == number
+
+
+@pytest.mark.parametrize("ask", _QUESTIONS)
+def test_answers_are_those_of_os_path(ask, tmp_path):
+    """Of files, directories, links, loops, names below a file, and names that no file system takes."""
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "to directory").symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to("nothing")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("", "file", "link", "to directory", "dangling", "loop", "file/below", "absent", "n" * 300):
+        path = str(tmp_path / name)
+        assert ask(path) == getattr(os.path, ask.__name__)(path), name
+    assert not ask(str(tmp_path / "a\0b"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,43 +74,6 @@ def test_one_request_of_ten_fails_in_a_run(seed: int, bucket: Bucket) -> None:
             restored = checkpoints.restore_checkpoint(root, state(0), number)
             assert fingerprint(restored) == fingerprint(state(number))
     assert {asked.fault for asked in bucket.proxy.log} > {""}
-
-
-def sweep(bucket: Bucket, act: Callable[[], Any], check: Callable[[], Any], every: int) -> int:
-    """Has the store refuse everything from one request on, a later one each time, till the act succeeds."""
-    for number in range(0, 200, every):
-        try:
-            with bucket.proxy.failing(from_request(number, "403")):
-                act()
-            return number
-        except StorageError:
-            check()
-    raise AssertionError("it never succeeded")
-
-
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_that_ends_at_any_request(bucket: Bucket, every: int) -> None:
-    """Until the last request but its cleaning it is not a checkpoint, the one before is the latest; it can go on."""
-    root = f"{bucket.url}/run"
-    save(bucket, 1)
-
-    def check() -> None:
-        latest = checkpoints.latest_checkpoint(root)
-        assert latest in (f"{root}/checkpoint_1", f"{root}/checkpoint_2")
-        number = int(str(latest)[-1])
-        assert fingerprint(flax_ckpt_compat.restore(root)) == fingerprint(state(number))
-
-    assert sweep(bucket, lambda: save(bucket, 2, overwrite=True), check, every) > 10
-    assert fingerprint(flax_ckpt_compat.restore(root)) == fingerprint(state(2))
-    save(bucket, 2, overwrite=True)  # beside the marker, whose removal was the first to be refused
-    assert not [key for key in bucket.keys("run/checkpoint_2/") if "begun" in key]
-
-
-def test_a_restore_that_ends_at_any_request(bucket: Bucket) -> None:
-    """The error is the store's, never one of a damaged or missing checkpoint."""
-    save(bucket, 1)
-    root = f"{bucket.url}/run"
-    assert sweep(bucket, lambda: flax_ckpt_compat.restore(root, state(0)), lambda: None, 1) > 5
 
 
 def test_an_error_is_not_its_own_cause(bucket: Bucket) -> None:

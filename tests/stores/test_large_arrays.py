@@ -1,8 +1,10 @@
-"""Large arrays in Orbax's format are many objects in a store, each sent by a connection of its own."""
+"""Large arrays in stores are many objects, each sent by a connection of its own; ``progress=`` reports their bytes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +13,9 @@ import pytest
 import tensorstore as ts
 
 import flax_ckpt_compat
+from flax_ckpt_compat import Progress, restore, save
+from flax_ckpt_compat._core import progress
+from tests.support.layouts import assert_same
 from tests.support.store_places import AnyBucket
 
 MIB = 2**20
@@ -39,3 +44,43 @@ def test_a_disk_keeps_one_chunk(tmp_path: Path) -> None:
     flax_ckpt_compat.save(tmp_path / "a", {"w": np.zeros(70 * MIB, np.uint8)}, format="orbax")
     kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/a/", "path": "w/"}
     assert ts.open({"driver": "zarr", "kvstore": kvstore}).result().chunk_layout.read_chunk.shape == (70 * MIB,)
+
+
+TREE = {"kernel": np.arange(3_000_000.0), "table": np.ones((1000, 1000), np.int8)}
+NBYTES = 8 * 3_000_000 + 1000 * 1000
+
+
+@pytest.mark.parametrize(
+    ("any_bucket", "format"),
+    [
+        ("s3", "msgpack"),
+        pytest.param("gs", "orbax"),
+        pytest.param("s3", "orbax", marks=pytest.mark.slow),
+        pytest.param("gs", "msgpack", marks=pytest.mark.slow),
+        pytest.param("az", "orbax", marks=pytest.mark.slow),
+        ("shelf", "orbax"),
+    ],
+    indirect=["any_bucket"],
+)
+def test_reports(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports never fall and end with all bytes; half of a save is the local files, the other half their upload."""
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.0)
+    reports: list[Progress] = []
+    path = f"{any_bucket.url}/c"
+    for overwrite in (False, True):
+        reports.clear()
+        save(path, TREE, format=format, overwrite=overwrite, progress=reports.append)
+        done = [one.done for one in reports]
+        assert done == sorted(done)
+        assert done[-1] == NBYTES > done[-2]
+        assert [one.finished for one in reports].count(True) == 1
+        assert {one.total for one in reports} == {NBYTES}
+        halves = Counter(one.done > NBYTES // 2 for one in reports[:-1])
+        assert halves[False] > 0
+        if format == "orbax":  # of several files
+            assert halves[True] > 0
+    reports.clear()
+    assert_same(restore(path, progress=reports.append), TREE)
+    done = [one.done for one in reports]
+    assert done == sorted(done)
+    assert done[-1] == NBYTES > done[-2] > 0

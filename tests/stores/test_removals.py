@@ -1,17 +1,23 @@
-"""What is removed from a store, what is refused, and what is told of it."""
+"""What is removed from a store, by evictions and `flax-ckpt clean`; what is refused, and what is told of it."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
-from tests.support.store_places import AnyBucket
+from tests.support.saves import tree, use_flag
+from tests.support.store_places import BY_TURNS, AnyBucket
 
 
 def state(number: int) -> dict[str, Any]:
@@ -27,19 +33,6 @@ def test_arrays_go_with_their_file(any_bucket: AnyBucket) -> None:
         any_bucket.put(f"run/{name}", b"{}")
     flax_ckpt_compat.save(root, state(2), step=2, format="msgpack", keep=1)
     assert sorted(any_bucket.keys("run/")) == ["run/checkpoint_2", "run/checkpoint_9_gda/w/0"]
-
-
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_a_removal_that_is_refused(format: Any, bucket: Bucket) -> None:
-    """The save says that it is complete, and what is left over."""
-    root = f"{bucket.url}/run"
-    flax_ckpt_compat.save(root, state(1), step=1, format=format)
-    with (
-        bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "checkpoint_1" in path else ""),
-        pytest.raises(errors.CleanupError, match=r"was saved.*checkpoint_1"),
-    ):
-        flax_ckpt_compat.save(root, state(2), step=2, format=format, keep=1)
-    assert flax_ckpt_compat.restore(root)["n"] == 2
 
 
 def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,3 +71,95 @@ def test_a_bucket_with_versions(format: Any, bucket: Bucket) -> None:
     assert [flax_ckpt_compat.restore(root, step=step)["n"] for step in (2, 3)] == [20, 30]
     assert not flax_ckpt_compat.verify(root).damaged
     assert not [key for key in bucket.keys("run/") if "checkpoint_1" in key]
+
+
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that overwrites an older step removes the newest, whose writer removes that step: saving again helps."""
+    root, discard, evicted = f"{any_bucket.url}/run", commit.remove, []
+
+    def with_the_other_writer(url: str, *listing: Any) -> None:
+        discard(url, *listing)
+        if url.endswith("checkpoint_9") and not evicted:
+            evicted.append(url)
+            discard(f"{root}/checkpoint_5")
+
+    with use_flag(format == "orbax"):
+        ours.save_checkpoint(root, tree(9), 9)
+        monkeypatch.setattr(commit, "remove", with_the_other_writer)
+        with pytest.raises(errors.ConcurrentWriteError, match="save again"):
+            ours.save_checkpoint(root, tree(5), 5, overwrite=True)
+        ours.save_checkpoint(root, tree(5), 5, overwrite=True)
+    assert evicted and ours.available_steps(root) == [5]
+    assert ours.restore_checkpoint(root, None)["n"] == 5
+
+
+YESTERDAY = 25 * 3600
+TREE = {"w": np.ones(1000, np.float32)}
+
+
+def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
+    """Uploads that died a day ago go; running ones, and the checkpoints, stay."""
+    url = f"{bucket.url}/run"
+    ours.save_checkpoint(url, TREE, 1)
+    whole = bucket.keys()
+    now = int(time.time())
+    bucket.put(f"run/checkpoint_2/_begun.{now - YESTERDAY}.{'0' * 32}", b"")
+    bucket.put("run/checkpoint_2/d/0", bytes(100))
+    bucket.put(f"run/checkpoint_3/_begun.{now}.{'1' * 32}", b"")
+    running = [f"run/checkpoint_3/_begun.{now}.{'1' * 32}"]
+    shown = CliRunner().invoke(main, ["clean", url, "--dry-run"])
+    assert shown.exit_code == 1
+    assert f"   100 B  unfinished upload\n          {url}/checkpoint_2\n" in shown.stdout
+    assert "1 to remove, 100 B." in shown.stdout
+    assert CliRunner().invoke(main, ["clean", url, "--yes"]).exit_code == 0
+    assert bucket.keys() == sorted([*whole, *running])
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, live: bool, bucket: Bucket) -> None:
+    """A save of another step takes no objects from a folder that another process writes to at the time."""
+    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+    now = int(time.time())
+    there = [f"run/checkpoint_0/_begun.{now - YESTERDAY}.{'0' * 32}", "run/checkpoint_0/ocdbt.process_1/d/0"]
+    if live:
+        there.append(f"run/checkpoint_0/_begun.{now}.{'1' * 32}")
+    for key in there:
+        bucket.put(key, b"")
+    ours.save_checkpoint(f"{bucket.url}/run", TREE, 2, keep=9)
+    assert bucket.keys("run/checkpoint_0/") == (sorted(there) if live else [])
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> None:
+    """A msgpack file that is replaced takes the arrays beside it along, unless a save by several processes runs."""
+    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+    now, folder = int(time.time()), "run/checkpoint_1_gda"
+    arrays = [f"{folder}/w/.zarray", f"{folder}/w/0.0", f"{folder}/_begun.{now - YESTERDAY}.{'0' * 32}"]
+    if live:
+        arrays.append(f"{folder}/_begun.{now - YESTERDAY + 7200}.{'1' * 32}")
+    for key in (*arrays, f"{folder}/notes"):
+        bucket.put(key, b"")
+    ours.save_checkpoint(f"{bucket.url}/run", TREE, 1, overwrite=True)
+    assert bucket.keys(folder) == sorted([*arrays * live, f"{folder}/notes"])
+
+
+def test_verify_and_diff(flag: bool, bucket: Bucket, tmp_path: Path) -> None:
+    """Checkpoints of a store are verified; a truncated one is damaged, and a strange object is listed."""
+    url = f"{bucket.url}/run"
+    for place in (url, tmp_path):
+        ours.save_checkpoint(place, {"w": np.ones(10_000, np.float32)}, 1)
+    assert CliRunner().invoke(main, ["diff", url, str(tmp_path)]).exit_code == 0
+    result = CliRunner().invoke(main, ["verify", url])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"{url}/checkpoint_1" in result.stdout
+    assert "unexpected" not in result.stdout
+    key = max(bucket.keys("run/"), key=lambda key: len(bucket.get(key)))
+    whole = bucket.get(key)
+    if flag:
+        bucket.put("run/checkpoint_1/notes", b"mine")
+        assert "unexpected: notes" in CliRunner().invoke(main, ["verify", url]).stdout
+    bucket.put(key, whole[:-100])
+    damaged = CliRunner().invoke(main, ["verify", url])
+    assert damaged.exit_code == 1
+    assert "DAMAGED" in damaged.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
+from flax.training import checkpoints as flax_checkpoints
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from tests.save.test_retention_differential import call, one_spelling, run
 from tests.support import s3
+from tests.support.interpreters import run_python
+from tests.support.profiles import examples
+from tests.support.s3 import Bucket
+from tests.support.saves import names, new_folder, use_flag
 from tests.support.store_places import Place
 from tests.support.trees import fingerprint
 
@@ -178,51 +188,6 @@ def test_where_nothing_is(place: Place, caplog: pytest.LogCaptureFixture) -> Non
         flax_ckpt_compat.open_checkpoint(place.root)
 
 
-def test_empty_files_are_skipped_and_replaced(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """A file of no bytes is never the latest, is an error by its name, and is replaced by the next save."""
-    flax_ckpt_compat.save(place.root, state(1), step=1, format="msgpack")
-    place.put("checkpoint_2", b"")
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        expect(ours.restore_checkpoint(place.root, None), 1)
-    assert "checkpoint_2" in caplog.text
-    with pytest.raises(errors.IncompleteCheckpointError, match="checkpoint_2"):
-        ours.restore_checkpoint(place.root, None, step=2)
-    flax_ckpt_compat.save(place.root, state(2), step=2, format="msgpack")
-    expect(ours.restore_checkpoint(place.root, None), 2)
-
-
-@pytest.mark.parametrize("length", [1, 100, 5_000, -1])
-def test_truncated_files_are_errors(place: Place, length: int) -> None:
-    """A msgpack file that was cut, at any place, is corrupt, and the message names it."""
-    flax_ckpt_compat.save(place.root, state(1), step=1, format="msgpack")
-    whole = place.get("checkpoint_1")
-    place.put("checkpoint_1", whole[:length])
-    with pytest.raises(errors.CheckpointError, match="checkpoint_1"):
-        ours.restore_checkpoint(place.root, state(0))
-    place.put("checkpoint_1", whole + b"\0")
-    with pytest.raises(errors.CorruptCheckpointError, match="checkpoint_1"):
-        ours.restore_checkpoint(place.root, state(0))
-
-
-def test_what_is_no_checkpoint_is_told(place: Place) -> None:
-    """A zip archive, or a web page, in a checkpoint's place is called what it is."""
-    place.put("checkpoint_1", b"PK\x03\x04" + bytes(100))
-    with pytest.raises(errors.UnrecognizedFormatError, match="zip"):
-        ours.restore_checkpoint(place.root, None)
-    place.put("checkpoint_1", b"<!DOCTYPE html><html></html>")
-    with pytest.raises(errors.UnrecognizedFormatError, match="HTML"):
-        ours.restore_checkpoint(place.root, None)
-
-
-@pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA"])
-def test_lost_files_of_a_directory_are_errors(place: Place, lost: str) -> None:
-    """An Orbax directory that lost a file is an error that names the checkpoint, never other values."""
-    flax_ckpt_compat.save(place.root, state(1), step=1, format="orbax")
-    place.remove(f"checkpoint_1/{lost}")
-    with pytest.raises(errors.CheckpointError, match="checkpoint_1"):
-        ours.restore_checkpoint(place / "checkpoint_1", state(0))
-
-
 def test_every_step_is_recorded_with_its_size(flag: bool, place: Place) -> None:
     """`iter_checkpoints` gives steps, formats, and sizes as the files have them."""
     for step in (1, 2):
@@ -233,3 +198,35 @@ def test_every_step_is_recorded_with_its_size(flag: bool, place: Place) -> None:
     assert all(arrays <= record.nbytes < 1.1 * arrays + 20_000 for record in records)
     if not flag:
         assert [record.nbytes for record in records] == [len(place.get(f"checkpoint_{step}")) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
+@given(calls=st.lists(call, min_size=1, max_size=7).map(one_spelling))
+@settings(max_examples=examples(12, quick=2), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_is_left_as_by_flax(bucket: Bucket, flag: bool, calls: list[dict[str, Any]]) -> None:
+    """Every call has the same outcome and leaves the same names; the latest and the steps are the same."""
+    prefix = uuid.uuid4().hex
+    root = f"{bucket.url}/{prefix}"
+    with new_folder() as folder:
+        for index, one in enumerate(calls):
+            with use_flag(False):
+                expected = run(flax_checkpoints, folder, one)
+            with use_flag(flag):
+                assert run(ours, root, one) == expected, (index, one)
+            assert sorted({key.split("/")[1] for key in bucket.keys(f"{prefix}/")}) == names(folder), (index, one)
+        for start in {one.get("prefix", "checkpoint_") for one in calls}:
+            latest = flax_checkpoints.latest_checkpoint(folder, start)
+            assert ours.latest_checkpoint(root, start) == (latest and f"{root}/{Path(latest).name}")
+            assert ours.available_steps(root, start, float) == flax_checkpoints.available_steps(folder, start, float)
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "migration_guide/object_stores.md").read_text(encoding="utf-8")
+
+
+def test_the_program_runs(bucket: Bucket) -> None:
+    """The first program of the page runs in a fresh interpreter, with a bucket of the tests in the place of its own."""
+    program, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    program = program.replace("s3://bucket/", f"{bucket.url}/")
+    flag = "import flax; flax.config.update('flax_use_orbax_checkpointing', True)\n"
+    assert "7 " in run_python(flag + program)[0]

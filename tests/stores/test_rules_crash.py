@@ -80,36 +80,6 @@ def test_a_writer_that_dies_before_its_commit(bucket: Bucket, format: Any, caplo
     assert "_begun" not in " ".join(bucket.keys())
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_a_writer_that_dies_while_it_overwrites(bucket: Bucket, format: Any) -> None:
-    """The step stays what it was, in both formats."""
-    root = f"{bucket.url}/run"
-    for step in (2, 3):
-        flax_ckpt_compat.save(root, tree(step), step=step, format=format)
-    kill_at(bucket, root, 3, format, "PUT", COMMIT[format])
-    assert ours.available_steps(root) == [2, 3]
-    assert ours.restore_checkpoint(root, tree(0))["n"] == 3
-    flax_ckpt_compat.save(root, tree(4), step=4, format=format)
-    assert ours.restore_checkpoint(root, tree(0))["n"] == 4
-
-
-def test_a_writer_that_dies_while_it_changes_the_format(bucket: Bucket) -> None:
-    """Until the new one is committed the old one counts, in both directions, and after it the new one."""
-    root = f"{bucket.url}/run"
-    flax_ckpt_compat.save(root, tree(3), step=3, format="msgpack")
-    kill_at(bucket, root, 3, "orbax", "PUT", "commit_success.txt")
-    assert flax_ckpt_compat.restore(root)["n"] == 3
-    kill_at(bucket, root, 3, "orbax", "DELETE", "checkpoint_3")  # both are there now
-    assert flax_ckpt_compat.restore(root)["n"] == 103
-    assert ours.available_steps(root) == [3]
-    flax_ckpt_compat.save(root, tree(5), step=3, format="orbax", overwrite=True)
-    kill_at(bucket, root, 3, "msgpack", "DELETE", "commit_success.txt")  # both are there again
-    assert flax_ckpt_compat.restore(root)["n"] == 5
-    flax_ckpt_compat.save(root, tree(6), step=3, format="msgpack", overwrite=True)
-    assert flax_ckpt_compat.restore(root)["n"] == 6
-    assert bucket.keys("run/") == ["run/checkpoint_3"]
-
-
 @pytest.mark.parametrize("ending", ["commit_success.txt", pytest.param("manifest.ocdbt", marks=pytest.mark.slow)])
 def test_a_removal_that_ends_in_the_middle(bucket: Bucket, ending: str) -> None:
     """A checkpoint that is half removed never counts, and is removed wholly once its remover is surely dead."""
@@ -195,17 +165,6 @@ def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None
         _, told = process.communicate(timeout=60)
     assert process.returncode == 0, told
     assert flax_ckpt_compat.restore(f"{bucket.url}/run")["49"] == 49, told
-
-
-def test_an_object_that_is_replaced_while_it_is_read(bucket: Bucket) -> None:
-    """Parts of two versions never come together: reading on is an error that says to open it again."""
-    root, large = f"{bucket.url}/run", np.ones(100_000)
-    flax_ckpt_compat.save(root, {"a": large, "b": large}, step=1, format="msgpack")
-    with flax_ckpt_compat.open_checkpoint(root) as opened:
-        flax_ckpt_compat.save(root, {"a": 2 * large, "b": 2 * large}, step=1, format="msgpack", overwrite=True)
-        with pytest.raises(errors.StorageError, match="replaced"):
-            opened.read("b")
-    assert flax_ckpt_compat.restore(root)["b"][0] == 2
 
 
 def test_nothing_stays_on_the_local_disk(bucket: Bucket, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,21 @@
-"""Conversions to a store and out of it: the same bytes come back, and a source there stays as it was."""
+"""`convert`, ``flax-ckpt ls`` and ``show`` on stores: the same bytes come back, and a source there stays as it was."""
 
 from __future__ import annotations
 
 import filecmp
+import json
 from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner
 
 import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.cli import main
 from tests.support.s3 import Bucket
+from tests.support.store_places import AnyBucket
 
 
 def contents(bucket: Bucket) -> dict[str, bytes]:
@@ -79,3 +84,31 @@ def test_safetensors_in_a_store(bucket: Bucket, tmp_path: Path) -> None:
     flax_ckpt_compat.convert(tmp_path / "src", url, "safetensors")
     found = flax_ckpt_compat.restore(url)
     assert found["n"] == 3 and found["a"]["w"].tobytes() == tree["a"]["w"].tobytes()  # type: ignore[index]
+
+
+def test_list_of_a_store(flag: bool, bucket: Bucket) -> None:
+    """The checkpoints of a URL with the bytes of their objects; a URL below which there is nothing is refused."""
+    url = f"{bucket.url}/run"
+    checkpoints.save_checkpoint(url, {"w": np.ones(1000, np.float32)}, 1)
+    result = CliRunner().invoke(main, ["ls", url, "--json"])
+    (record,) = json.loads(result.stdout)
+    assert (record["step"], record["format"], record["complete"]) == (1, "orbax" if flag else "msgpack", True)
+    assert record["nbytes"] == sum(len(bucket.get(key)) for key in bucket.keys("run/"))
+    assert record["saved"] is None
+    absent = CliRunner().invoke(main, ["ls", f"{bucket.url}/rum"])
+    assert absent.exit_code == 2
+    assert "does not exist" in absent.stderr
+
+
+def test_show(flag: bool, any_bucket: AnyBucket) -> None:
+    """The tree of a store's checkpoint, with statistics of what is read from there."""
+    url = f"{any_bucket.url}/run"
+    checkpoints.save_checkpoint(url, {"w": np.arange(101, dtype=np.float32), "step": 7}, 1)
+    result = CliRunner().invoke(main, ["show", url, "--stats", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert (found["path"], found["nbytes"]) == (f"{url}/checkpoint_1", 412)
+    stats = {leaf["path"]: leaf["stats"] for leaf in found["leaves"]}
+    assert stats["w"] == {"min": 0, "max": 100, "mean": 50, "nan": 0, "inf": 0}
+    assert stats["step"]["mean"] == 7
+    assert CliRunner().invoke(main, ["show", f"{any_bucket.url}/rum"]).exit_code == 2
