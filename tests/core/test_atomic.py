@@ -308,8 +308,9 @@ def test_a_fork_does_not_keep_the_lock_of_a_dead_writer(kind: str, final: str) -
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_what_was_set_aside_comes_back(dies: bool, kind: str, final: str) -> None:
+def test_what_was_set_aside_comes_back(dies: bool, kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once if its writer is dead; a live one is waited for, for the moment between its renames."""
+    monkeypatch.setattr(removal, "_SWAP_SECONDS", 60.0)
     make(final, "old", kind)
     aside = temporaries.temporary_path(final, "old")
     if not dies:

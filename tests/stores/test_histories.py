@@ -233,7 +233,7 @@ def run(seeds: range, patch: pytest.MonkeyPatch) -> None:
 
 def test_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, and nothing is mixed."""
-    run(range(60), monkeypatch)
+    run(range(30), monkeypatch)
 
 
 @pytest.mark.slow

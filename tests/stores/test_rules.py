@@ -1,4 +1,4 @@
-"""What holds for a local folder holds in a store, also where one request of ten fails: one suite for all three."""
+"""What holds for a local folder holds in a store, also where one request of ten fails."""
 
 from __future__ import annotations
 
@@ -32,15 +32,9 @@ from tests.support.store_places import Place
 from tests.support.trees import fingerprint
 
 
-@pytest.fixture(
-    params=[pytest.param("local", marks=pytest.mark.slow), "s3", pytest.param("s3 with faults", marks=pytest.mark.slow)]
-)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+@pytest.fixture(params=["s3", pytest.param("s3 with faults", marks=pytest.mark.slow)])
+def place(request: pytest.FixtureRequest, bucket: Bucket) -> Iterator[Place]:
     """A place that holds nothing yet."""
-    if request.param == "local":
-        yield Place(str(tmp_path / "run"), folder=tmp_path / "run")
-        return
-    bucket = request.getfixturevalue("bucket")
     rate = 0.1 if "faults" in request.param else 0.0
     with bucket.proxy.failing(s3.sometimes(rate, seed=len(request.node.name))):
         yield Place(f"{bucket.url}/run", bucket=bucket)
