@@ -83,8 +83,8 @@ def check(path: Path, document: bytes) -> None:
         warnings.simplefilter("ignore")
         try:
             expected = flax.serialization.msgpack_restore(document)
-        except ValueError as error:
-            assert "strict_map_key" in str(error)  # an older Flax refuses int keys
+        except (ValueError, TypeError) as error:  # an older Flax refuses int keys, and every one arrays of text
+            assert "strict_map_key" in str(error) or "not understood" in str(error)
             return
     assert fingerprint(restored) == fingerprint(expected)
 
@@ -102,7 +102,7 @@ def test_files_of_flax(scratch: Callable[[], Path], tree: Any) -> None:
 _NUMBERS = st.one_of(
     st.integers(-(2**63), 2**64 - 1), st.integers(0, 127), st.floats(allow_nan=False), st.booleans(), st.none()
 )
-_ARRAYS = arrays([*map(np.dtype, ["?", "i4", "f8", "D", "M8[s]"]), *ML_DTYPES])  # Flax cannot read arrays of text
+_ARRAYS = arrays([*map(np.dtype, ["?", "i4", "f8", "D", "M8[s]"]), *ML_DTYPES])
 _TEXTS = st.one_of(st.text("ab/", max_size=40), st.sampled_from(["long " * 60, "ü" * 300, "x" * 70_000]))
 _VALUES = st.one_of(
     _NUMBERS, numbers(), _ARRAYS, _TEXTS, st.binary(max_size=300), st.complex_numbers(allow_nan=False),

@@ -1,9 +1,11 @@
-"""Files are byte for byte what Flax writes."""
+"""Files are byte for byte what Flax writes; what they cannot hold is refused before anything is written."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import re
 
 import flax.serialization
 import jax
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND, encode, format
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Shard, iter_leaves
 from tests.support.profiles import examples
-from tests.support.trees import fill, fingerprint, state_dicts
+from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 
 @given(tree=state_dicts())
@@ -170,3 +173,132 @@ def test_never_overwrites(save):
     with pytest.raises(StorageError, match=str(path)):
         BACKEND.write(str(path), Branch({"a": 2}), WriteOptions())
     assert path.read_bytes() == before
+
+
+# Arrays out of C order and arrays in shards, which are written in blocks.
+
+SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Limits so small that arrays of a few bytes take every way that large ones take."""
+    monkeypatch.setattr(encode, "_BLOCK", 24)
+    monkeypatch.setattr(encode, "_MIN_SHARDED", 1)
+    monkeypatch.setattr(encode, "_COPY_BELOW", 1)
+
+
+@given(SHAPES, st.sampled_from(NUMPY_DTYPES + ML_DTYPES), st.permutations(range(4)), st.integers(1, 3))
+def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
+    """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
+    array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "_BLOCK", 24)
+        pieces = list(encode.pieces(array))
+    assert b"".join(piece.tobytes() for piece in pieces) == array.tobytes()
+    assert array.flags.c_contiguous or all(piece.nbytes <= 24 or piece.size == 1 for piece in pieces)
+
+
+@pytest.mark.parametrize("limit", [2**30, 50])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("shape", [(5, 6, 7), (1, 1, 90), (90,), (1, 40, 2)])
+def test_bytes_of_strided_arrays_equal_flax(save, monkeypatch, tiny, shape, dtype, limit):
+    """Transposed and strided arrays, in one piece or over Flax's limit."""
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
+    array = np.arange(np.prod(shape)).reshape(shape).astype(jax.numpy.dtype(dtype))
+    tree = {"t": array.T, "s": array[..., ::2], "r": array[::-1], "c": array}
+    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
+
+
+@pytest.mark.parametrize("limit", [2**30, 50])
+@pytest.mark.parametrize("cuts", [(2, 3), (1, 6), (4, 1), (4, 6)])
+def test_shards_of_a_background_save(save, monkeypatch, tiny, cuts, limit):
+    """A copy that lies in shards is stored as the array that it was made of."""
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
+    array = np.arange(8 * 12, dtype=np.int16).reshape(8, 12)
+    rows, columns = 8 // cuts[0], 12 // cuts[1]
+    boxes = [
+        (slice(row, row + rows), slice(column, column + columns))
+        for row, column in itertools.product(range(0, 8, rows), range(0, 12, columns))
+    ]
+    shards = tuple(Shard(box, array[box].copy()) for box in boxes)
+    copy = HostCopy(array.shape, array.dtype, shards, None)
+    assert save({"a": copy}).read_bytes() == flax.serialization.to_bytes({"a": array})
+
+
+# What a file cannot hold.
+
+
+class _Int(int):
+    """An int of another type, which Flax's strict packing refuses too."""
+
+
+class _Str(str):
+    """A str of another type."""
+
+    __slots__ = ()
+
+
+_REFUSED = {
+    "object": np.array([None]),
+    "record": np.zeros(2, "i4,i4"),
+    "void": np.zeros(2, "V2"),
+    "void scalar": np.void(b"ab"),
+    "masked": np.ma.array([1, 2], mask=[0, 1]),
+    "key": jax.random.key(0),
+    "int too large": 2**64,
+    "int too small": -(2**63) - 1,
+    "int subclass": _Int(1),
+    "str subclass": _Str("a"),
+    "surrogate": "\ud800",
+    "tuple": (1, 2),
+    "set": {1},
+    "instance": object(),
+    "type": int,
+    "placeholder": format.PLACEHOLDER + "a",
+    "chunks": Branch(dict.fromkeys(format.CHUNK_KEYS, 1)),
+    "prng": Branch(dict.fromkeys(format.KEY_KEYS, 1)),
+    "key data": KeyData("rbg", np.zeros(2, np.int32)),
+    "key impl": KeyData("\ud800", np.zeros(2, np.uint32)),
+    "child key": Branch({"\udc00": 1}),
+}
+
+
+@pytest.mark.parametrize("leaf", _REFUSED.values(), ids=_REFUSED.keys())
+def test_refused_with_path(leaf):
+    """The error names the leaf by its key path."""
+    with pytest.raises(UnsupportedLeafError, match="params/x") as caught:
+        BACKEND.prepare(Branch({"a": 1, "params": Branch({"x": leaf})}))
+    assert caught.value.leaf.startswith("params/x")
+
+
+def test_bare_leaf():
+    """A bare leaf is named as the root."""
+    with pytest.raises(UnsupportedLeafError, match="<root>"):
+        BACKEND.prepare(object())
+
+
+def test_too_deep():
+    """A tree deeper than can be read back is refused."""
+    tree = 1
+    for _ in range(format.MAX_DEPTH):
+        tree = Branch({"a": tree})
+    with pytest.raises(UnsupportedLeafError, match="deeper"):
+        BACKEND.prepare(tree)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "remedy"),
+    [
+        (len, "flax.struct.field(pytree_node=False)"),
+        (int, "flax.struct.field(pytree_node=False)"),
+        ({1}, "convert it to a sorted list"),
+        (object(), "leave it out of the tree"),
+    ],
+)
+def test_says_what_to_do(leaf, remedy):
+    """A function belongs into a static field; anything else is converted or left out."""
+    with pytest.raises(UnsupportedLeafError, match=re.escape(remedy)):
+        BACKEND.prepare(Branch({"x": leaf}))
