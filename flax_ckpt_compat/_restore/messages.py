@@ -85,15 +85,11 @@ def changed_optimizer(guess: Any) -> str:
     return f"{text}; but {guess.doubts[0]}."
 
 
-def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
-    """Return the rule for a missing collection with the leaves of a stored one, as averaged parameters; or empty."""
-    tops = [path[0] for path in topmost(target, set(missing)) if len(path) == 1]
-    wanted = common_causes.leaf_shapes(node_at(target, (tops[0],))) if len(tops) == 1 else {}
-    for name, node in stored.children.items() if len(wanted) > 1 and isinstance(stored, Branch) else ():
-        if common_causes.leaf_shapes(node) == wanted:
-            rule = f"rules.copy({literal(name)!r}, {tops[0]!r})"
-            return f"{tops[0]} has the same leaves as the stored {name}: if it is to begin as a copy, {rule}."
-    return ""
+def taken_away(plan: TreePlan) -> str:
+    """Return the sentence about a rule that moves a leaf for which the target asks under its stored name; or empty."""
+    if (found := plan.taken_away()) is None:
+        return ""
+    return f"A rule moves the stored {show_path(found[0])} to {show_path(found[1])}: leave that rule out."
 
 
 def unused_values(plan: TreePlan) -> list[Path]:

@@ -11,11 +11,11 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Row
-from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun
+from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun, iter_leaves, node_at
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, is_array, is_key
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, handles_of, is_array, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SHORT_BYTES = 64 * 2**20
@@ -107,9 +107,20 @@ class TreePlan:
             hasattr(leaf.target, "shape") and (is_array(leaf.source) or is_key(leaf.source)) for leaf in self.leaves
         )
 
+    def taken_away(self) -> tuple[Path, Path] | None:
+        """Return the stored and the new key path of a missing leaf that a rule moved to no leaf of the target."""
+        if self.target is None or not self.options.transforms.rules:
+            return None
+        missing = set(self.missing)
+        for path, leaf in iter_leaves(self.tree):
+            for handle in handles_of(leaf):
+                if handle.path in missing and node_at(self.target.node, path) is None:
+                    return handle.path, path
+        return None
+
     def suggest(self) -> Any:
         """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves and other shapes, or None."""
-        if self.target is None or not (self.missing or self.shapes):
+        if self.target is None or not (self.missing or self.shapes) or self.taken_away():
             return None
         return suggested(*(self.all_items or (self.tree, self.target.node)), self.path)
 

@@ -109,9 +109,7 @@ def enforce_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> None:
 def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     assert plan.target is not None
     message = messages.missing_leaves(plan)
-    likely = (
-        common_causes.of_layers(plan) or _suggestion(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
-    )
+    likely = messages.taken_away(plan) or common_causes.of_layers(plan) or _suggestion(plan)
     remedies = messages.missing_remedies(plan.missing, plan.target.node, likely)
     missing = tuple(map(show_path, plan.missing))
     return errors.MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)

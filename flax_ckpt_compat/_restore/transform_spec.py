@@ -59,6 +59,8 @@ class TransformSpec:
         # Leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are strict.
         self.lenient = self.orbax_semantics and not strict
         self._transforms = Transforms(given if self.orbax_semantics else None)
+        is_active = self.orbax_semantics and bool(self._transforms)
+        self._is_list_of_dicts = is_active and isinstance(given, list) and all(isinstance(one, dict) for one in given)
         self._default_to_original = default_to_original
         self._is_active = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
 
@@ -87,6 +89,14 @@ class TransformSpec:
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
         """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None."""
+        if self._is_list_of_dicts and isinstance(target, Branch):
+            wanted = [joined(path) for path, _ in iter_leaves(target)]
+            if len(self._transforms.unmatched(wanted)) == len(self._transforms):
+                raise TransformError(
+                    f"{path}: a list of nothing but dicts is read as Orbax reads it, as the transforms of the items of "
+                    "a list, and the target has no such items; give one dict",
+                    path=path,
+                )
         if self.rules:
             tree = modernize(tree, target)
         for rule in self.rules:
@@ -174,11 +184,15 @@ def _step(given: Any) -> Rule:
                 "original_key is the stored one"
             )
         choose = _Chooser(tree, transforms, True)
-        leaves = dict(iter_leaves(tree))
-        for path, leaf in wanted.items():
-            if source := choose(path, leaf):
-                leaves[path] = source
-        return from_leaves(leaves, like=tree)
+        given = {path: source for path, leaf in wanted.items() if (source := choose(path, leaf))}
+        above = {path[:end] for path in given for end in range(len(path))}
+        # What is stored above or below a leaf that is given has to make room for it.
+        stays = {
+            path: leaf
+            for path, leaf in iter_leaves(tree)
+            if path not in above and given.keys().isdisjoint(path[:end] for end in range(len(path)))
+        }
+        return from_leaves(stays | given, like=tree)
 
     return Rule(repr(given), apply)
 

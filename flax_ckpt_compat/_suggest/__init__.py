@@ -98,6 +98,8 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     if isinstance(first.tree, Branch):
         likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
         begun += filter(None, (pairing.tried(first, steps) for steps in likely))
+    if (matched := pairing.leftovers(first)).matched > first.matched:
+        begun.insert(0, matched)
     arranged = (laid_out(pairing, pairing.paired(state)) for state in begun)
     found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None

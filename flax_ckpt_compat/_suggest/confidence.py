@@ -57,7 +57,9 @@ def judged(
     if lacking:
         return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
     outcome = _outcome(stored, target, tree)
-    own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
+    # What stays at its place, too, is a copy, about which the rule has its own doubt.
+    moved = {new: old for new, old in outcome.pairs.items() if new == old or outcome.pairs.get(old) != old}
+    own = {new: old for new, old in moved.items() if not outcome.has.is_optimizer(new)}
     as_named, looks = _as_named(own, outcome, stored)
     found = dict.fromkeys(step.doubt for step in steps if step.doubt)
     judges = (
@@ -123,7 +125,7 @@ def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
             result.pairs[path] = handles[0].path
             if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
                 names = zip(handles[0].path, handles[1].path, strict=False)
-                result.pairs[path] = tuple(one if one == other else one.rstrip("0123456789") for one, other in names)
+                result.pairs[path] = tuple(one if one == other else unnumbered((one,))[0] for one, other in names)
                 if unnumbered(handles[0].path) != unnumbered(handles[1].path):
                     result.pairs[path] = path  # several layers are joined, about which the rule has its own doubt
             result.stored.setdefault(result.pairs[path], look(handles[0]))

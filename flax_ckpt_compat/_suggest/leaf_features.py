@@ -130,14 +130,27 @@ def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
     if path[-1:] == ("param_states",):
         yield path
         return
-    named = bool(path) and _OPTIMIZER.fullmatch(path[-1]) is not None
-    if named and (_has_marks(tree) or all(look(leaf) == EMPTY for _, leaf in leaves_at(tree))):
+    named = _is_named_optimizer(path[-1:], tree)
+    if named and not _holds_more(tree):
         yield path
     elif {"mu", "nu"} <= tree.children.keys() or {"trace"} == tree.children.keys():
         yield path[:1]
     else:
         for name, child in tree.children.items():
             yield from _optimizer_roots(child, (*path, name))
+
+
+def _is_named_optimizer(name: Path, tree: Branch) -> bool:
+    if not name or _OPTIMIZER.fullmatch(name[0]) is None:
+        return False
+    return _has_marks(tree) or all(look(leaf) == EMPTY for _, leaf in leaves_at(tree))
+
+
+def _holds_more(tree: Branch) -> bool:
+    """Return whether a node named like an optimizer holds parameters, too, beside the optimizer's state."""
+    branches = {name: child for name, child in tree.children.items() if isinstance(child, Branch) and child.children}
+    states = [name for name, child in branches.items() if _is_named_optimizer((name,), child)]
+    return bool(states) and len(branches) > len(states)
 
 
 def _has_marks(tree: Branch) -> bool:

@@ -35,16 +35,16 @@ _OF_EMBEDDINGS, _OF_HEADS = _set("token tokens tok word words vocab vocabulary s
 _NORMS = _set("batch layer group rms instance")
 # In names that linen gives, these belong to the class.
 _OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
-_COPIES = _set("ema avg average averaged target teacher student shadow slow momentum frozen old")
+COPIES = _set("ema avg average averaged target teacher student shadow slow momentum frozen old")
 # One of them more or less in a name makes it another thing, of which there often are several side by side.
-_TELLING = _COPIES | _set(
+_TELLING = COPIES | _set(
     "online fast source image text audio video left right up down forward backward fwd bwd in out input output pre "
     "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
     "vision visual speech language start end top bottom"
 )
 # What a part of a model is for, which no class and no number says.
-_ROLES = _COPIES | _set(
+_ROLES = COPIES | _set(
     "image audio video text vision visual speech language policy actor critic reward encoder decoder generator "
     "discriminator online enc dec gen disc img txt"
 )
@@ -78,11 +78,12 @@ def _unnumbered(name: str) -> str:
 
 def natural(names: Iterable[str]) -> list[str]:
     """Return names in the order of the numbers in them."""
-    return sorted(names, key=_natural_key)
+    return sorted(names, key=natural_key)
 
 
 @functools.lru_cache(100_000)
-def _natural_key(name: str) -> tuple[list[tuple[float, str]], str]:
+def natural_key(name: str) -> tuple[list[tuple[float, str]], str]:
+    """Return a sort key by the numbers in a name."""
     parts = filter(None, re.split(r"(\d+)", name))
     return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
 
@@ -179,7 +180,7 @@ def _classes(name: str) -> frozenset[str]:
 def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
     """Return whether two names mean the same: no word of one contradicts the other, and neither names a copy."""
     if not old or not new:
-        return not (old | new) & _COPIES
+        return not (old | new) & COPIES
     more_old = {word for word in old if not any(_alike(word, other) for other in new)}
     more_new = {word for word in new if not any(_alike(word, other) for other in old)}
     more = more_old | more_new

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
+from flax_ckpt_compat._suggest import leftovers
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
@@ -79,11 +80,18 @@ class Pairing:
         ]
 
     def paired(self, state: State) -> State:
-        """Return the state after the steps that the contents of both trees ask for."""
+        """Return the state after the steps that the contents of both trees ask for, and for what they leave over."""
+        return self.leftovers(self._repeated(state, self._groups))
+
+    def leftovers(self, state: State) -> State:
+        """Return the state after the steps that take what is left over to its only place; see `leftovers`."""
+        return self._repeated(state, self._leftovers)
+
+    def _repeated(self, state: State, groups_of: Callable[[State], Iterator[list[ProposedRule]]]) -> State:
         done = set[str]()
         for _ in range(_ROUNDS):
             before = state
-            for group in self._groups(state):
+            for group in groups_of(state):
                 steps = [step for step in group if step.rule.source not in done]
                 done.update(step.rule.source for step in steps)
                 after = self.tried(state, steps) if steps else None
@@ -93,13 +101,15 @@ class Pairing:
                 break
         return state
 
+    def _leftovers(self, state: State) -> Iterator[list[ProposedRule]]:
+        found = list(leftovers.changes(state.tree, self.looks(state.tree), self.target, self.goal, self.memo))
+        if found:
+            yield from _renamed(found, _places(state.tree), Roles(state.tree))
+
     def _groups(self, state: State) -> Iterator[list[ProposedRule]]:
         """Yield the steps of one round; those of one list make sense together alone."""
         own = Roles(state.tree)
-        places: dict[str, set[Path]] = {}
-        for path, branch in iter_branches(state.tree):
-            for name in branch.children:
-                places.setdefault(name, set()).add(path)
+        places = _places(state.tree)
         layouts: dict[str, list[ProposedRule]] = {}
         levels: dict[tuple[str, bool], list[Level]] = {}
         rows: list[Change] = []
@@ -144,6 +154,15 @@ class Pairing:
             changed = bool(path) and self.memo.print(child) not in prints[1] and self.memo.print(other) not in prints[0]
             if changed or not torn(child, other, self.memo, at_root=not path):
                 yield from self._branches(child, other, own, (*path, name))
+
+
+def _places(tree: Node) -> dict[str, set[Path]]:
+    """Return the key paths of the branches that have a child of each name."""
+    places: dict[str, set[Path]] = {}
+    for path, branch in iter_branches(tree):
+        for name in branch.children:
+            places.setdefault(name, set()).add(path)
+    return places
 
 
 def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> list[ProposedRule]:

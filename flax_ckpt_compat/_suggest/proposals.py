@@ -10,11 +10,12 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
+from flax_ckpt_compat._suggest import leftovers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
 from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain
-from flax_ckpt_compat._trees.leaf_sources import is_array
+from flax_ckpt_compat._trees.leaf_sources import is_array, is_key
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
@@ -33,8 +34,26 @@ def preludes(pairing: Pairing, stored: Branch) -> Iterator[ProposedRule]:
     )
     if is_t5x(stored) and ("step",) in theirs and ("state", "step") in ours and not {("step",)} & ours.keys():
         yield ProposedRule(rules.move("state/step", "step"), "state/step is T5X's")
+    yield from _replicated(stored, theirs)
     yield from _nested(ours, theirs)
     yield from _boxes(ours, theirs)
+
+
+def _replicated(stored: Branch, target: dict[Path, Look]) -> Iterator[ProposedRule]:
+    """Yield the step for a state that was saved with a replica for each device, all of it or most."""
+    arrays = {path: look(leaf) for path, leaf in leaves_at(stored) if is_array(leaf) or is_key(leaf)}
+    arrays = {path: seen for path, seen in arrays.items() if target.get(path) != seen}
+    counts = Counter(shape[0] for shape, _ in arrays.values() if shape).most_common(1)
+    many = {path for path, (shape, _) in arrays.items() if shape[:1] == (counts[0][0],)} if counts else set[Path]()
+    if not many or not any(len(arrays[path][0]) == 1 for path in many):
+        return
+    wanted = Counter(target.values())
+    one = Counter((shape[1:], kind) for shape, kind in map(arrays.__getitem__, many))
+    if 2 * (one & wanted).total() > max(wanted.total(), 2 * (Counter(arrays.values()) & wanted).total()):
+        places = [joined(path) for path in topmost(stored, many)]
+        whole = len(many) == sum(look(leaf) != EMPTY for _, leaf in leaves_at(stored))
+        rule = rules.unreplicate() if whole else rules.unreplicate(f"^(?:{either(places)})")
+        yield ProposedRule(rule, f"all of it has an axis of {counts[0][0]} replicas more than the target")
 
 
 def _nested(stored: dict[Path, Look], target: dict[Path, Look]) -> Iterator[ProposedRule]:
@@ -137,11 +156,13 @@ def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
-        if not pairing.missing(state.tree, at):
+        if not pairing.missing(state.tree, at) and not _is_longer(node_at(state.tree, at), node_at(pairing.target, at)):
             continue
         text, fields = literal(joined(at)), _fields(node_at(pairing.target, at))
         if fields == _NO_MOMENTS and node_at(state.tree, at) is not None:
             continue  # numbers alone, of which `_kept` names those that are new
+        if _is_mostly_there(pairing, state, at):
+            continue  # of a new field, as amsgrad's
         if at not in roles.roots and len(roles.roots) != len(pairing.roles.roots):
             parts = _of_parts(pairing, state, at, sorted(roles.roots))
             if parts is not state and not pairing.missing(parts.tree, at):
@@ -159,8 +180,28 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
+    for step in leftovers.copies(state.tree, pairing.target, pairing.missing(state.tree), pairing.memo):
+        state = pairing.tried(state, [step]) or state
     state = _typed_keys(pairing, _counted(pairing, state))
     return _kept(pairing, state)
+
+
+def _is_mostly_there(pairing: Pairing, state: State, at: Path) -> bool:
+    """Return whether all moments in an optimizer's state are in place but those of fields that are not stored."""
+    wanted = [path for path, seen in pairing.goal.items() if path[: len(at)] == at and seen != EMPTY]
+    lacking = set(pairing.missing(state.tree, at))
+    new = {pairing.roles.spot(path).field for path in wanted if path in lacking}
+    there = {pairing.roles.spot(path).field for path in wanted if path not in lacking}
+    return bool(new and there & MOMENTS) and new <= MOMENTS and new.isdisjoint(there)
+
+
+def _is_longer(stored: Node, target: Node) -> bool:
+    """Return whether a chain of optimizers has more members than the target's, which a restore would refuse."""
+    if not isinstance(stored, Branch) or not isinstance(target, Branch):
+        return False
+    if target.container.is_sequence and len(stored.children) > len(target.children):
+        return True
+    return any(_is_longer(stored.children.get(name), child) for name, child in target.children.items())
 
 
 def _of_parts(pairing: Pairing, state: State, at: Path, roots: Sequence[Path]) -> State:

@@ -125,7 +125,10 @@ class Transforms:
         """
         for old in stored:
             for entry in self._matching(old) if old not in wanted else ():
-                new = entry.transform.original_key and _source(entry, old)
+                try:
+                    new = entry.transform.original_key and _source(entry, old)
+                except TransformError:  # it names groups that its key lacks, and is asked for no leaf
+                    continue
                 new = joined(new) if isinstance(new, tuple) else new
                 if new in wanted:
                     return old, new

@@ -171,6 +171,36 @@ class Bag:
 serialization.register_serialization_state(Bag, lambda bag: dict(bag.state), lambda _, state: Bag(state))
 
 
+def test_a_dict_after_a_rule_gives_a_leaf_in_the_place_of_a_subtree(flag: bool, tmp_path: Path) -> None:
+    """As the dict alone does: what is stored below the leaf, or above it, makes room."""
+    kernel = np.arange(3.0)
+    path = checkpoints.save_checkpoint(tmp_path, {"x": {"y": kernel}, "old": kernel + 1, "z": kernel}, 1)
+    target = {"x": np.zeros(3), "z": {"w": np.zeros(3)}}
+    takes = {"x": Transform(original_key="new"), "z/w": Transform(original_key="new")}
+    found = restore(path, target, transforms=[rules.rename("old", "new"), takes])
+    np.testing.assert_equal(found, {"x": kernel + 1, "z": {"w": kernel + 1}})
+
+
+def test_a_rule_that_takes_a_leaf_away_is_not_undone(flag: bool, tmp_path: Path) -> None:
+    """The error and the plan name that rule, and propose no other one that renames the leaf again."""
+    state = {"params": {"Dense_0": {"kernel": np.ones((2, 3)), "bias": np.ones(3)}}}
+    path, rule = checkpoints.save_checkpoint(tmp_path, state, 1), rules.rename("Dense_0", "encoder")
+    with pytest.raises(MissingLeavesError, match=r"moves the stored params/Dense_0/.*: leave that rule out") as caught:
+        restore(path, state, transforms=[rule])
+    assert "rules.rename(" not in str(caught.value)
+    assert plan_restore(path, state, transforms=[rule]).suggestion is None
+
+
+def test_a_list_of_dicts_alone_is_refused(tmp_path: Path) -> None:
+    """Orbax reads it as transforms of a list's items, of which this target has none: it would do nothing."""
+    path = save(tmp_path / "saved", {"a": np.ones(2)}, format="msgpack")
+    for call in (restore, plan_restore):
+        with pytest.raises(TransformError, match="give one dict"):
+            call(path, {"b": np.zeros(2)}, transforms=[{"b": Transform(original_key="a")}])
+    items = restore(path, [np.zeros(2)], transforms=[Transform(original_key="a")])
+    np.testing.assert_equal(items, [np.ones(2)])
+
+
 def test_a_type_of_its_own_that_keeps_a_part(flag: bool, tmp_path: Path) -> None:
     """An object that takes any state gets the target's own leaves where a rule keeps them, and no None."""
     checkpoints.save_checkpoint(tmp_path, {"bag": {"w": np.ones(3), "old": 1}}, 1)

@@ -499,6 +499,16 @@ def test_one_result_for_several_leaves(saved: str) -> None:
     assert [value.tolist() for value in restored.values()] == [[0] * 3, [1] * 3, [2] * 3]
 
 
+def test_groups_that_no_key_asks_for(tmp_path: Path) -> None:
+    """A key that matches stored names alone is filled for none, so a group that it lacks is no error, as in Orbax."""
+    state = {"a": {"c": np.ones(2)}, "q": np.zeros(2)}
+    path = flax_ckpt_compat.save(tmp_path / "saved", state, format="msgpack")
+    given = {"[^/]*": transforms.Transform(original_key=r"\2")}
+    target = {"a": {"c": np.zeros(2)}}
+    expected = ocp.apply_transformations(state, {"[^/]*": ocp.Transform(original_key=r"\2")}, target)
+    np.testing.assert_equal(flax_ckpt_compat.restore(path, target, transforms=given), expected)
+
+
 def test_without_a_target(saved: str, caplog: pytest.LogCaptureFixture) -> None:
     """Transforms say nothing without a target, as in Flax; that is told."""
     restored = checkpoints.restore_checkpoint(saved, None, orbax_transforms={"b": transforms.Transform("a")})

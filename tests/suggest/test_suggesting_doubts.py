@@ -188,20 +188,6 @@ def test_reasons_name_a_difference() -> None:
         assert "has count, mu, nu, the target's has count, mu, nu" not in str(suggestion)
 
 
-def test_a_reason_counts_what_two_names_share() -> None:
-    """Of a renamed model with another head: two layers of two leaves each."""
-    old, new = ({"a": dense(4, 5), "b": dense(5, 6), "head": dense(6, size)} for size in (7, 9))
-    suggestion, _ = proposed({"params": {"enc": old}}, {"params": {"encoder": new}})
-    assert "they share 4 leaves" in str(suggestion)
-
-
-def test_a_number_that_moved_up_is_a_doubt() -> None:
-    """A number of the target that is stored elsewhere under its name, and lost, is not a confident suggestion."""
-    old = {"params": {"w": array(8, 4), "scale": np.float32(3)}, "step": 3}
-    doubts = guessed(old, {"weights": {"w": array(8, 4)}, "scale": np.float32(0), "step": 0})
-    assert any("stored and unused: params/scale" in doubt for doubt in doubts)
-
-
 def test_nothing_alike_is_no_move() -> None:
     """A collection that shares no leaf with a new one is not moved there, least of all onto a single leaf."""
     stored = as_stored({**trained(BODY), "dynamic_scale": {"fin_steps": 3, "scale": np.float32(2)}})

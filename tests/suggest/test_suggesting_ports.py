@@ -74,6 +74,109 @@ PORTS: dict[str, tuple[Any, Any, list[str]]] = {
 }
 
 
+def _fresh(tree: Any) -> Any:
+    """The same shapes, of which nothing is known."""
+    return mapped(lambda x: np.full_like(x, np.nan), tree)
+
+
+def _replicas(tree: Any) -> Any:
+    return mapped(lambda x: np.stack([x] * 4), tree)
+
+
+A, B, C = _A.dense(4, 8), _A.dense(8, 16), _A.dense(16, 3)
+LAYERS_0_1_2 = {"Dense_0": A, "Dense_1": B, "Dense_2": C}
+TWO = {"Dense_0": A, "Dense_1": B}
+STATS = {"norm": {"mean": _A(8), "var": _A(8)}}
+CONVS = [{"kernel": _A(3, 3, 4, 4), "bias": _A(4)} for _ in range(3)]
+NORMS = [{"scale": _A(4), "bias": _A(4)} for _ in range(3)]
+CONVS_NORMS = {f"{name}_{n}": one for name, all_ in (("convs", CONVS), ("norms", NORMS)) for n, one in enumerate(all_)}
+AMSGRAD = {**_state(TWO)["opt_state"]["0"], "nu_max": _fresh({**TWO, **TABLE})}
+# Old and new state, the rules, and what is uncertain: nothing, or part of a doubt or comment.
+REFACTORS: dict[str, tuple[Any, Any, list[str], str]] = {
+    "layers into a backbone beside their head": (
+        _state(LAYERS_0_1_2), _state({"encoder": {"fc1": A, "fc2": B}, "head": C}),
+        ["rules.rename({'Dense_0': 'encoder/fc1', 'Dense_1': 'encoder/fc2'})", "rules.rename('Dense_2', 'head')"], "",
+    ),
+    "a backbone that keeps their names": (
+        {"params": LAYERS_0_1_2}, {"params": {"backbone": TWO, "head": C}},
+        ["rules.rename({'Dense_0': 'backbone/Dense_0', 'Dense_1': 'backbone/Dense_1'})",
+         "rules.rename('Dense_2', 'head')"], "",
+    ),
+    "a new average": (
+        _state(TWO), {**_state(TWO), "ema_params": {**TWO, **TABLE}}, ["rules.copy('params', 'ema_params')"],
+        "would begin as a copy of params",
+    ),
+    "an average that moved": (
+        {"params": TWO, "ema_params": mapped(lambda x: x * 9, TWO)},
+        {"params": TWO, "ema": {"0.999": mapped(lambda x: x * 9, TWO)}},
+        ["rules.rename('ema_params', 'ema/0.999')"], "",
+    ),
+    "parameters inside an optimizer's state": (
+        {"optimizer": {"model": TWO, **_state(TWO)}}, {"model": TWO, "optimizer": _state(TWO)},
+        ["rules.rename('optimizer/model', 'model')"], "",
+    ),
+    "states called like optimizers": (
+        {"g_opt": _state(TWO), "d_opt": _state({"c": C})}, {"gen": _state(TWO), "disc": _state({"c": C})},
+        ["rules.rename('d_opt', 'disc')", "rules.rename('g_opt', 'gen')"], "a name that says something else",
+    ),
+    "a number that moved": (
+        {"params": TWO, "step": np.int32(7)}, {"params": TWO, "counters": {"global_step": np.int32(7)}},
+        ["rules.rename('step', 'counters/global_step')"], "a name that says something else",
+    ),
+    "a number that moved up": (
+        {"params": {"w": A, "scale": np.float32(3)}}, {"weights": {"w": A}, "scale": np.float32(3)},
+        ["rules.rename('params/scale', 'scale')", "rules.rename('params', 'weights')"], "",
+    ),
+    "replicas of a renamed model": (
+        _replicas(_state(TWO)), _state({"fc1": A, "fc2": B}),
+        ["rules.unreplicate()", "rules.rename({'Dense_0': 'fc1', 'Dense_1': 'fc2'})"], "",
+    ),
+    "replicas beside one array": (
+        {**_replicas(_state(TWO)), "table": TABLE["emb"]["embedding"]},
+        {**_state(TWO), "table": TABLE["emb"]["embedding"]},
+        ["rules.unreplicate('^(?:opt_state|params|step)')"], "",
+    ),
+    "a new field of an optimizer": (
+        _state(TWO), {**_state(TWO), "opt_state": {"0": AMSGRAD}}, ["rules.from_target('opt_state/0/nu_max')"],
+        "nothing is stored there",
+    ),
+    "collections that were one": (
+        {"params": {"params": TWO, "batch_stats": STATS}}, {"params": TWO, "batch_stats": STATS},
+        ["rules.rename('^params/params', 'params')", "rules.rename('params/batch_stats', 'batch_stats')"], "",
+    ),
+    "collections that became one": (
+        {"params": TWO, "batch_stats": STATS}, {"params": {"params": TWO, "batch_stats": STATS}},
+        ["rules.rename({'batch_stats': 'params/batch_stats', 'params': 'params/params'})"], "",
+    ),
+    "names that become levels": (
+        {"params": {"heads_policy": A, "heads_value": B, "wo_bias": C["bias"], "wo_kernel": C["kernel"]}},
+        {"params": {"heads": {"policy": A, "value": B}, "wo": C}},
+        ["rules.rename('heads_policy', 'heads/policy')", "rules.rename('heads_value', 'heads/value')",
+         "rules.rename('wo_bias', 'wo/bias')", "rules.rename('wo_kernel', 'wo/kernel')"], "",
+    ),
+    "rows that become one": (
+        {"params": CONVS_NORMS},
+        {"params": {"blocks": {str(n): {"conv": CONVS[n], "norm": NORMS[n]} for n in range(3)}}},
+        [r"rules.rename(r'convs_(\d+)', r'blocks/\1/conv')", r"rules.rename(r'norms_(\d+)', r'blocks/\1/norm')"], "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFACTORS)
+def test_the_commonest_refactors(name: str, tmp_path: Path) -> None:
+    """Each value gets to its place, and the printed text restores what it does not leave to the target."""
+    old, new, expected, doubt = REFACTORS[name]
+    found, suggestion, wrong = verdict(Case(name, old, new))
+    assert suggestion is not None and [step.rule.source for step in suggestion.steps] == expected
+    assert found == ("guess right" if doubt else "certain right"), (wrong, suggestion.doubts)
+    assert doubt in " ".join((*suggestion.doubts, str(suggestion)))
+    if suggestion.rules:
+        names: dict[str, Any] = {}
+        exec(str(suggestion), names)
+        save(tmp_path / "old", old, format="msgpack")
+        np.testing.assert_equal(restore(tmp_path / "old", fresh(new), transforms=names["transforms"]), new)
+
+
 @pytest.mark.parametrize("name", PORTS)
 def test_ports_are_certain_and_right(name: str) -> None:
     """Each value gets to its place by the rules that are expected, of which few suffice."""
