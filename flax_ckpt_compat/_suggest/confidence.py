@@ -65,9 +65,9 @@ def judged(
     judges = (
         *moved_layers.judges(as_named, looks),
         _unused(outcome),
-        _apart(outcome),
+        _exchanged(outcome),
         _twice(outcome),
-        _dropped(outcome),
+        _begun(outcome),
     )
     # One doubt of each kind says enough.
     against = [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]
@@ -167,40 +167,15 @@ def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]
     }
 
 
-def _apart(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if several moments of one name are stored for one parameter and cannot be told apart."""
-    taken: dict[tuple[str, Path], list[tuple[Path, Path]]] = {}
+def _exchanged(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if whole optimizers got other names, and nothing tells which of two is which."""
+    leaves: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
     for new, old in outcome.pairs.items():
-        field, suffix = outcome.had.spot(old)
-        if field in MOMENTS or field == "count":
-            taken.setdefault((field, suffix), []).append((old, new))
-    # Counts go with the moments beside them, if these are of a parameter that no other optimizer has.
-    sure = {_state(old, new) for group in taken.values() if len(group) == 1 for old, new in group if old[-1] != "count"}
-    tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
-    for group in taken.values():
-        for number, (old, new) in enumerate(group):
-            for other_old, other_new in group[number + 1 :]:
-                with_params = {(old[0], new[0]), (other_old[0], other_new[0])} <= tops and old[0] != other_old[0]
-                if (with_params and (old[0], other_new[0]) not in tops) or (old, other_old) == (new, other_new):
-                    continue
-                if {(old[:-1], new[:-1]), (other_old[:-1], other_new[:-1])} <= sure:
-                    continue
-                # One below the other, as a count of the whole and one of a part.
-                deeper_old, deeper_new = len(other_old) - len(old), len(other_new) - len(new)
-                nested = deeper_old * deeper_new > 0
-                if not moved_layers.told_apart((old, new), (other_old, other_new), nested=nested):
-                    yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
-    for path in outcome.unused:
-        spot = outcome.had.spot(path)
-        for old, new in taken.get((spot.field, spot.suffix), ()) if spot.field in MOMENTS else ():
-            if old != new:
-                yield f"{show_path(path)} fits {show_path(new)} as well as {show_path(old)} does"
-
-
-def _state(old: Path, new: Path) -> tuple[Path, Path]:
-    """Return the paths of the optimizer's states that two moments belong to."""
-    ends = [next((place for place, name in enumerate(path) if name in MOMENTS), len(path)) for path in (old, new)]
-    return old[: ends[0]], new[: ends[1]]
+        ends = outcome.had.root_of(old), outcome.has.root_of(new)
+        if ends[0] != ends[1] and () not in ends:
+            spot = outcome.had.spot(old)
+            leaves.setdefault(ends, set()).add((joined((spot.field, *spot.suffix)), outcome.stored[old]))
+    return moved_layers.swappable([moved_layers.Moved(*ends, frozenset(held)) for ends, held in leaves.items()])
 
 
 def _twice(outcome: Outcome) -> Iterator[str]:
@@ -212,23 +187,13 @@ def _twice(outcome: Outcome) -> Iterator[str]:
             yield f"{show_path(other)} and {show_path(new)} would both come from {show_path(old)}"
 
 
-def _dropped(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if moments that are stored start from zero, or counts do although their moments are restored."""
-    if not outcome.kept:
-        return
-    idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
-    restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
-    fields = {outcome.has.spot(path).field for path in outcome.pairs if outcome.has.is_optimizer(path)} & MOMENTS
-    trained = {path[start:] for path in outcome.pairs if not outcome.has.is_optimizer(path) for start in range(3)}
-    for path, seen in outcome.kept.items():
+def _begun(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
+    restored = {path for path in outcome.pairs if outcome.has.is_optimizer(path)}
+    trained = {path[start:] for path in outcome.pairs.keys() - restored for start in range(3)}
+    for path in outcome.kept if restored else ():
         spot = outcome.has.spot(path)
-        if restored and spot.field in _COUNTS:
+        if spot.field in _COUNTS:
             yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
-        if spot.field in fields and spot.suffix in trained:
-            yield f"{show_path(path)} would begin anew although its parameter and other moments do not"
-        if (spot.field in MOMENTS or spot.field == "count") and _kind_of_moment(spot, seen) in idle:
-            yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"
-
-
-def _kind_of_moment(spot: Spot, seen: Look) -> tuple[str, Path, Look]:
-    return spot.field, spot.suffix[-1:], seen
+        elif spot.field in MOMENTS and spot.suffix in trained:
+            yield f"{show_path(path)} would begin anew although its parameter does not"

@@ -10,10 +10,18 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import count_of_leaves, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, show_path
 from flax_ckpt_compat._suggest import stacked_layers
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, Look, SubtreeMemo, fits, flatten, look
+from flax_ckpt_compat._suggest.leaf_features import (
+    EMPTY,
+    Look,
+    SubtreeMemo,
+    fits,
+    flatten,
+    is_torch_name,
+    is_transposed,
+    look,
+)
 from flax_ckpt_compat._suggest.names import akin, natural, pair_up, projections
 from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
-from flax_ckpt_compat._suggest.torch_layouts import is_torch_name, is_transposed
 
 _MAX_PAIRS = 900
 # Number of partners that are tried for a row or a stack: more are no evidence for any of them.
@@ -154,7 +162,6 @@ class Gap:
                 else:
                     merged = [stacked_layers.merge_groups(name, groups[name])] if name in groups else []
                     yield [*merged, *stacked_layers.unstacked(name, row, *axis)]
-        yield from self._restacks()
 
     def _by_leaf(self, children: dict[str, Node]) -> dict[tuple[str, Look], list[str]]:
         """Return the names of the children that have a leaf of a name and look."""
@@ -163,29 +170,6 @@ class Gap:
             for leaf in self.memo.contents(node):
                 found.setdefault(leaf, []).append(name)
         return found
-
-    def _restacks(self) -> Iterator[list[ProposedRule]]:
-        """Yield the steps for stacks whose layers moved to another axis."""
-        layers: dict[object, dict[str, None]] = {}
-        keys: dict[str, list[object]] = {}
-        for name, node in self.new.items():
-            keys[name] = list(stacked_layers.layers_by_axis(self.memo.contents(node)).items())
-            for key in keys[name]:
-                layers.setdefault(key, {})[name] = None
-        for old in list(self.gone):
-            ours = self.memo.contents(self.gone[old])
-            found = stacked_layers.layers_by_axis(ours)
-            near = (name for axis, layer in found.items() for name in layers.get((1 - axis, layer), ()))
-            moved = {
-                name: stacked_layers.moved_axis(ours, self.memo.contents(self.new[name]))
-                for name in itertools.islice(near, _MAX_LIKELY)
-            }
-            if clear := [name for name, axes in moved.items() if axes]:
-                new = _nearest(old, clear)
-                self._take([old], [new])
-                for key in keys[new]:
-                    del layers[key][new]
-                yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
     def _fusions(self) -> Iterator[list[ProposedRule]]:
         """Yield the steps for projections that became one, or one that became several."""

@@ -9,12 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import literal
-from flax_ckpt_compat._core.tree import Node, Path, joined, show_path
-from flax_ckpt_compat._suggest.leaf_features import MOMENTS, Roles, bare, leaves_at
+from flax_ckpt_compat._core.tree import Path, joined, show_path
+from flax_ckpt_compat._suggest.leaf_features import (
+    TORCH_ORDERS,
+    bare,
+    is_torch_name,
+    leaves_at,
+    permuted,
+)
 from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, merge_groups, split_groups
-from flax_ckpt_compat._suggest.torch_layouts import TORCH_ORDERS, is_torch_name, permuted
 
 # Names in a pattern, and shapes that need a rule each: more are no evidence.
 _MAX_NAMES, _MAX_SHAPES = 12, 8
@@ -38,8 +43,6 @@ def laid_out(pairing: Pairing, state: State) -> State:
     ]
     odd = [one for one in arrays if one.handle.shape != one.wanted]
     odd = [one for one in odd if math.prod(one.handle.shape) == math.prod(one.wanted)]
-    more = list(_moments(state.tree, odd, {one.path for one in arrays})) if odd else []
-    arrays, odd = [*arrays, *more], [*odd, *more]
     grouped = list(_grouped(odd, arrays))
     rest = [one for one in odd if not any(name in one.path for name, _ in grouped)]
     steps = [_without_units(rest, arrays), _transposed(rest, arrays), _heads(rest, arrays)] if odd else []
@@ -49,18 +52,6 @@ def laid_out(pairing: Pairing, state: State) -> State:
             if after is not None and after.matched > state.matched:
                 state = after
     return state
-
-
-def _moments(tree: Node, odd: Iterable[Misshapen], known: set[Path]) -> Iterator[Misshapen]:
-    """Yield the moments of misshapen parameters in an optimizer's state that has another place in the target."""
-    roles = Roles(tree)
-    wanted = {(one.path[:start], one.path[start + 1 :]): one for one in odd for start in range(2)}
-    for path, leaf in leaves_at(tree) if roles.roots else ():
-        spot = roles.spot(path)
-        if path not in known and spot.field in MOMENTS and isinstance(leaf, LeafHandle):
-            parameter = wanted.get(((), spot.suffix)) or wanted.get((path[:1], spot.suffix))
-            if parameter is not None and parameter.handle.shape == leaf.shape:
-                yield Misshapen(path, leaf, parameter.wanted)
 
 
 def _without_units(odd: Iterable[Misshapen], arrays: Sequence[Misshapen]) -> Iterator[ProposedRule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,16 @@ MOMENTS = frozenset(_MOMENTS.split())
 _OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
 _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
 _OLD_FIELDS = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}  # flax.optim's, below each parameter
+
+
+# Orders of axes between torch's weights and Flax's kernels, by the number of axes.
+TORCH_ORDERS: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: ((1, 0),),
+    3: ((2, 1, 0),),
+    4: ((2, 3, 1, 0), (3, 2, 0, 1), (2, 3, 0, 1)),
+    5: ((2, 3, 4, 1, 0), (4, 3, 0, 1, 2), (3, 4, 0, 1, 2)),
+}
+_WEIGHTS = frozenset(("weight", "weights", "w"))
 
 
 @functools.cache
@@ -99,11 +109,15 @@ class Roles:
     def __init__(self, tree: Node):
         self.roots = set(_optimizer_roots(tree, ()))
 
+    def root_of(self, path: Path) -> Path:
+        """Return the root of the optimizer's state that a key path is in; () if it is in none."""
+        if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
+            return ()
+        return next((root for root in self.roots if path[: len(root)] == root), ())
+
     def is_optimizer(self, path: Path) -> bool:
         """Return whether a key path is at or below the root of an optimizer's state."""
-        if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
-            return False
-        return any(path[: len(root)] == root for root in self.roots)
+        return bool(self.root_of(path)) or () in self.roots
 
     def spot(self, path: Path) -> Spot:
         """Return the role of the leaf at a key path."""
@@ -195,3 +209,24 @@ class SubtreeMemo:
     def has_arrays(self, node: Node) -> bool:
         """Return whether a subtree holds arrays: numbers and texts alone are too easily confused."""
         return any(shape for _, (shape, _) in self.contents(node))
+
+
+def permuted(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with its axes in another order."""
+    return tuple(shape[axis] for axis in order)
+
+
+def is_symmetric(shape: tuple[int, ...]) -> bool:
+    """Return whether an array of torch's layout has the same shape in Flax's."""
+    return any(permuted(shape, order) == shape for order in TORCH_ORDERS.get(len(shape), ()))
+
+
+def is_torch_name(one: str, other: str) -> bool:
+    """Return whether one name is that of torch's weights, and the other Flax's of kernels."""
+    return "kernel" in (one, other) and not _WEIGHTS.isdisjoint((one, other))
+
+
+def is_transposed(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether an array of torch's layout has the wanted shape in Flax's, or the other way round."""
+    orders = TORCH_ORDERS.get(len(stored), ()) if len(stored) == len(wanted) else ()
+    return any(permuted(stored, order) == wanted for order in orders)

@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._suggest.leaf_features import Look, bare
-from flax_ckpt_compat._suggest.names import akin, is_named_anew, may_be_one, natural, unnumbered, words
-from flax_ckpt_compat._suggest.torch_layouts import is_symmetric, is_torch_name
+from flax_ckpt_compat._suggest.leaf_features import Look, bare, is_symmetric, is_torch_name
+from flax_ckpt_compat._suggest.names import akin, may_be_one, natural, unnumbered, words
 
 # Of how many layers of one shape all pairs are compared; of more, those that are near each other in natural order.
 _PAIRWISE, _WINDOW, _COMPARISONS = 20, 8, 8000
-# Number of leaves of a subtree that no other one resembles by chance.
-_MANY = 12
 Leaves = frozenset[tuple[str, Look]]  # names and looks
 
 
@@ -44,7 +41,7 @@ def judges(pairs: dict[Path, Path], stored: dict[Path, Look]) -> tuple[Iterator[
         layers.setdefault(ends, set()).add((ours[-1] if len(ends[0]) < len(theirs) else "", stored[old]))
     moved = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items() if old != new]
     moved.sort(key=lambda one: not one.is_leaf)
-    return _names(moved), _swappable(moved), _transposed(moved), _crossed(moved)
+    return _names(moved), swappable(moved), _transposed(moved), _crossed(moved)
 
 
 def _names(moved: Sequence[Moved]) -> Iterator[str]:
@@ -55,13 +52,8 @@ def _names(moved: Sequence[Moved]) -> Iterator[str]:
         groups.setdefault((unnumbered(old), unnumbered(new)), []).append(one)
     for (old, new), members in groups.items():
         changes = {core(_inside(one.old), _inside(one.new)): one for one in reversed(members)}
-        in_row = _is_shifted(list(changes))
-        # A name is evidence against a partner where there could be others, and not for a model as a whole.
-        is_whole = sum(len(one.leaves) for one in members) >= _MANY and all(not one.is_leaf for one in members)
         for change, one in changes.items():
-            if is_whole and is_named_anew(*change):
-                continue
-            if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
+            if not may_be_one(*change, leaf=one.is_leaf):
                 yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
         one = members[0]
         if one.is_leaf or not old or not new or len({_inside(other.old) for other in members}) > 1:
@@ -99,14 +91,6 @@ def _crossed(moved: Sequence[Moved]) -> Iterator[str]:
                 yield f"{show_path(one.old)} and {show_path(other.old)} would change their order"
 
 
-def _is_shifted(changes: Sequence[tuple[Path, Path]]) -> bool:
-    """Return whether a row of several layers is numbered from 0 instead of 1, or from 1 instead of 0."""
-    ends = [(numbered(old[-1]), numbered(new[-1])) for old, new in changes if old and new]
-    numbers = {(one[1], other[1]) for one, other in ends if one and other}
-    firsts = [min(side) for side in zip(*numbers, strict=True)]
-    return len(numbers) > 1 and sorted(firsts) == [0, 1] and len({new - old for old, new in numbers}) == 1
-
-
 def _inside(path: Path) -> Path:
     """Return a key path without linen's collection, which NNX lacks."""
     return path[1:] if path[:1] in (("params",), ("batch_stats",)) else path
@@ -125,7 +109,7 @@ def _same_start(one: Path, other: Path) -> int:
     return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
+def swappable(moved: Sequence[Moved]) -> Iterator[str]:
     """Yield a doubt for two moved layers of one shape that cannot be told apart."""
     groups: dict[Leaves, dict[tuple[Path, Path], Moved]] = {}
     for one in moved:
@@ -138,19 +122,19 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
         for number, change in enumerate(ordered):
             for other in ordered[number + 1 : number + 1 + reach]:
                 one, two = group[change], group[other]
-                if not told_apart(one[:2], two[:2]):
+                if not _told_apart(one[:2], two[:2]):
                     yield f"nothing says which of {show_path(one.old)} and {show_path(two.old)} goes where"
 
 
-def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool = False) -> bool:
-    """Return whether names pair two old paths with two new ones; if ``nested``, they only must not object."""
+def _told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
+    """Return whether names pair two old paths with two new ones."""
     if one[0] == other[0] or one[1] == other[1]:
         return True
     votes = []
     for step in (1, -1):
         olds, news = (_parting(left[::step], right[::step]) for left, right in zip(one, other, strict=True))
         votes += [_by_number(olds, news), _by_word(olds, news)]
-    return -1 not in votes and (1 in votes or (nested and not any(votes)))
+    return -1 not in votes and 1 in votes
 
 
 def _parting(one: Path, other: Path) -> tuple[str, str]:

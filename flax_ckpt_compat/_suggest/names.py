@@ -139,8 +139,8 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
     return (classes[0] if classes else ""), found
 
 
-def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False) -> bool:
-    """Return whether two different names may belong to one layer (or leaf, or layer of a row that shifts)."""
+def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
+    """Return whether two different names may belong to one layer (or leaf)."""
     if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
         old, new = old[:-1], new[:-1]
     if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
@@ -155,7 +155,7 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False
         telling = (frozenset() if is_layer else _ROLES) | (frozenset() if by_count else _TELLING)
         if (ours | theirs) & telling:
             return False
-    return not old or not new or (_same_class(old[-1], new[-1]) and (in_row or not _other_number(old, new)))
+    return not old or not new or (_same_class(old[-1], new[-1]) and not _other_number(old, new))
 
 
 def _same_class(old: str, new: str) -> bool:
@@ -216,14 +216,6 @@ def _role(name: str) -> str:
     word = next(iter(found)) if len(found) == 1 else ""
     word = word[1:] if len(word) == 2 and word[0] == "w" else word
     return _LETTERS.get(word, word)
-
-
-def is_named_anew(old: Path, new: Path) -> bool:
-    """Return whether two names are names alone, such as ``bert`` and ``roberta``, and say no role and no class."""
-    return all(
-        _read(name)[1] and not _read(name)[0] and not numbered(name) and not words(name) & (_TELLING | _KINDS.keys())
-        for name in (*old, *new)
-    )
 
 
 def _other_number(old: Path, new: Path) -> bool:

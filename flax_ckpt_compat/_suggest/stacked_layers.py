@@ -157,16 +157,6 @@ def fused(names: Sequence[str], whole: str, axes: dict[int, list[int]], *, fusin
     return ProposedRule(rules.split(literal(whole), list(names), **more), reason, doubt)
 
 
-def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
-    """Return the rules that move the layers of a stack to another axis."""
-    reason = f"the layers lie on axis {axes[0]} of {old}, on axis {axes[1]} of the target's {new}"
-    stem = f"{new.rpartition('/')[2]}_"
-    return [
-        ProposedRule(rules.unstack(literal(old), f"{stem}{{}}", **_axis(axes[0])), reason),
-        ProposedRule(rules.stack(rf"{literal(stem)}(\d+)", new, **_axis(axes[1])), reason),
-    ]
-
-
 def _axis(axis: int) -> dict[str, int]:
     return {"axis": axis} if axis else {}
 
@@ -174,23 +164,6 @@ def _axis(axis: int) -> dict[str, int]:
 def leaves_of_stack(layer: Contents, count: int) -> set[tuple[str, Look]]:
     """Return the leaves that a stack of so many layers can have, on any axis."""
     return set().union(*(_with_axis(layer, count, axis) for axis in _AXES))
-
-
-def layers_by_axis(stack: Contents) -> dict[int, frozenset[Any]]:
-    """Return, for axis 0 and 1 of a stack, the number of layers and what each of them holds; hashable."""
-    found = {}
-    for axis in (0, 1):
-        counts = {shape[axis] if len(shape) > axis else 0 for _, (shape, _) in stack}
-        if len(counts) == 1 and 0 not in counts:
-            found[axis] = frozenset({("", counts.pop()), *_without_axis(stack, axis).items()})
-    return found
-
-
-def _without_axis(stack: Contents, axis: int) -> Contents:
-    layer: Contents = Counter()
-    for (name, (shape, kind)), many in stack.items():
-        layer[name, ((*shape[:axis], *shape[axis + 1 :]), kind)] += many
-    return layer
 
 
 def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] | None:
@@ -227,17 +200,6 @@ def groups_of(layer: Contents, count: int, whole: Contents) -> tuple[int, int] |
         if Counter({(name, ((*groups, *shape), kind)): many for (name, (shape, kind)), many in layer.items()}) == whole:
             return groups
     return None
-
-
-def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
-    """Return the axes of the layers in two stacks of the same layers, if they are unambiguous."""
-    found = []
-    for before, after in ((0, 1), (1, 0)) if old != new else ():
-        counts = {shape[before] if len(shape) > before else 0 for _, (shape, _) in old}
-        layer = _without_axis(old, before)
-        if len(counts) == 1 and 0 not in counts and _with_axis(layer, counts.pop(), after) == new:
-            found.append((before, after))
-    return found[0] if len(found) == 1 else None
 
 
 def _with_axis(layer: Contents, count: int, axis: int) -> Contents:

@@ -8,7 +8,7 @@ match it with the whole key path of a subtree or leaf (`select`); rules that cha
 
 from __future__ import annotations
 
-import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +19,6 @@ from flax_ckpt_compat.rules._rule import RuleError
 
 # Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
-# Private-use characters, one of which marks the place of a group of a template.
-_PRIVATE = range(0xE000, 0xF8FF)
 
 Replacement = str | Callable[[re.Match[str]], str]
 Fill = Callable[[re.Match[str]], str]
@@ -58,7 +56,8 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     Raise RuleError if it refers to groups that the pattern lacks; when called: if the function returns no text."""
     if isinstance(replacement, str):
         try:
-            return compile_template(pattern, replacement)
+            pattern.sub(replacement, "")  # which refuses groups that the pattern lacks, also where nothing matches
+            return operator.methodcaller("expand", replacement)
         except (re.error, IndexError) as error:
             raise RuleError(f"{replacement!r} does not fit the groups of the pattern: {error}") from error
     function = replacement
@@ -200,34 +199,3 @@ def near_names(wanted: str, tree: Node) -> str:
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"
-
-
-@functools.lru_cache(maxsize=256)
-def compile_template(pattern: re.Pattern[str], template: str) -> Callable[[re.Match[str]], str]:
-    """Return a function that expands a template with a match's groups, as ``re.Match.expand`` does.
-
-    Raise re.error or IndexError for a stray backslash, or a group that the pattern lacks."""
-    # Expand a match whose groups are marks, so that Python's own parser finds the places of the groups.
-    empty = _stand_in(pattern, [""] * (pattern.groups + 1)).expand(template)
-    mark = next(char for char in map(chr, _PRIVATE) if char not in empty)
-    marks = [f"{mark}{number}{mark}" for number in range(pattern.groups + 1)]
-    filled = _stand_in(pattern, marks).expand(template).replace("".join(marks), marks[0])
-    pieces = filled.split(mark)
-    literals, groups = pieces[::2], [int(number) for number in pieces[1::2]]
-
-    def fill(match: re.Match[str]) -> str:
-        words = [literals[0]]
-        for group, text in zip(groups, literals[1:], strict=True):
-            words += (match[group] or "", text)
-        return "".join(words)
-
-    return fill
-
-
-def _stand_in(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str]:
-    """Return a match whose groups, by number and name, are ``texts[1:]``; ``texts[0]`` precedes them."""
-    names = {number: name for name, number in pattern.groupindex.items()}
-    groups = [f"(?P<{names[n]}>{texts[n]})" if n in names else f"({texts[n]})" for n in range(1, pattern.groups + 1)]
-    match = re.match(texts[0] + "".join(groups), "".join(texts))
-    assert match is not None
-    return match

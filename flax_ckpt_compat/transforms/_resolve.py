@@ -13,7 +13,6 @@ import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Path, joined, key_name, show_path
-from flax_ckpt_compat.rules._patterns import compile_template
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
@@ -198,7 +197,7 @@ def _source(entry: _Entry, key: str) -> str | Path:
     try:
         matched = re.fullmatch(entry.pattern or entry.key, key)
         assert matched is not None
-        return compile_template(matched.re, original)(matched)
+        return matched.expand(original)
     except (re.error, IndexError) as error:
         raise TransformError(
             f"the transform {entry.key!r} has the original_key {original!r}, which cannot be filled in for "

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, rules
-from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
@@ -174,14 +173,6 @@ def test_pieces_are_memory_of_their_own() -> None:
             assert not np.shares_memory(leaf.function(part.function(whole)), whole)
 
 
-def test_handles_are_known() -> None:
-    """A stacked leaf knows the stored leaves behind it, in the order of the layers."""
-    after = rules.stack(r"layer_(\d+)", "x").apply(stored(layers([{"w": count((2,))}] * 3)), None)
-    leaf = after.children["x"].children["w"]
-    assert ["/".join(handle.path) for handle in leaf.handles] == ["layer_0/w", "layer_1/w", "layer_2/w"]
-    assert leaf.how == "stack of 3"
-
-
 KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
 ODD: list[tuple[dict[str, Any], str]] = [
     (layers([{"w": count((2,))}, {"w": count((3,))}, {"w": count((2,))}]), r"layer_1/w is float32\[3\]"),
@@ -279,17 +270,6 @@ def test_fuse_and_split_refuse() -> None:
     for bad in (lambda: rules.split("w", []), lambda: rules.split("w", ["a"], sizes=[1, 2])):
         with pytest.raises(TransformError, match="list of names"):
             bad()
-
-
-def test_the_tree_given_stays() -> None:
-    """Neither rule changes the tree that it is given."""
-    before = stored({**layers([{"w": count((2, 2))}] * 2), "qkv": {"w": count((6,))}})
-    names = [path for path, _ in iter_leaves(before)]
-    rules.stack(r"layer_(\d+)", "layers/cell").apply(before, None)
-    rules.split("qkv", ["q", "k", "v"]).apply(before, None)
-    rules.unstack("layer_0", "qkv/x{}").apply(before, None)
-    assert [path for path, _ in iter_leaves(before)] == names
-    assert all(isinstance(leaf, LeafHandle) for _, leaf in iter_leaves(before))
 
 
 def test_from_real_checkpoints(flag: bool, tmp_path: Path) -> None:

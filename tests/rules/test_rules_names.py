@@ -252,22 +252,6 @@ def test_nothing_is_changed_in_place(tree: Any) -> None:
     assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
 
 
-def test_rules_show_their_python() -> None:
-    """The source of a rule is Python that makes it again."""
-    for text in (
-        r"rules.rename(r'a_(\d)', r'b_\1')",
-        "rules.move('params', '')",
-        "rules.drop('a', 'b')",
-        "rules.wrap('model', at='params')",
-        r"rules.stack(r'layer_(\d+)', 'layers', axis=1)",
-        "rules.fuse(['q', 'k'], 'qk', axis=-2)",
-        "rules.cast('params', 'bfloat16')",
-        "rules.optimizer_state(stored_at='optimizer')",
-        "rules.pre_optax()",
-    ):
-        assert eval(text, {"rules": rules}).source == text
-
-
 def test_several_renames_at_once() -> None:
     """A mapping is applied at once: names swap, the first pattern that matches wins, and each must match."""
     tree = {"a": {"b": 1}, "b": {"a": 2}, "c": 3}

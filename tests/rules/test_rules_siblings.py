@@ -87,14 +87,6 @@ def test_names_that_do_not_tell_are_refused(name: str, flag: bool, tmp_path: Pat
         assert origins(entry) == number, line
 
 
-def test_all_lines_together(flag: bool, tmp_path: Path) -> None:
-    """One rule for each pair restores all of them."""
-    path = written({"opt": GEN_DISC}, flag, tmp_path)
-    lines = rules.optimizer_state("opt/generator", "opt/gen"), rules.optimizer_state("opt/discriminator", "opt/disc")
-    found = restored(path, {"opt": OTHER_NAMES["other names"]}, *lines)
-    assert origins(found["opt"]) == {"generator": 1, "discriminator": 2}
-
-
 def test_equal_names_tell(flag: bool, tmp_path: Path) -> None:
     """Each takes that of its own name, in any order, inside other wrappers than before, too."""
     path = written({"opt": {"gen": trained(1, WRAPPED), "disc": trained(2), "extra": trained(3)}}, flag, tmp_path)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat.rules._patterns import compile_template
 from tests.support.stored import count, same, stored, values
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)
@@ -128,26 +127,3 @@ def test_signatures_are_those_that_callers_use() -> None:
     """help() shows what a caller gives."""
     assert list(inspect.signature(rules.pad).parameters) == ["pattern", "size", "axis", "value"]
     assert list(inspect.signature(rules.pre_optax).parameters) == []
-
-
-PATTERNS = [
-    re.compile(text) for text in ("(a+)(b)?", "(?P<x>a)(?P<y>b)?(c*)", "ab", "((a)|b)+", "(" * 11 + "a" + ")" * 11)
-]
-GROUPS = ["\\1", "\\2", "\\3", "\\g<0>", "\\g<1>", "\\g<x>", "\\g<y>", "\\g<nope>", "\\11", "\\0", "\\01", "\\101"]
-PIECES = st.sampled_from(
-    [*GROUPS, "\\\\", "\\n", "\\", "/", "block_", "0", "\ue000", "\ue0001\ue000", "é", "\0", "\\q"]
-)
-
-
-@given(st.sampled_from(PATTERNS), st.lists(PIECES, max_size=5).map("".join), st.text("abc", max_size=6))
-@example(PATTERNS[0], "\\g<0>\\1\\2\\g<0>", "aab")
-def test_templates_are_filled_as_python_does(pattern: re.Pattern[str], template: str, text: str) -> None:
-    """Filling is re.Match.expand, its errors too, for every match."""
-    for match in pattern.finditer(text):
-        try:
-            expected = match.expand(template)
-        except (re.error, IndexError) as error:
-            with pytest.raises(type(error)):
-                compile_template(pattern, template)
-        else:
-            assert compile_template(pattern, template)(match) == expected

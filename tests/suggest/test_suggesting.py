@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_ckpt_compat import rules
 from tests.support.peers import skip_without_typed_keys
 from tests.support.suggest_cases import Layer, Made, make, proposed, truth
 from tests.support.suggest_states import (
@@ -232,41 +231,9 @@ def _zeros() -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), PARAMS)
 
 
-def test_prints_python_to_paste() -> None:
-    """The text makes the same rules when it is run."""
-    suggestion, _ = proposed(make(LAYERS).state, make(LAYERS, "clip adam", inside="model").state)
-    text = str(suggestion)
-    names: dict[str, Any] = {}
-    exec(text, names)
-    assert suggestion is not None
-    assert names["transforms"] == suggestion.rules == [rules.rename(*_arguments(suggestion)), suggestion.rules[1]]
-    assert text.startswith("from flax_ckpt_compat import rules\n\ntransforms = [\n    rules.rename(")
-    assert "  # " in text
-
-
-def _arguments(suggestion: Any) -> tuple[str, str]:
-    import ast
-
-    call = ast.parse(suggestion.rules[0].source, mode="eval").body
-    assert isinstance(call, ast.Call)
-    return tuple(ast.literal_eval(argument) for argument in call.args)  # type: ignore[return-value]
-
-
 def test_nothing_to_suggest() -> None:
     """Nothing is proposed where nothing is missing, or where the checkpoint is of another model."""
     old = make(LAYERS).state
     assert proposed(old, old)[0] is None
     assert proposed({"x": array(3, 5)}, old)[0] is None
     assert proposed(old, {})[0] is None
-
-
-@pytest.mark.parametrize("layers", [30, pytest.param(100, marks=pytest.mark.slow)])
-def test_large_trees(layers: int) -> None:
-    """Hundreds of leaves are no hindrance; hundreds of unrelated names are given up on."""
-    old = {"params": {f"layers_{n}": dict.fromkeys("abcdefghijkl", D) for n in range(layers)}}
-    new = {"params": {f"block_{n}": node for n, node in enumerate(old["params"].values())}}
-    assert sources(old, new) == [r"rules.rename(r'layers_(\d+)', r'block_\1')"]
-    mixed = {f"x{chr(97 + n % 26)}{chr(97 + n // 26)}": node for n, node in enumerate(old["params"].values())}
-    suggestion, _ = proposed(old, {"params": mixed})
-    assert suggestion is not None
-    assert not suggestion.confident

@@ -145,15 +145,6 @@ def test_what_matched_by_name_is_not_taken_away(before: str) -> None:
     assert {name: found.get(f"opt_state/{name}") for name in numbers} == {name: f"opt_state/{name}" for name in numbers}
 
 
-def test_a_model_with_one_partner_is_certain() -> None:
-    """A subtree of many leaves that has only one partner is that one, whatever it is called."""
-    model = {f"layer_{n}": {"attn": dense(4, 6), "mlp": dense(6, 4), "ln": dense(4, 5)} for n in range(3)}
-    old, new = ({"params": {name: model, "head": dense(4, 2)}} for name in ("bert", "roberta"))
-    assert sure(old, new) == ["rules.rename('bert', 'roberta')"]
-    for one, other in (("teacher", "student"), ("image_encoder", "text_encoder"), ("generator", "discriminator")):
-        guess({"params": {**BODY, one: model}}, {"params": {**BODY, other: model}})
-
-
 def test_layers_that_share_a_bias_shift() -> None:
     """Each layer goes where its kernel fits, although the biases alone would fit where they are."""
     old = {"params": {"Dense_0": dense(4, 8), "Dense_1": dense(8, 8), "Dense_2": dense(8, 3)}}

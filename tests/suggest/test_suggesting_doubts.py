@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -15,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._suggest import proposals, suggest
-from flax_ckpt_compat._suggest.leaf_features import Roles
+from flax_ckpt_compat._suggest import suggest
 from flax_ckpt_compat._trees import state_dict
 from tests.random_cases.proposals import case
 from tests.support.profiles import examples
 from tests.support.suggest_cases import as_stored, proposed
-from tests.support.suggest_states import ADAM, array, dense, nnx_state, train
-from tests.support.suggest_states import Linen as LinenNet
+from tests.support.suggest_states import ADAM, array, dense
 
 # Two layers that are the same before and after.
 BODY = {"body": dense(4, 16), "mid": dense(16, 8)}
@@ -175,27 +172,6 @@ def test_a_pattern_matches_nothing_but_what_it_is_for() -> None:
         assert source == f"{['params', 'opt_state'].index(top)}/{rest}"
 
 
-def test_reasons_name_a_difference() -> None:
-    """Why an optimizer's state is not taken never names the same fields twice."""
-    other = {**BODY, "mid": dense(16, 9)}
-    for old, new in (
-        (trained({"a": array(3, 4)}), trained(BODY)),
-        (trained(BODY), trained(BODY, optax.sgd(0.1, 0.9))),
-        (trained(BODY), trained(other)),
-    ):
-        suggestion, _ = proposed({**old, "params": BODY}, {**new, "params": BODY})
-        assert suggestion is not None
-        assert "has count, mu, nu, the target's has count, mu, nu" not in str(suggestion)
-
-
-def test_nothing_alike_is_no_move() -> None:
-    """A collection that shares no leaf with a new one is not moved there, least of all onto a single leaf."""
-    stored = as_stored({**trained(BODY), "dynamic_scale": {"fin_steps": 3, "scale": np.float32(2)}})
-    target = state_dict.describe({**trained(BODY), "rng": jax.random.key(0)})
-    assert isinstance(stored, Branch) and isinstance(target, Branch)
-    assert proposals.collections(stored, target, Roles(target)) == []
-
-
 def test_a_second_optimizer_is_a_doubt() -> None:
     """Moments that one optimizer had are not given to two of them for certain."""
     new = {**trained(BODY), "opt_state2": jax.eval_shape(ADAM.init, BODY)}
@@ -253,10 +229,3 @@ def test_linen_to_nnx_in_any_order(random: Any) -> None:
     assert suggestion is not None
     assert "rules.move('params', 'model')" in str(suggestion)
     assert not suggestion.remaining
-
-
-def test_real_states_keep_their_certainty() -> None:
-    """Doubting more leaves what names and shapes both tell: a linen model's variables in NNX."""
-    suggestion, _ = proposed(train(LinenNet()), nnx_state())
-    assert suggestion is not None
-    assert suggestion.confident, suggestion.doubts
