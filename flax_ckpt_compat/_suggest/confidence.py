@@ -191,9 +191,10 @@ def _begun(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
     restored = {path for path in outcome.pairs if outcome.has.is_optimizer(path)}
     trained = {path[start:] for path in outcome.pairs.keys() - restored for start in range(3)}
+    fields = {outcome.has.spot(path).field for path in restored} & MOMENTS
     for path in outcome.kept if restored else ():
         spot = outcome.has.spot(path)
         if spot.field in _COUNTS:
             yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
-        elif spot.field in MOMENTS and spot.suffix in trained:
+        elif spot.field in fields and spot.suffix in trained:
             yield f"{show_path(path)} would begin anew although its parameter does not"

@@ -242,10 +242,7 @@ class Gap:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
         if ours != theirs:
             return f"they share {count_of_leaves((ours & theirs).total())}"
-        leaves = {path: seen for path, seen in flatten(self.theirs[new]).items() if seen != EMPTY}
-        if len(leaves) > 3:
-            return f"both hold the same {len(leaves)} leaves"
-        return "both hold " + " and ".join(f"{joined(path)} {seen[0]}".strip() for path, seen in leaves.items())
+        return in_words(self.theirs[new])
 
     def _aligned(self) -> list[tuple[str, str]]:
         """Return the pairs of old and new names: equal contents first, then the most similar."""
@@ -288,3 +285,11 @@ class Gap:
 def _nearest(name: str, names: list[str]) -> str:
     """Return the name most similar to another."""
     return next((one for one in names if one == name), next((one for one in names if akin(one, name)), names[0]))
+
+
+def in_words(node: Node) -> str:
+    """Return what two nodes hold that are alike."""
+    leaves = {path: seen for path, seen in flatten(node).items() if seen != EMPTY}
+    if len(leaves) > 3:
+        return f"both hold the same {len(leaves)} leaves"
+    return "both hold " + " and ".join(f"{joined(path)} {seen[0]}".strip() for path, seen in leaves.items())

@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, joined, node_at, topmost
-from flax_ckpt_compat._suggest.differences import Change
+from flax_ckpt_compat._suggest.differences import Change, in_words
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, Look, Roles, SubtreeMemo, fits
 from flax_ckpt_compat._suggest.moved_layers import core
 from flax_ckpt_compat._suggest.names import COPIES, akin, natural, natural_key, unnumbered, words
@@ -141,7 +141,8 @@ def _row(stored: _Nodes, lacking: _Nodes, like: Path, news: list[Path]) -> list[
 
 
 def _akin(old: Path, new: Path) -> bool:
-    return akin(*("_".join(names) for names in core(old, new)))
+    ours, theirs = core(old, new)
+    return akin("_".join(ours), "_".join(theirs))
 
 
 def _changes(pairs: list[Pair], stored: _Nodes) -> Iterator[Change]:
@@ -161,8 +162,9 @@ def _changes(pairs: list[Pair], stored: _Nodes) -> Iterator[Change]:
         row = [old for old in stored.rows[unnumbered((*path, *like))] if old[: len(path)] == path]
         if len(group) > 1 and len(row) == len(group) and all(one == other for one, other in numbers):
             patterns = {_pattern(group[0][0]): _replacement(group[0][1])}
-        first = [tuple(dict.fromkeys(pair[side][0] for pair in group)) for side in (0, 1)]
-        yield Change(path, *first, patterns, "nothing else that is left over has these names and shapes")
+        olds, news = (tuple(dict.fromkeys(one[0] for one in side)) for side in zip(*group, strict=True))
+        reason = in_words(node_at(stored.tree, (*path, *group[0][0])))
+        yield Change(path, olds, news, patterns, reason if len(group) == 1 else "no others of them are left over")
 
 
 def copies(stored: Node, target: Node, lacking: Collection[Path], memo: SubtreeMemo) -> Iterator[ProposedRule]:
