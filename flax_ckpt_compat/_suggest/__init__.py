@@ -20,6 +20,7 @@ from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MAX_STARTS = 4
+_MANY = 5000  # missing leaves, above which one way less is tried
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     if isinstance(first.tree, Branch):
         likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
         begun += filter(None, (pairing.tried(first, steps) for steps in likely))
-    if (matched := pairing.leftovers(first)).matched > first.matched:
+    if lacking <= _MANY and (matched := pairing.leftovers(first)).matched > first.matched:
         begun.insert(0, matched)
     arranged = (laid_out(pairing, pairing.paired(state)) for state in begun)
     found = sorted(arranged, key=lambda one: (-one.matched, len(one.steps)))
