@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import Progress, checkpoints, config
+from flax_ckpt_compat._core import progress
 
 
 def count(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -338,3 +340,26 @@ def barrier(name: str) -> None:
 def both(*steps: int) -> list[str]:
     """The names of msgpack checkpoints and of their folders of arrays."""
     return sorted(f"checkpoint_{step}{end}" for step in steps for end in ("", "_gda"))
+
+
+def reports_of_save(folder: str, orbax: bool) -> tuple[int, list[int]]:
+    """Saves an array that is split over all processes, and one of numpy; the bytes in all, and those of each report."""
+    use(orbax)
+    split = put(large(), NamedSharding(mesh(), P(("x", "y"))))
+    return _reports(lambda: checkpoints.save_checkpoint_multiprocess(folder, {"split": split, "own": np.ones(3)}, 2))
+
+
+def reports_of_restore(folder: str) -> tuple[int, list[int]]:
+    """Restores both whole."""
+    whole = NamedSharding(mesh(), P())
+    target = {"split": jax.ShapeDtypeStruct(large().shape, np.float32, sharding=whole), "own": np.ones(3)}
+    return _reports(lambda: checkpoints.restore_checkpoint(folder, target, 2))
+
+
+def _reports(call: Callable[[], Any]) -> tuple[int, list[int]]:
+    done: list[Progress] = []
+    with pytest.MonkeyPatch().context() as patch, config.override(progress=done.append):
+        patch.setattr(progress, "_EVERY_SECONDS", 0.0)
+        call()
+    assert done[-1].finished
+    return done[-1].total, [one.done for one in done]

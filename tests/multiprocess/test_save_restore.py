@@ -118,3 +118,17 @@ def test_a_process_reads_only_what_its_shards_need(orbax: bool, tmp_path: Path) 
     team_of(2).call(jobs.save_large, str(tmp_path), orbax)
     for read in team_of(4).call(jobs.bytes_read, jobs.restore_large, str(tmp_path)):
         assert 2**22 * 0.8 < read < 2**22 * 1.1
+
+
+def test_each_process_reports_its_share(orbax: bool, tmp_path: Path) -> None:
+    """In a save, what it writes; in a restore, all that it reads."""
+    team = team_of(2)
+    saved = team.call(jobs.reports_of_save, str(tmp_path), orbax)
+    assert [total for total, _ in saved] == [2**23 + 24, 2**23]
+    restored = team.call(jobs.reports_of_restore, str(tmp_path))
+    assert [total for total, _ in restored] == [2**24 + 24, 2**24 + 24]
+    for total, done in [*saved, *restored]:
+        assert done == sorted(done)
+        assert done[-1] == total
+        assert done.count(total) == 1
+        assert len(done) > 1

@@ -1,14 +1,19 @@
-"""Checkpoints within checkpoints, and directories of checkpoints that are named like one: none is lost with another."""
+"""Checkpoints within others, linked copies, and two formats at one path: none is lost with another."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, convert, errors, restore, save
+from flax_ckpt_compat import checkpoints, config, convert, errors, restore, save, verify
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._discovery import contents
 from flax_ckpt_compat._discovery.contents import why_inside
@@ -105,3 +110,98 @@ def test_a_directory_of_checkpoints_named_like_a_step(flag: bool, tmp_path: Path
     checkpoints.save_checkpoint(tmp_path, tree(6), 6)
     assert names(tmp_path) == ["checkpoint_5", "checkpoint_6"]
     assert restore(inner)["n"] == 7
+
+
+TREE = {"w": np.arange(20_000.0), "small": np.ones(3), "n": 1}
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_linked_copy_stays_as_it_is(flag: bool, mapped: bool, tmp_path: Path) -> None:
+    """Saves, overwrites and evictions in one directory change nothing in the other, nor in arrays mapped from it."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for step in (1, 2):
+        checkpoints.save_checkpoint(run, {**TREE, "n": step}, step, keep=2)
+    shutil.copytree(run, copy, copy_function=os.link)
+    before = _content(copy)
+    assert any(os.stat(path).st_nlink == 2 for path in copy.rglob("*") if path.is_file())
+    with config.override(mapped=mapped):
+        held = [checkpoints.restore_checkpoint(folder, None, 2) for folder in (run, copy)]
+        checkpoints.save_checkpoint(run, {**TREE, "w": np.zeros(20_000)}, 2, keep=2, overwrite=True)
+        checkpoints.save_checkpoint(run, TREE, 3, keep=1)
+        for tree in (*held, checkpoints.restore_checkpoint(copy, None, 2)):
+            np.testing.assert_array_equal(tree["w"], TREE["w"])
+    assert checkpoints.available_steps(run) == [3]
+    assert checkpoints.available_steps(copy) == [1, 2]
+    assert _content(copy) == before
+    assert all(verify(copy, step=step).ok for step in (1, 2))
+
+
+FORMATS: tuple[Literal["msgpack", "orbax"], ...] = ("msgpack", "orbax")
+Call = tuple[Any, str]
+
+
+@pytest.mark.parametrize("mine", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("step", [None, 1])
+def test_replaced_at_every_look_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, mine: Literal["msgpack", "orbax"], step: int | None
+) -> None:
+    """The other format takes the place before each listing or opening of the path in turn, and the save goes on."""
+    target = tmp_path / "run" / "checkpoint_1"
+    looks = listdir, opened = os.listdir, os.open
+    left = 0
+
+    def swap(path: Any) -> None:
+        nonlocal left
+        if str(path) != str(target) or left < 0:
+            return
+        left -= 1
+        if left < 0:
+            is_file = target.is_file()
+            target.unlink() if is_file else shutil.rmtree(target)
+            monkeypatch.undo()
+            save(target, tree(2), format="orbax" if is_file else "msgpack")
+            patch()
+
+    def patch() -> None:
+        monkeypatch.setattr(os, "listdir", lambda path=".": (swap(path), listdir(path))[1])
+        monkeypatch.setattr(os, "open", lambda path, *args, **kwargs: (swap(path), opened(path, *args, **kwargs))[1])
+
+    for count in range(100):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        save(target, tree(1), format=first)  # type: ignore[arg-type]
+        left = count
+        patch()
+        save(target if step is None else target.parent, tree(3), step=step, overwrite=True, format=mine)
+        monkeypatch.undo()
+        assert restore(target)["n"] in (2, 3)  # 2 where the swap came after the commit
+        assert names(target.parent) == ["checkpoint_1"]
+        if left >= 0:
+            break
+    assert count > 1 and left >= 0 and looks == (os.listdir, os.open)
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Real threads of both formats; every save succeeds, and what stays is one whole checkpoint."""
+    outcomes: Counter[str] = Counter()
+
+    def write(format: Literal["msgpack", "orbax"]) -> None:
+        for _ in range(6):
+            try:
+                save(tmp_path, tree(1), step=1, overwrite=True, format=format)
+                outcomes["ok"] += 1
+            except BaseException as error:
+                outcomes[repr(error)] += 1
+
+    threads = [threading.Thread(target=write, args=(format,)) for format in FORMATS * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {"ok": 24}
+    assert names(tmp_path) == ["checkpoint_1"]
+    assert restore(tmp_path)["n"] == 1

@@ -1,4 +1,4 @@
-"""Signals and forks in the middle of saves: Ctrl-C, handlers that save before a job is preempted, data loaders."""
+"""Signals, forks and closed streams in the middle of saves: Ctrl-C, handlers that save, data loaders, daemons."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HANDLER = """
 import _thread, signal, sys
 import flax, numpy as np
 from flax_ckpt_compat import checkpoints
-folder, flag = sys.argv[1], sys.argv[2] == "True"
-flax.config.update("flax_use_orbax_checkpointing", flag)
+folder = sys.argv[1]
+flax.config.update("flax_use_orbax_checkpointing", True)
 signal.alarm(30)
 tree = {"w": np.arange(1_000_000.0), **{f"a{n}": np.ones(300) for n in range(20)}}
 start, preempted = _thread.start_new_thread, []
@@ -38,9 +38,9 @@ assert preempted
 """
 
 
-def test_a_handler_saves_while_a_save_starts_a_thread(flag: bool, tmp_path: Path) -> None:
+def test_a_handler_saves_while_a_save_starts_a_thread(tmp_path: Path) -> None:
     """Jobs save once more on SIGTERM, wherever it comes: neither save waits for ever for a lock of the other."""
-    run_python(HANDLER, tmp_path, flag)
+    run_python(HANDLER, tmp_path)
     for saved in (tmp_path / "last", tmp_path):
         np.testing.assert_array_equal(ours.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
 
@@ -289,3 +289,45 @@ assert gc.isenabled()
 def test_a_fork_during_a_save_has_a_garbage_collector(tmp_path: Path) -> None:
     """A data loader that starts while a background save pauses Python's collector would never collect again."""
     run_python(PAUSED, PYTHONWARNINGS="ignore")
+
+
+# Native libraries log so: to the descriptor 2, whatever it is.
+LOGS = """
+import os, sys, threading
+import flax
+import numpy as np
+from flax_ckpt_compat import checkpoints, convert
+
+os.close(2)
+done = threading.Event()
+
+def log():
+    while not done.wait(0):
+        try:
+            os.write(2, b"W0000 a native library\\n")
+        except OSError:
+            pass
+
+thread = threading.Thread(target=log)
+thread.start()
+try:
+    flax.config.update("flax_use_orbax_checkpointing", sys.argv[1] == "orbax")
+    tree = {"w": np.arange(300_000.0), "b": 1}
+    for step in range(8):
+        checkpoints.save_checkpoint("run", tree, step, keep=9)
+        found = checkpoints.restore_checkpoint("run", None, step)
+        assert found["b"] == 1 and np.array_equal(found["w"], tree["w"])
+    for result in convert("run", "converted", to="msgpack" if sys.argv[1] == "orbax" else "orbax"):
+        assert result.status == "converted", result.error
+finally:
+    done.set()
+    thread.join()
+print("all", len(checkpoints.available_steps("converted")))
+"""
+
+
+@pytest.mark.parametrize("format", [pytest.param("msgpack", marks=pytest.mark.slow), "orbax"])
+def test_logs_get_into_no_checkpoint(format: str, tmp_path: Path) -> None:
+    """The files of a save would get the descriptor of the closed stderr, and the save would succeed."""
+    out, _ = run_python(LOGS, format, cwd=tmp_path, fresh=True)
+    assert out.split() == ["all", "8"]
