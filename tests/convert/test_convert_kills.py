@@ -17,7 +17,27 @@ from tests.support.interpreters import ROOT, start_python
 from tests.support.mixed_checkpoints import save_mixed
 from tests.support.trees import fingerprint
 
-JOB = (Path(__file__).parent / "kill_job.py").read_text(encoding="utf-8")
+# Converts, and kills this process before its n-th call into the system: source, destination, layout, n.
+JOB = """
+import os
+import signal
+import sys
+
+import flax_ckpt_compat
+from tests.support.interrupting import count_calls, interrupted
+
+source, destination, to, at = sys.argv[1:]
+
+
+def convert() -> None:
+    flax_ckpt_compat.convert(source, destination, to, resume=True)
+
+
+if at == "count":
+    print(count_calls(convert))
+else:
+    interrupted(convert, int(at), lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
 COUNT = 20
 
 

@@ -112,7 +112,7 @@ def planned(path: str, target: Any, transforms: Any, **policies: Any) -> str | N
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(stored=trees(STORED), target=trees(WANTED), policies=SETTINGS, transforms=st.sampled_from(GIVEN))
 @example({"a": {"b": np.ones(2)}}, {"a": np.zeros(2)}, {}, None)
 @example({"a": 2**40}, {"a": abstract((2,), np.int32, 1)}, {}, None)
