@@ -55,9 +55,8 @@ class Contents:
     state: State
     why: str = ""  # what is missing, what it looks like, or whose temporary it is
     layout: Layout | None = None  # of checkpoints, where it shows
-    items: Mapping[str, Item] = dataclasses.field(
-        default_factory=dict
-    )  # name → item; a checkpoint that is one tree or file has the single item ''
+    # Name → item; a checkpoint that is one tree or file has the single item ''.
+    items: Mapping[str, Item] = dataclasses.field(default_factory=dict)
     unknown: tuple[str, ...] = ()  # names of directories beside the items that are not items
     is_upload: bool = False  # incomplete as the unfinished save to a store is
     is_dangling: bool = False  # a link to nothing
@@ -65,11 +64,6 @@ class Contents:
     is_marked: bool = False  # a name in it is one that only Orbax, or our Orbax backend, writes
     # It is one checkpoint, whole or not, also where no listing of steps says so: not a directory of checkpoints.
     is_one_checkpoint: bool = False
-
-    @property
-    def trees(self) -> dict[str, Item]:
-        """Return the items that are pytrees, arrays or keys."""
-        return {name: item for name, item in self.items.items() if item.format is not None}
 
     @property
     def unread(self) -> list[str]:
@@ -84,17 +78,7 @@ class Contents:
     @property
     def is_readable(self) -> bool:
         """Return whether restores read it by its own path: complete checkpoints, and layouts of other programs."""
-        return self.is_complete or self.is_foreign_and_read
-
-    @property
-    def is_foreign_and_read(self) -> bool:
-        """Return whether it is read by its own path, and by nothing else: a layout of another program."""
-        return self.state is State.FOREIGN and bool(self.items)
-
-    @property
-    def has_items(self) -> bool:
-        """Return whether it is a step of several items, as a CheckpointManager writes them, and no save of ours."""
-        return self.layout is Layout.ITEMS
+        return self.is_complete or (self.state is State.FOREIGN and bool(self.items))
 
     @property
     def is_certain(self) -> bool:
@@ -103,13 +87,13 @@ class Contents:
         A directory with items that may be checkpoints of their own is not."""
         if not self.counts_for_keep:
             return False
-        return self.is_marked or not self.has_items or not any(map(steps.ends_in_step, self.items))
+        return self.is_marked or self.layout is not Layout.ITEMS or not any(map(steps.ends_in_step, self.items))
 
     def may_be_removed(self, *, with_items: bool = False) -> bool:
         """Return whether ``keep`` and ``overwrite`` may remove it: one checkpoint, as saves write them.
 
         Steps with items are a manager's own, unless the saving program writes them, too (``with_items``)."""
-        return self.is_certain and (with_items or not self.has_items)
+        return self.is_certain and (with_items or self.layout is not Layout.ITEMS)
 
     @property
     def counts_for_keep(self) -> bool:

@@ -88,8 +88,10 @@ def _is_checkpoint(root: Location) -> bool:
         found = contents.contents_of(root)
         if found.layout is Layout.ARRAYS and hints.checkpoint_around(root):
             return False  # arrays of a tree
-        if found.is_one_checkpoint or found.is_foreign_and_read or found.state is State.TEMPORARY:
+        if found.is_one_checkpoint or found.state is State.TEMPORARY:
             return True
+        if found.state is State.FOREIGN:
+            return found.is_readable
         return found.state is State.INCOMPLETE and (found.is_marked or _has_begun(root))
     except StorageError as error:
         folder, name = os.path.split(error.path or root.path)
