@@ -70,28 +70,24 @@ class _Restore:
         if self.agreement is not None:
             self.agreement.report(location)
         watch = Stopwatch()
-        with locating.unchanged(location), self._options.transforms.opening(), ExitStack() as pause:
-            pause.enter_context(memory.pause_gc(enabled=not location.is_remote))
-            # All but the result is gone when the pause ends, so that the garbage collector finds few objects.
-            values = self._values(location, pause, watch)
+        with locating.unchanged(location), self._options.transforms.opening():
+            values = self._values(location, watch)
         watch.log("Restored", location.path)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - self._start)
         return values
 
-    def _values(self, location: Location, pause: ExitStack, watch: Stopwatch) -> Any:
-        """Open, plan, read, place and rebuild; end the ``pause`` of the garbage collector before what takes long."""
+    def _values(self, location: Location, watch: Stopwatch) -> Any:
+        """Open, plan, read, place and rebuild."""
         values: dict[str, Any] = {}
         with ExitStack() as files:
-            opened = self._open(location)
-            files.callback(opened.discard)
-            if len(opened.items) == 1:
-                opened.reader(*opened.items)
-            watch.lap("open")
-            plans = self._plan(opened)
-            watch.lap("plan")
-            # Long reads do not pause the garbage collector.
-            if not all(plan.is_short for plan in plans.items.values()):
-                pause.close()
+            with memory.pause_gc(enabled=not location.is_remote):
+                opened = self._open(location)
+                files.callback(opened.discard)
+                if len(opened.items) == 1:
+                    opened.reader(*opened.items)
+                watch.lap("open")
+                plans = self._plan(opened)
+                watch.lap("plan")
             runs = {name: execute.ReadLeaves(plan) for name, plan in plans.items.items()}
             if self.meter.is_on:
                 self.meter.begin(location.path, sum([run.nbytes for run in runs.values()]))

@@ -18,7 +18,6 @@ from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, handles_of, is_array, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
-_SHORT_BYTES = 64 * 2**20
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -94,13 +93,6 @@ class TreePlan:
                 yield leaf
 
     @property
-    def is_short(self) -> bool:
-        """Return whether it takes well under a second: few bytes, on a local disk, without rules or transforms."""
-        transforms = self.options.transforms
-        is_plain = not transforms.rules and not transforms.orbax_semantics
-        return is_plain and not self.location.is_remote and _nbytes(self.tree) < _SHORT_BYTES
-
-    @property
     def arrays(self) -> int:
         """Return the number of target arrays that come from stored ones."""
         return sum(
@@ -143,14 +135,3 @@ class RestorePlan:
     items: Mapping[str, TreePlan]  # item name → its plan; '' for a checkpoint, or a target, that is one tree
     is_mapping: bool  # the result is a mapping of item name → tree
     fits: str = ""  # how each of several trees fits the target, of which the structure chose one
-
-
-def _nbytes(node: Node) -> int:
-    """Return the size of a tree of leaf handles in bytes."""
-    if isinstance(node, Branch):
-        if (run := node.run) is not None:
-            return run.nbytes
-        # Most children are leaves, and a call for each would take as long as the sum.
-        children = node.children.values()
-        return sum([child.nbytes if type(child) is LeafHandle else _nbytes(child) for child in children])
-    return node.nbytes if isinstance(node, LeafHandle) else 0

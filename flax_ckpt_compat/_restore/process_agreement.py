@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import time
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 from flax_ckpt_compat._save import key_value_store
 from flax_ckpt_compat._save.key_value_store import KeyValueStore
 
+_log = logging.getLogger("flax_ckpt_compat")
 _ROOT = "flax_ckpt_compat/found"
 _FIRST, _REST = "first", "rest"
 _MOST = 256  # processes of which each looks at all others; of more, at process 0, which looks at all
@@ -42,8 +44,8 @@ class Agreement:
         """Begin to look; nothing is sent yet."""
         self._root, self._start = checkpoint_dir.root.path, time.time()
         self.process, self._count = key_value_store.process_and_count()
-        subject = repr((self._root, checkpoint_dir.given_prefix, None if step is None else str(step)))
-        self._subject = hashlib.sha256(subject.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        self._subject = _digest(self._root, checkpoint_dir.given_prefix, None if step is None else str(step))
+        self._steps = None if step is None else _digest(self._root, checkpoint_dir.given_prefix, "any step")
         self.has_reported = False
 
     def report(self, found: Location | None) -> None:
@@ -53,15 +55,30 @@ class Agreement:
         own = _own.setdefault(self._subject, _OwnRecord())
         before, own.path, own.count = own.path, "" if found is None else found.path, own.count + 1
         with suppress(CheckpointError):  # the store cannot be reached: process 0 is gone, and the job with it
-            others = self._exchange(own)
+            others = self._exchange(self._subject, own)
+            if self._steps is not None and found is not None:
+                self._warn_of_other_steps(self._steps, found.path)
         for process, record in sorted(others.items()):
             if record["path"] == before and (record["count"] < own.count or self._was_removed(found, record["time"])):
                 continue  # both saw it, and the other has not looked again since
             if self._contradicts(found, record["path"], record["time"]):
                 raise self._error(found, process, record["path"])
 
-    def _exchange(self, own: _OwnRecord) -> dict[int, dict[str, Any]]:
-        store, folder, before = KeyValueStore(self._root), f"{_ROOT}/{self._subject}", own.key
+    def _warn_of_other_steps(self, subject: str, path: str) -> None:
+        """Warn if another process restored another named step as its restore of this number; it may be meant."""
+        own = _own.setdefault(subject, _OwnRecord())
+        own.path, own.count = path, own.count + 1
+        for process, record in sorted(self._exchange(subject, own).items()):
+            if record["count"] == own.count and record["path"] != path:
+                _log.warning(
+                    "process %d of this job restores %s, and process %d restores %s: their values differ; pass one "
+                    "step in all of them, unless this is meant",
+                    *(process, record["path"], self.process, path),
+                )
+                return
+
+    def _exchange(self, subject: str, own: _OwnRecord) -> dict[int, dict[str, Any]]:
+        store, folder, before = KeyValueStore(self._root), f"{_ROOT}/{subject}", own.key
         own.key = f"{folder}/{_REST if self.process else _FIRST}/{self.process}-{own.count:010}"
         store.set(own.key, {"path": own.path, "time": time.time(), "count": own.count})
         if before:
@@ -98,6 +115,10 @@ class Agreement:
             "machine?), or pass the step; if only some of them shall restore, call this in those only",
             path=self._root,
         )
+
+
+def _digest(*subject: str | None) -> str:
+    return hashlib.sha256(repr(subject).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def _changed(location: Location) -> float | None:

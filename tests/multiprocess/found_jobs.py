@@ -11,6 +11,7 @@ import jax
 
 from flax_ckpt_compat import checkpoints, restore
 from tests.multiprocess.jobs import small, use
+from tests.support.logs import warnings_logged
 
 # One path that is another directory in each process, as where a mount is missing on a machine.
 OWN_VIEW = "/proc/self/cwd/run"
@@ -49,3 +50,12 @@ def restore_after_removal(folder: str, late: int) -> float:
     if jax.process_index() == late:
         time.sleep(0.3)
     return float(checkpoints.restore_checkpoint(folder, small(-1))["n"])
+
+
+def restore_steps(folder: str, steps: list[int], late: int) -> list[str]:
+    """Restores a step of its own in each process; returns what is warned of there."""
+    if jax.process_index() == late:
+        time.sleep(0.7)
+    with warnings_logged() as logged:
+        restore(folder, small(-1), step=steps[jax.process_index()])
+    return [text for text in logged if "of this job" in text]

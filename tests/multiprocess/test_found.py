@@ -62,6 +62,16 @@ def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_named_steps_that_differ(orbax: bool, tmp_path: Path, late: int) -> None:
+    """The later process warns, since it may be meant; the same step in both is nothing to tell of."""
+    (folder,) = folders_with(tmp_path, orbax, 2)
+    told = team_of(2).call(found_jobs.restore_steps, folder + "/run", [1, 2], late)
+    assert told[1 - late] == [] and len(told[late]) == 1
+    assert all(part in told[late][0] for part in ("checkpoint_1", "checkpoint_2", f"process {1 - late}"))
+    assert team_of(2).call(found_jobs.restore_steps, folder + "/run", [2, 2], late) == [[], []]
+
+
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loop_that_restores_and_saves(orbax: bool, tmp_path: Path, late: int) -> None:
     """What is saved, or removed, after a process has looked is no disagreement."""
     run = str(tmp_path / "run")

@@ -15,9 +15,7 @@ import pytest
 from flax import serialization, traverse_util
 
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
-from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import common_causes, messages
-from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import KindMismatchError, MissingLeavesError, ShapeMismatchError, UnusedLeavesError
 from flax_ckpt_compat.transforms import Transform
 from tests.restore.test_matching import match
@@ -319,36 +317,6 @@ def test_other_rows_are_no_more_layers(stored: Any, target: Any) -> None:
     assert "layer_{0,1} (2)" in common_causes.of_layers(match(layers(0, 1), layers(0, 1, 2)))
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5])
-def test_rows_of_layers_in_several_places(count: int) -> None:
-    """Up to four of them are named in the rule; of all, how many there are."""
-    names = "abcde"[:count]
-    explained = common_causes.of_layers(match({n: layers(0, 1) for n in names}, {n: layers(0, 1, 2) for n in names}))
-    more = f", and as many in {count - 1} more places" if count > 1 else ""
-    assert f"has a/layer_{{0,1}} (2{more}), the target 3" in explained
-    places = f"({'|'.join(names)})" if count > 1 else "a"
-    assert (f"rules.from_target('{places}/layer_(2)')." in explained) is (count < 5)
-
-
-def stacks(count: int, length: int) -> dict[str, Any]:
-    """Stacked layers of a length in several places."""
-    one = {"w": np.ones((length, 3)), "b": np.ones(length)}
-    return {str(place): {"layers": one, "head": np.ones(2)} for place in range(count)}
-
-
-@pytest.mark.parametrize("count", [1, 4, 5])
-def test_stacks_in_several_places(count: int) -> None:
-    """Stacks of one name need one pattern, however many they are; those of other names are named up to four."""
-    explained = common_causes.of_layers(match(stacks(count, 2), stacks(count, 5)))
-    assert "rules.pad('layers', 5, value='target')." in explained
-    unlike = [
-        {name: {name: part["layers"], "head": part["head"]} for name, part in stacks(count, length).items()}
-        for length in (2, 5)
-    ]
-    explained = common_causes.of_layers(match(*unlike))
-    assert ("rules.pad('" in explained) is (count < 5)
-
-
 def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:
     """A numpy scalar or a typed key that differs beside an array that does not is not a replicated state."""
     key = jax.random.key(1)
@@ -395,52 +363,6 @@ def test_a_reversed_transform(flag: bool, tmp_path: Path, caplog: pytest.LogCapt
     meant = {"encoder/kernel": Transform(original_key="Dense_0/kernel")}
     restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=meant)
     assert restored["encoder"]["kernel"].tolist() == [1, 1]
-
-
-def test_a_described_target_has_its_leaves() -> None:
-    """Rules for the topmost nodes only: all of a subtree, or the leaf alone."""
-    target = state_dict.describe(
-        traverse_util.unflatten_dict({("a", "x"): 1, ("a", "y"): 1, ("b", "x"): 1, ("b", "y"): 1})
-    )
-    lacking = [("a", "x")]
-    assert "rules.from_target('a/x')" in messages.missing_remedies(lacking, target, "")
-    lacking = [("a", "x"), ("a", "y")]
-    assert "from_target" not in messages.missing_remedies(lacking, target, "")
-
-
-def test_shapes_that_unreplicate_mends() -> None:
-    """One leading axis of one length before every array; of two lengths, or before some, it is something else."""
-
-    def told(*shapes: tuple[tuple[int, ...], tuple[int, ...]], arrays: int) -> str:
-        differences = [((name,), was, want) for name, (was, want) in zip("abcdef", shapes, strict=False)]
-        target = Branch(dict.fromkeys("abcdef", 0))
-        return messages.other_shapes(differences, "/p", target, arrays=arrays, refused=True)
-
-    both = ((8, 3), (3,)), ((8, 4), (4,))
-    assert "rules.unreplicate()" in told(*both, arrays=2)
-    assert "rules.unreplicate()" not in told(*both, arrays=3)
-    assert "rules.unreplicate()" not in told(((8, 3), (3,)), ((4, 4), (4,)), arrays=2)
-    assert "rules.from_target('a', 'b') keeps" in told(*both, arrays=3)
-    assert "rules.from_target" not in told(((2, 3), (3, 3)), arrays=1)  # all of them: another model
-
-
-def test_raw_keys_of_two_and_of_four_words() -> None:
-    """Of two and of four words; the remedy is for keys only."""
-    target = Branch({"a": jax.random.key(0), "b": jax.random.key(0, impl="rbg"), "c": 0})
-    keys = [(("a",), (2,), ()), (("b",), (4,), ())]
-    told = messages.other_shapes(keys, "/p", target, arrays=9, refused=True)
-    assert "stored raw data (2,)" in told and "stored raw data (4,)" in told and "wrap_key_data" in told
-    mixed = messages.other_shapes([*keys, (("c",), (2,), ())], "/p", target, arrays=9, refused=True)
-    assert "wrap_key_data" not in mixed
-
-
-def test_few_missing_leaves_are_named_in_a_rule() -> None:
-    """Up to four; more would be a long line to copy."""
-    target = Branch(dict.fromkeys("abcdefghijkl", 0))
-    for count, named in ((4, True), (5, False)):
-        told = messages.missing_remedies([(name,) for name in "abcdefghijkl"[:count]], target, "")
-        assert ("rules.from_target('a', 'b', 'c', 'd')" in told) is named
-        assert ("from_target" in told) is named
 
 
 def test_names_of_thousands_of_digits(tmp_path: Path) -> None:

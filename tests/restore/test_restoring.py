@@ -15,7 +15,6 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._restore import pipeline
 from tests.support.interpreters import devices
 from tests.support.peers import nnx
@@ -320,28 +319,3 @@ def test_ctrl_c_in_a_restore_is_raised(flag: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pipeline, "rebuild", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.restore_checkpoint(tmp_path, {"a": 0})
-
-
-def test_the_collector_runs_when_only_the_result_is_left(flag: bool, tmp_path: Path) -> None:
-    """Else it would look at each handle and plan, which took a twentieth of a restore of many small leaves or more."""
-    seen = list[int]()
-
-    def handles() -> int:
-        return sum(type(one) is LeafHandle for one in gc.get_objects())
-
-    def look(phase: str, _: Any) -> None:
-        if phase == "start":
-            seen.append(handles())
-
-    tree = {f"a{number}": np.ones(2) for number in range(2 * gc.get_threshold()[0])}
-    checkpoints.save_checkpoint(tmp_path, tree, 1)
-    gc.collect()
-    before = handles()  # of other tests
-    gc.callbacks.append(look)
-    try:
-        for target in (None, tree):
-            checkpoints.restore_checkpoint(tmp_path, target)
-            gc.collect()
-    finally:
-        gc.callbacks.remove(look)
-    assert max(seen) <= before
