@@ -63,6 +63,7 @@ class Opened:
             found = _chosen(found, items, allows_unknown=allows_unknown)
         elif not found.items and read_by is not None:
             found = dataclasses.replace(found, items={"": Item(Format.ORBAX, found.location)}, unknown=())
+            self._readers[""] = read_by(path.unlisted(), "", None)
         elif not found.items and not allows_unknown:
             raise UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it "

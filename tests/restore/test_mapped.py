@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.local import memory_map
+from flax_ckpt_compat._core.local import local_file
 from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
 
@@ -81,7 +81,7 @@ def test_as_from_memory(tree: dict[str, Any], flag: bool, tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp("mapped")
     with use_flag(flag), pytest.MonkeyPatch.context() as patch:
         checkpoints.save_checkpoint(folder, tree, 1)
-        patch.setattr(memory_map, "MIN_BYTES", 1)
+        patch.setattr(local_file, "MAPPED_FROM", 1)
         for target in (tree, None):
             expected = checkpoints.restore_checkpoint(folder, target)
             with config.override(mapped=True):
