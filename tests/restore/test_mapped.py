@@ -51,9 +51,9 @@ def mapped_files(folder: Path) -> set[str]:
 
 
 def large_tree() -> dict[str, Any]:
-    """Two arrays large enough, one small, and a number."""
+    """Two arrays large enough in a file that is not read whole, one small, and a number."""
     return {
-        "w": np.arange(300_000, dtype=np.float32),
+        "w": np.arange(3_000_000, dtype=np.float32),
         "sub": {"b": np.arange(40_001, dtype=np.int16)},
         "s": np.ones(3),
         "n": 7,
@@ -181,22 +181,26 @@ TRUNCATED = """
 @pytest.mark.parametrize(("mapped", "code"), [(False, 0), (True, -signal.SIGBUS)])
 def test_truncated_files(mapped: bool, code: int, flag: bool, tmp_path: Path) -> None:
     """A file truncated in place kills whoever has it mapped, as documented, and nobody else."""
-    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(300_000)}, 1)
+    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(1_500_000)}, 1)
     program = start_python(TRUNCATED, tmp_path, mapped)
     out, err = program.communicate(timeout=120)
     assert program.returncode == code, err
-    assert out == ("300000.0\n" if code == 0 else "")
+    assert out == ("1500000.0\n" if code == 0 else "")
 
 
 @linux
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_slices_are_mapped_where_their_bytes_lie_together(tmp_path: Path, format: Any) -> None:
     """Rows of a plain array are mapped; columns, and what is short, are read."""
-    array = np.arange(1 << 16, dtype=np.int32).reshape(256, 256)
+    array = np.arange(1 << 22, dtype=np.int32).reshape(2048, 2048)
     flax_ckpt_compat.save(tmp_path, {"a": array}, step=1, format=format)
     with flax_ckpt_compat.open_checkpoint(tmp_path) as opened:
         handle = opened.leaves()["a"]
-        for box, is_mapped in ((np.s_[64:128, 0:256], True), (np.s_[3:4, 0:256], False), (np.s_[0:256, 8:16], False)):
+        for box, is_mapped in (
+            (np.s_[64:128, 0:2048], True),
+            (np.s_[3:4, 0:2048], False),
+            (np.s_[0:2048, 8:16], False),
+        ):
             (part,) = handle.reader.read([ArraySlice(handle, box)], mapped=True)
             np.testing.assert_array_equal(part, array[box])
             assert bool(mapped_files(tmp_path)) == is_mapped
