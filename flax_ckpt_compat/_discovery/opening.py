@@ -123,7 +123,7 @@ class Opened:
         if self._read_by is None or self.items[item].format is None:
             return open_item(self.items[item], verify=self._verify)
         own: Reader | None = None
-        with suppress(UnrecognizedFormatError):
+        with suppress(UnrecognizedFormatError, IncompleteCheckpointError):  # its handler's files may be others
             own = open_item(self.items[item], verify=self._verify)
         return self._read_by(self.location, item, own)
 

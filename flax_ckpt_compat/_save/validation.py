@@ -16,7 +16,6 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -30,6 +29,7 @@ _ORBAX_NAMES = {
     layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
     layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES,
 }  # fmt: skip
+_SHOWN = 4  # checkpoints that an error names
 # How often to check a checkpoint that other writers keep replacing.
 _ATTEMPTS = 100
 
@@ -163,12 +163,15 @@ def _check_overwrite(request: SaveRequest) -> None:
 
 
 def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:
-    """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes; only a few are looked at."""
     checkpoint_dir, prefix = request.checkpoint_dir, request.checkpoint_dir.prefix
-    names = [name for name in saved_steps.names_in(checkpoint_dir) if (steps.step_of(name, prefix) or 0) >= since]
-    counted = saved_steps.counted_steps(checkpoint_dir, names, with_items=request.orbax_checkpointer is not None)
-    removed = [name for name, may_go in counted.items() if may_go and name not in others]
-    return f" and to remove {one_line(removed)}" if removed else ""
+    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
+    names = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
+    first, rest = names[:_SHOWN], names[_SHOWN:]
+    counted = saved_steps.counted_steps(checkpoint_dir, first, with_items=request.orbax_checkpointer is not None)
+    removed = [name for name, may_go in counted.items() if may_go]
+    removed += [f"newer ones up to {rest[-1]}"] if rest else []
+    return f" and to remove {', '.join(removed)}" if removed else ""
 
 
 def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:

@@ -251,6 +251,10 @@ def test_a_refusal_names_what_overwrite_would_remove(flag: bool, tmp_path: Path)
         ours.save_checkpoint(tmp_path, tree(step), step, keep=5)
     with pytest.raises(errors.InvalidCheckpointError, match=r"and to remove checkpoint_9, checkpoint_10\."):
         ours.save_checkpoint(tmp_path, tree(7), 7)
+    for step in (11, 12, 13):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=9)
+    with pytest.raises(errors.InvalidCheckpointError, match=r"_9, checkpoint_10, checkpoint_11, newer ones up to .*13"):
+        ours.save_checkpoint(tmp_path, tree(7), 7)
     ours.save_checkpoint(tmp_path, tree(7), 7, overwrite=True)
     assert names(tmp_path) == ["checkpoint_7", "checkpoint_8"]
 
