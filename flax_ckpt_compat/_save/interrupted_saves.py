@@ -136,11 +136,8 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
 
 def _of_others(location: Location, what: str) -> Leftover:
     """Return a leftover of a writer that does not say which process it is: what changed within a day stays."""
-    kept = (
-        ""
-        if temporaries.is_long_unchanged(location.path)
-        else "changed in the last 24 hours, so its writer may be running"
-    )
+    is_old = temporaries.is_long_unchanged(location.path)
+    kept = "" if is_old else "changed in the last 24 hours, so its writer may be running"
     return Leftover(location, what, location.total_size(), kept, by_time=bool(kept))
 
 

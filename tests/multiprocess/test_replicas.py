@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from flax_ckpt_compat._core.tree import KeyData
+from flax_ckpt_compat._save import tree_agreement
 from tests.multiprocess import jobs, replica_jobs
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
@@ -66,3 +70,15 @@ def test_the_files_say_the_same_whoever_writes(tmp_path: Path) -> None:
         shared, alone = (tmp_path / folder / "checkpoint_1" / name for folder in ("shared", "diverged"))
         assert shared.read_bytes() == alone.read_bytes()
     assert jobs.names(str(tmp_path / "shared/checkpoint_1")) == jobs.names(str(tmp_path / "diverged/checkpoint_1"))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_stand_ins_of_other_processes_arrays(shape: tuple[int, ...]) -> None:
+    """They have shape and dtype, and those of typed keys the implementation, as jax has them, and no memory."""
+    array, keys = jnp.ones(shape, jnp.bfloat16), jax.random.split(jax.random.key(3, impl="rbg"), shape)
+    found = tree_agreement.placeholder(array)
+    assert (found.shape, found.dtype) == (array.shape, array.dtype) and tree_agreement.is_placeholder(found)
+    key = tree_agreement.placeholder(keys)
+    data = jax.random.key_data(keys)
+    assert isinstance(key, KeyData) and key.impl == "rbg"
+    assert (key.data.shape, key.data.dtype) == (data.shape, data.dtype) and tree_agreement.is_placeholder(key.data)
