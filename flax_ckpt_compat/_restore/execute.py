@@ -71,8 +71,6 @@ class ReadLeaves:
         # Inputs of derived leaves: several leaves may share one, and each is read or computed once.
         self._uses: Counter[Any] = Counter()
         self._ready: dict[Any, Any] = {}
-        # Where results of users' functions lie in memory: a function may return one array for several leaves.
-        self._addresses: set[int] = set()
         # The casts of what is cast as soon as it is read.
         self.casts_at_read: dict[LeafHandle | ArraySlice, casting.Cast] = {}
         self.mapped: set[LeafHandle | ArraySlice] = set()  # what may be memory-mapped
@@ -215,11 +213,9 @@ class ReadLeaves:
         if not isinstance(result, np.ndarray):
             return result
         is_shared = any(isinstance(one, np.ndarray) and np.may_share_memory(result, one) for one in shared)
-        if not result.flags.carray or _address(result) in self._addresses or is_shared:
-            result = np.array(result, order="C")
-        if derived.shape is None:
-            self._addresses.add(_address(result))
-        return result
+        # A function of the user may return one array for several leaves.
+        is_users = derived.shape is None
+        return np.array(result, order="C") if is_users or is_shared or not result.flags.carray else result
 
     def _input(self, one: Any) -> Any:
         if isinstance(one, Derived):
@@ -246,8 +242,3 @@ class ReadLeaves:
         for what, leaves in found.items():
             if leaves:
                 _log.warning("%s: %s: %s", self._path, what, one_line(leaves))
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
