@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.text_formatting import Names, Row, fold, listed, lit
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
+from flax_ckpt_compat._trees.leaf_sources import is_array, shape_and_dtype
 
 _MAX_STORED = 200
 _MAX_TOPS = 4
@@ -21,13 +22,18 @@ _RENAMED = (
 
 
 def missing_leaves(plan: TreePlan) -> str:
-    """Return the folded list of missing leaves, each with the nearest stored names; without remedies."""
+    """Return the folded list of missing leaves, each with the nearest stored names of its shape; without remedies."""
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
     names = Names(_names_of(plan.tree))
+    held = {show_path(path): leaf.shape for path, leaf in iter_leaves(plan.tree) if is_array(leaf)}
+    target = None if plan.target is None else plan.target.node
+    arrays = ((path, *shape_and_dtype(node_at(target, path))) for path in plan.missing)
+    wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
     any_near = False
     for row in rows:
-        near = names.nearest(row.names[0])
+        size = wanted.get(row.names[0])  # None for a folded row, for keys, and for what is no array
+        near = [name for name in names.nearest(row.names[0]) if size is None or held.get(name, size) == size]
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

@@ -37,6 +37,15 @@ def test_every_missing_leaf_is_named() -> None:
     assert "<root>" in messages.missing_leaves(match({}, 5, lenient=True))
 
 
+def test_near_names_have_the_shape(tmp_path: Path) -> None:
+    """An array of another shape is no hint, however much it is called alike."""
+    kernel = np.ones((4, 8))
+    path = save(tmp_path / "saved", {"nu": {"Dense_0": {"kernel": kernel}, "Dense_1": {"kernel": kernel.T}}})
+    with pytest.raises(MissingLeavesError, match=r"\(stored: nu/Dense_0/kernel\)\n") as caught:
+        restore(path, {"nu_max": {"Dense_0": {"kernel": kernel}, "Dense_1": {"kernel": np.ones(3)}}})
+    assert "  nu_max/Dense_1/kernel\n" in str(caught.value)
+
+
 def test_stored_names_where_none_is_similar() -> None:
     """Where nothing stored resembles what is missing, the stored top-level names are told."""
     stored, target = {"encoder": {"w": 1}, "opt": {"m": 2}}, {"qq": dict.fromkeys(map(str, range(30)), 0)}

@@ -67,13 +67,6 @@ def test_known_changes(change: Callable[[], Made], expected: list[str]) -> None:
     assert proposed(old.state, new.state)[1] == truth(old, new)
 
 
-def test_added_batch_norm_comes_from_the_target() -> None:
-    """Statistics and parameters that are new stay as the target has them."""
-    old, new = make([LAYERS[0], *LAYERS[2:]]), make(LAYERS)
-    assert sources(old.state, new.state)[-1:] == ["rules.from_target('batch_stats', 'params/BatchNorm_0')"]
-    assert proposed(old.state, new.state)[1] == truth(old, new)
-
-
 def test_raw_keys_become_typed_ones() -> None:
     """A raw key that has a typed one as its counterpart in the target is wrapped."""
     skip_without_typed_keys()
