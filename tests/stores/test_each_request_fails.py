@@ -44,9 +44,10 @@ def _verify(url: str) -> int:
     [
         *[("cut", look) for look in (_restore, _latest)],
         (_REFUSED, _restore),
-        *[pytest.param(fault, _verify, marks=pytest.mark.slow) for fault in ("cut", _REFUSED)],
-        *[pytest.param(fault, _restore, marks=pytest.mark.slow) for fault in ("refuse", "lose", "500")],
-        *[pytest.param(fault, _list_steps, marks=pytest.mark.slow) for fault in ("cut", "500", _REFUSED)],
+        *[
+            pytest.param(fault, look, marks=pytest.mark.slow)
+            for fault, look in ((_REFUSED, _verify), ("refuse", _restore), ("500", _restore), ("cut", _list_steps))
+        ],
     ],
 )
 def test_each_request_fails_once(any_bucket: AnyBucket, flag: bool, fault: Fault, look: Callable[[str], int]) -> None:
