@@ -128,6 +128,10 @@ PROGRAMS = {
         glob.glob("vae*")  # look: glob
         os.remove(f"{d}/{PREFIX}{step}")  # change: remove
         os.remove(f"{d}/vae_{step}.png")
+        checkpoints.save_checkpoint(d, s, 1, "gan_")
+        checkpoints.latest_checkpoint(d, "ema_")
+        os.remove(f"{d}/gan_{step}")  # change: remove
+        os.remove(f"{d}/ema_{step}")  # change: remove
     """,
     "tests of a listing": """
         def clean(d):
