@@ -168,6 +168,7 @@ def test_an_error_in_the_body_undoes_too(real: types.ModuleType) -> None:
     assert real.save_checkpoint is original
 
 
+@pytest.mark.slow
 def test_eight_threads(real: types.ModuleType, user: types.ModuleType) -> None:
     """Inside its own context every thread sees our functions; afterwards Flax's are back."""
     original = user.sc = real.save_checkpoint

@@ -128,6 +128,7 @@ def check_saved(folder: Path, printed: str) -> None:
     assert "overwrite=True" in printed
 
 
+@pytest.mark.slow
 def test_a_notebook_saves_and_restores(run: Run, tmp_path: Path) -> None:
     """``%load_ext`` gives notebooks the module of Flax's name; what it lacks is explained; uninstalled, it is gone."""
     start = "import flax_ckpt_compat\nflax_ckpt_compat.load_ipython_extension(None)\n" + FLAXS

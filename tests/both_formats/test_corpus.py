@@ -64,12 +64,14 @@ def assert_equal(case: corpus.Case, expected: dict[str, Any], restored: Any, *, 
     assert not {path: what for path, what in wrong.items() if what}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", sorted(corpus.ARCHIVES.glob("*.tar.gz")), ids=lambda archive: archive.name)
 def test_all_cases_are_listed(archive: Path) -> None:
     """What is not in cases.txt would never be tested."""
     assert corpus.cases_in(archive) == [case for case in CASES if archive.name == f"{case.release}.tar.gz"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", corpus.parameters(CASES))
 def test_without_target(case: corpus.Case, unpacked: Path) -> None:
     """Value, dtype, shape and type of every leaf are the saved ones."""

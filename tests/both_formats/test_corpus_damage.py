@@ -25,6 +25,7 @@ NAMES = (
 CASES = [case for case in corpus.cases() if case.name in NAMES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", corpus.parameters(CASES, oldest=False))
 def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path) -> None:
     """Never other values, and no error that does not tell which file, or which directory of files, it needs."""

@@ -39,6 +39,7 @@ def test_everything_comes_back(name: str, flag: bool, tmp_path: Path) -> None:
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_both_backends_say_the_same_without_a_target(name: str, tmp_path: Path) -> None:
     """Without a target both formats give nested dicts with text keys of the same names and values."""
@@ -70,6 +71,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=TREES)
 def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def _as_nobody(folder: Path) -> tuple[Exception | None, VerifiedCheckpoint | Non
         os.seteuid(user)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_no_file_is_damaged_that_cannot_be_opened(top, writer):
     """Each file and each directory of each layout, one at a time."""

@@ -23,6 +23,7 @@ NAMES = cli.main.list_commands(click.Context(cli.main))
 READING = ("clean", "diff", "ls", "plan", "scan", "show", "verify")
 
 
+@pytest.mark.slow
 def test_imports(tmp_path: Path) -> None:
     """The help, and what reads no arrays, loads no numpy; what reads them loads neither jax, flax nor rich."""
     path = save(tmp_path / "run", {"w": np.ones(3)}, step=1, format="orbax")
@@ -121,6 +122,7 @@ def test_paths_are_completed(command: str) -> None:
     assert [item.type for one in arguments for item in one.shell_complete(context, "x")] == ["file"] * len(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["verify runs", "verify runs --json", "show runs/a", "verify --help", "--help"])
 def test_a_reader_that_goes_away(line: str, tree_of_runs: Path) -> None:
     """Behind ``| head -1``, a command exits with 128 + SIGPIPE, as others do, and not as if it had found damage."""
@@ -144,6 +146,7 @@ def test_guide() -> None:
     assert all(len(row) == 4 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no_color", ["", "1"])
 def test_colors(no_color: str, tmp_path: Path) -> None:
     """On a terminal differences have colours, unless NO_COLOR is set."""
@@ -156,6 +159,7 @@ def test_colors(no_color: str, tmp_path: Path) -> None:
     assert ("\x1b" in text) is (not no_color)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

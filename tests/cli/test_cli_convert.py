@@ -168,6 +168,7 @@ def test_safetensors_need_their_library(runs: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
 def test_a_pipe_of_another_encoding_gets_escapes(runs: Path, tmp_path: Path, encoding: str) -> None:
     """All is converted: what the encoding lacks is no reason to stop after the first one."""

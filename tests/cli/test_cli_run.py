@@ -116,6 +116,7 @@ def test_a_script_behaves_as_with_python(tmp_path: Path, name: str) -> None:
     assert_same(tmp_path, "probe.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--help",), ("-m", "x"), ("--", "a"), ("run", "--version"), ("",)])
 def test_arguments_belong_to_the_script(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Whatever stands behind the script reaches it, also what looks like an option of ours."""
@@ -179,6 +180,7 @@ def test_safe_path_is_kept(tmp_path: Path) -> None:
         assert outcome([*command, "probe.py"], tmp_path, PYTHONSAFEPATH="1") == ("[]\n", "", 0)
 
 
+@pytest.mark.slow
 def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:
     """-m MODULE, -m PACKAGE, a folder, a zip file and a .pyc file run as with python, tracebacks included."""
     (tmp_path / "package").mkdir()
@@ -196,6 +198,7 @@ def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:
     assert_same(tmp_path, "-c", "import sys; print(sys.argv, sys.path[0])", "-x")
 
 
+@pytest.mark.slow
 def test_what_does_not_exist_is_reported_as_python_does(tmp_path: Path) -> None:
     """A missing script, an unreadable one, a missing module and a folder without __main__ get python's words."""
     (tmp_path / "empty").mkdir()
@@ -284,6 +287,7 @@ def test_options_of_python_are_kept(tmp_path: Path) -> None:
     assert outcome(command, tmp_path)[0].split() == ["1", "True", "True", "error::FutureWarning"]
 
 
+@pytest.mark.slow
 def test_a_program_works_although_orbax_does_not_import(tmp_path: Path) -> None:
     """With an orbax that fails at import, which Flax does not survive, the program saves and restores both formats."""
     (tmp_path / "orbax").mkdir()

@@ -47,6 +47,7 @@ def test_report(tmp_path, monkeypatch):
     assert sections["Paths"] == {str(tmp_path): "reachable, 1 name", missing: "does not exist"}
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_a_problem():
     """The program itself fails with this error: the report has it with all the rest, and no traceback."""
     found = run(*DOCTOR, "--json", FLAX_CKPT_COMPAT_CHECKSUMS="maybe")

@@ -64,6 +64,7 @@ def test_checkpoints_go_whole(words: tuple[str, ...], gone: set[str], run: Path)
     assert (done.exit_code, left()) == (0, before - gone), done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "why"),
     [

@@ -535,6 +535,7 @@ def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
             flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["orbax", "msgpack", "manager", "v1", "safetensors"])
 @pytest.mark.parametrize("kind", ["ocdbt", "folders", "zarr3"])
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), None])

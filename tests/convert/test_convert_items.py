@@ -208,6 +208,7 @@ def result(step: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.
     ))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_item_is_read_by_the_handler_that_wrote_it(result: Path, name: str) -> None:
     """Whatever the layout, with the defaults of the real handler, bit for bit."""
@@ -518,6 +519,7 @@ def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None
     assert bits(found["numpy"]["1"]) == bits(RANDOM[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 @pytest.mark.parametrize("name", ["notes", "mean", "key", "old_key", "numpy", "generator"])
 def test_one_item_alone(tmp_path: Path, to: Any, name: str) -> None:
@@ -588,6 +590,7 @@ def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) ->
 OF_OWN_HANDLERS = ("vocabulary", "tokens", "settings")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["manager", "v1", "orbax"])
 @pytest.mark.parametrize("names", [*((name,) for name in OF_OWN_HANDLERS), OF_OWN_HANDLERS], ids="+".join)
 def test_a_step_that_only_its_own_handlers_read_is_copied(tmp_path: Path, to: Any, names: tuple[str, ...]) -> None:
@@ -766,6 +769,7 @@ def of_gpus(tmp_path: Path) -> Path:
     return step
 
 
+@pytest.mark.slow
 @_ignores
 @pytest.mark.parametrize("name", ["ema", "mean", "key"])
 def test_shardings_of_other_machines_are_dropped(of_gpus: Path, tmp_path: Path, name: str) -> None:

@@ -30,6 +30,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "checkpoint_1"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.filterwarnings("ignore:Couldn't find sharding info")
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_reads_are_what_the_file_holds(sourced: Any, data: st.DataObject) -> Non
         assert all(content_of[source][at] == byte for at, byte in there.items())
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[_ANY])
 def test_a_file_that_ends_early_names_a_leaf_that_is_cut(sourced: Any, data: st.DataObject) -> None:
@@ -250,6 +251,7 @@ class Stored:
         os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "where", "compression"),
     [

@@ -44,6 +44,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_pieces_come_one_after_the_other(

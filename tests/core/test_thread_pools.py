@@ -77,6 +77,7 @@ def test_each_thread_takes_a_share() -> None:
     assert sorted(started) == [0, 25, 50, 75]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("started", [0, 2])
 def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller does what no thread has claimed, be it that none is refused and yet none begins."""
@@ -93,6 +94,7 @@ def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.Monkey
         assert pool.submit(abs, -1).result() == 1
 
 
+@pytest.mark.slow
 def test_maps_in_signal_handlers_that_interrupt_a_map() -> None:
     """Wherever they come: none waits for what it has interrupted."""
     done = list[list[int]]()
@@ -222,6 +224,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_failure_holds_no_arrays(number: int) -> None:

@@ -116,6 +116,7 @@ def each_call(call: Callable[[], Any], stride: int = 7) -> range:
     return range(1, calls + 2, 1 if "TEST_EVERY_CALL" in os.environ else stride)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", READS)
 def test_rotation_before_each_call_of_a_restore(how: str, flag: bool, tmp_path: Path) -> None:
     """Wherever the trainer rotates, the restore gives one of the two steps whole, and never the target's own values."""
@@ -138,6 +139,7 @@ def test_rotation_before_each_call_of_a_look_up(how: str, flag: bool, tmp_path: 
         assert interrupted(lambda: look_up(rotation.directory), at, rotation.rotate) in (1, 2), at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", READS)
 def test_removal_of_a_named_step_before_each_call(how: str, flag: bool, tmp_path: Path) -> None:
     """It restores whole, or is an error that says that it was removed, or is not there; nothing else."""
@@ -156,6 +158,7 @@ def test_removal_of_a_named_step_before_each_call(how: str, flag: bool, tmp_path
 
 
 # Real Orbax leaves reads behind in an event loop that it has closed, when files vanish under it.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("make", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer])
 def test_rotation_with_a_given_checkpointer(make: Callable[[], Any], tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def _copy(source: Path, names: tuple[str, ...], target: Path) -> None:
         path_kinds._copy(source / name, target / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_every_subset_of_entries(base: str, row_builder: Builder, tmp_path: Path) -> None:
     """A step of real Orbax, or ours, that has only some of its files and folders."""
@@ -69,6 +70,7 @@ def test_every_subset_of_entries(base: str, row_builder: Builder, tmp_path: Path
         _assert_agreed(tmp_path / "run", kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ITEMS)
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_every_subset_of_an_item(base: str, is_recorded: bool, row_builder: Builder, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_the_demo_passes() -> None:
     assert "  begins at step 200\n" in done.stdout and done.stdout.count("bit-identical") == 6
 
 
+@pytest.mark.slow
 def test_the_demo_says_no_when_a_bit_is_wrong(tmp_path: Path) -> None:
     """A checkpoint that our reader reads otherwise is told."""
     program = f"""

@@ -90,6 +90,7 @@ def test_what_flax_sees(leaf: str, flax_sees: str, tmp_path: Path) -> None:
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path / "ours", {"x": value})["x"]) == fingerprint(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("leaf, orbax_sees", [row[::2] for row in SEEN], ids=[row[0] for row in SEEN])
 def test_what_orbax_sees(leaf: str, orbax_sees: str, reader: str, tmp_path: Path) -> None:

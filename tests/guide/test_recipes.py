@@ -30,6 +30,7 @@ def blocks(text: str, language: str) -> list[str]:
     return [block for found, block in FENCE.findall(text) if found == language]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS, ids=[section.splitlines()[0] for section in SECTIONS])
 def test_recipe(section: str, flag: bool, tmp_path: Path) -> None:
     """A recipe runs, and prints what the page shows; a suggestion that is sure is right, bit by bit."""

@@ -52,6 +52,7 @@ def flip(file: Path, at: int) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_no_flip_is_silent(saved: Path) -> None:
     """In no byte of any file of the folder; `verify` finds each, and so does a restore."""
     expected, seen = restore(saved), 0

@@ -149,6 +149,7 @@ KINDS = [
 OTHERS = [("none", "arrays"), ("arrays", "arrays"), ("arrays", "directory")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "before", "after"),
     [

@@ -54,6 +54,7 @@ def expected(n: int, plain: bool) -> dict[str, Any]:
     return found | {"|n": n, "|text": "t" * n, "|host": np.full(3, n), "|copied": np.full(4, n, np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_one_process_reads_what_two_wrote(folder: str, step: int) -> None:
     """Without a target every leaf is bit for bit what numpy has, in numpy."""

@@ -45,6 +45,7 @@ def test_chunks_of_different_dtypes_are_no_array(load_bytes):
         load_bytes(msgpack.packb(document, default=flax.serialization._msgpack_ext_pack, strict_types=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "block", "piece"), [(0, 1, 1), (512, 100, 7), (10**6, 10**6, 10**6)])
 @given(tree=st.lists(arrays(), max_size=12))
 @settings(max_examples=examples(40), deadline=None)
@@ -288,11 +289,11 @@ def test_system_error_while_reading(save, monkeypatch):
 
 
 def test_readers_close_themselves(save):
-    """A reader that is forgotten gives its descriptor back."""
-    path = save({"a": 1})
+    """A reader that is forgotten gives its descriptor back: of a file too large to be read whole."""
+    path = save({"a": np.zeros(9 << 20, np.uint8)})
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         BACKEND.open(location_of(path))
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # threads of other tests may have closed some

@@ -344,6 +344,7 @@ _LONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["at once", "by windows"])
 @pytest.mark.parametrize("document", _LONG.values(), ids=_LONG)
 def test_memory_is_that_of_flax(document: Any, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

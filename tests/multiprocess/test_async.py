@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess import async_jobs, jobs
 from tests.support.team import team_of
 
@@ -22,6 +24,7 @@ def test_the_commit_waits_for_all(orbax: bool, tmp_path: Path) -> None:
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [1, 1]
 
 
+@pytest.mark.slow
 def test_look_ups_after_a_background_save_agree(orbax: bool, tmp_path: Path) -> None:
     """Each process waits for its own part, so that none looks before process 0 has published; and for nobody else."""
     team = team_of(2)

@@ -19,6 +19,7 @@ in_one_format = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @in_one_format
 @pytest.mark.parametrize(("count", "absent"), [pytest.param(2, [1], marks=pytest.mark.slow), (2, [0]), (4, [1, 3])])
 def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
@@ -65,6 +66,7 @@ def test_a_leaf_that_one_process_cannot_save(orbax: bool, tmp_path: Path, failin
     assert jobs.names(str(tmp_path)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> None:
     """Nobody says that it saved; all say why; the last step stays, nothing is left over, and the next save works."""

@@ -31,6 +31,7 @@ def folders_with(tmp_path: Path, orbax: bool, *steps: int | None) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("blind", "late"), [(0, 1), (1, 0), *(pytest.param(one, one, marks=pytest.mark.slow) for one in (0, 1))]
@@ -47,6 +48,7 @@ def test_one_process_sees_no_directory(orbax: bool, tmp_path: Path, blind: int, 
     assert f"process {1 - late} of this job found {there}, and process {late} finds {here}" in outcome.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_process_sees_an_older_step(orbax: bool, tmp_path: Path, late: int) -> None:
     """A machine with an old view of the directory."""
@@ -56,11 +58,13 @@ def test_one_process_sees_an_older_step(orbax: bool, tmp_path: Path, late: int) 
     assert "run/checkpoint_2" in outcome.error
 
 
+@pytest.mark.slow
 def test_the_same_checkpoint(orbax: bool, tmp_path: Path) -> None:
     """Nothing is said where all see the same."""
     assert team_of(2).call(found_jobs.restore_own_view, folders_with(tmp_path, orbax, 2, 2), 1, False) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_named_steps_that_differ(orbax: bool, tmp_path: Path, late: int) -> None:
     """The later process warns, since it may be meant; the same step in both is nothing to tell of."""

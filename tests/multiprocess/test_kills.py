@@ -10,6 +10,7 @@ import pytest
 from tests.multiprocess import kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "trials"),
     [(True, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((False, 1), (True, 3), (False, 3)))],

@@ -14,6 +14,7 @@ from tests.support.team import team_of
 IN_ONE_FORMAT = pytest.mark.parametrize("orbax", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:
     """It writes its part, finds that nobody waits for it, and removes what it made anew."""
@@ -36,6 +37,7 @@ def test_no_descriptors_in_process_0(orbax: bool, tmp_path: Path) -> None:
     assert jobs.names(str(tmp_path)) == (["checkpoint_2"] if orbax else jobs.both(2))
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path) -> None:
     """The next save of the same step, and of another one, finds all processes and accuses none."""
@@ -76,6 +78,7 @@ def test_values_that_differ_are_warned_of_once(orbax: bool, tmp_path: Path, back
     assert f"different values of {named} (process 1 differs)" in warned[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 200])
 def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path, count: int) -> None:
     """They are not saved, as in Flax, which process 0 says once; a process may hold fewer."""

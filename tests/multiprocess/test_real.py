@@ -10,6 +10,7 @@ from tests.multiprocess import jobs, real_jobs
 from tests.support.team import team_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader"), [("ours", "flax"), ("flax", "ours")])
 def test_real_flax_with_the_flag_on_and_off(orbax: bool, tmp_path: Path, writer: str, reader: str) -> None:
     """Each restores the other's save bit for bit, onto the same mesh and another one."""
@@ -20,6 +21,7 @@ def test_real_flax_with_the_flag_on_and_off(orbax: bool, tmp_path: Path, writer:
         team.call(real_jobs.restore, str(tmp_path), orbax, onto, reader, 1)
 
 
+@pytest.mark.slow
 def test_saving_goes_on_in_a_directory_of_real_flax(orbax: bool, tmp_path: Path) -> None:
     """The next step of ours replaces Flax's, arrays and all, and Flax's next step ours."""
     team = team_of(2)
@@ -46,6 +48,7 @@ GIVEN = ("gda", "async", "both", "checkpointer", "async checkpointer")
 QUICK = ((False, "both"), (True, "both"), (False, "checkpointer"), (True, "async checkpointer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "given"),
     [
@@ -76,6 +79,7 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path, background: bool) -> None:
     """When the save returns in any process, the new version of a step has its name."""

@@ -20,6 +20,7 @@ MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(
     ("count", "in_background", "settings"),

@@ -79,6 +79,7 @@ def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, t
             assert a == b, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "writers", "readers"),
     [
@@ -112,6 +113,7 @@ def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
     assert names == ["checkpoint_1", *(["checkpoint_1_gda"] if shape == "bare" and not orbax else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
 def test_a_process_reads_only_what_its_shards_need(orbax: bool, tmp_path: Path) -> None:
     """Of 16 MB over two processes, each of four reads its quarter, and little more, as the kernel counts it."""

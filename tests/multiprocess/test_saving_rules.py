@@ -117,6 +117,7 @@ def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_p
 SAME: dict[str, Any] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "found"),
     [

@@ -131,6 +131,7 @@ def flips(path: Path, step: int) -> Iterator[tuple[Path, int]]:
 LAYOUTS = [None, "crc32c", "zstd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", LAYOUTS)
 @pytest.mark.parametrize("step", [131, pytest.param(11, marks=pytest.mark.slow)])
 def test_every_flip_is_found(tmp_path: Path, compression: str | None, step: int) -> None:

@@ -63,6 +63,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arrays_and_parts_of_them(tmp_path: Path, layout: str, no_driver: None) -> None:
     """Every dtype in every layout; parts are read alone and together, and share chunks."""
@@ -109,6 +110,7 @@ def _find(path: Path, value: bytes) -> tuple[Path, int]:
     return next((file, data.index(value)) for file in files if value in (data := file.read_bytes()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flipped_bits(tmp_path: Path, layout: str, no_driver: None) -> None:
     """Flips anywhere in a chunk's file are errors that name the leaf exactly where TensorStore finds them.

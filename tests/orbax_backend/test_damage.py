@@ -103,6 +103,7 @@ def _names(error: CheckpointError, file: Path) -> bool:
     return file.name in str(error) or (file.parent != Path() and str(file.parent) in str(error))
 
 
+@pytest.mark.slow
 def test_any_file_may_be_cut_off(written: Path, tmp_path: Path) -> None:
     """Half a file gives the right values, or an error of ours."""
     expected = fingerprint(on_host(TREE))
@@ -120,6 +121,7 @@ def test_any_file_may_be_cut_off(written: Path, tmp_path: Path) -> None:
             assert fingerprint(restored) == expected, (name, length)
 
 
+@pytest.mark.slow
 def test_any_byte_may_be_wrong(written: Path, tmp_path: Path) -> None:
     """Whatever is flipped, there is a value or an error of ours."""
     rng = random.Random(0)

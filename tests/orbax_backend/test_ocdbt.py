@@ -264,6 +264,7 @@ def _blocks_kept_by(restores: int, path: str) -> int:
     return sys.getallocatedblocks() - before
 
 
+@pytest.mark.slow
 def test_restores_leave_nothing_behind(tmp_path: Path) -> None:
     """TensorStore's dump left 12 blocks for each leaf and restore: 12,000 here."""
     path = save(tmp_path / "c", {f"{number:03}": np.arange(40.0) for number in range(200)})

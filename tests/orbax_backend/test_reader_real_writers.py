@@ -129,6 +129,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["ocdbt", "zarr3", "files", pytest.param("plain", marks=pytest.mark.slow), "ours"])
 def test_reads_shards_on_one_device(sharded: Callable[[str], Path], writer: str) -> None:
     """Many chunks and split replicas give whole arrays on a machine that lacks the saved devices; so do ours."""

@@ -135,6 +135,7 @@ def test_arrays_are_writable_aligned_and_own_their_memory(tmp_path: Path, compre
     assert fingerprint(load(path)) == fingerprint(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["crc32c", "zstd"])
 def test_large_compressed_arrays_are_cut_into_chunks(tmp_path: Path, compression: str) -> None:
     """Chunks that do not divide the array evenly give back the whole of it, to real Orbax as well."""

@@ -96,6 +96,7 @@ def test_boxes_are_what_numpy_slices(
     assert np.array_equal(whole, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize(
     ("rows", "chunks"),

@@ -92,6 +92,7 @@ def test_real_orbax_reads_ours_in_one_process(ours: str) -> None:
     assert restored["name"] == jobs.plain()["name"]
 
 
+@pytest.mark.slow
 @real_in_teams
 @pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
 def test_real_orbax_reads_ours_in_two_processes(ours: str, mesh: tuple[int, int] | None) -> None:
@@ -99,6 +100,7 @@ def test_real_orbax_reads_ours_in_two_processes(ours: str, mesh: tuple[int, int]
     assert team_of(2).call(jobs.check_real, ours, mesh, REALS, timeout=20) == [{}, {}]
 
 
+@pytest.mark.slow
 @real_in_teams
 def test_orbax_v1_reads_ours(ours: str) -> None:
     """So does its v1."""
@@ -137,6 +139,7 @@ def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
     assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", CHECKSUMS, "manifest.ocdbt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
     """Random shapes, dtypes and splits over devices in any order come back as numpy had them."""

@@ -74,6 +74,7 @@ def assert_same(restored: Any, saved: Any) -> None:
             assert new == old, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True])
 @given(tree=TREES)
 def test_as_from_memory(tree: dict[str, Any], flag: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -98,6 +99,7 @@ def test_files_of_real_flax(tmp_path: Path) -> None:
         assert_same(checkpoints.restore_checkpoint(tmp_path, tree), tree)
 
 
+@pytest.mark.slow
 @linux
 def test_only_where_asked_for(flag: bool, tmp_path: Path) -> None:
     """The default maps nothing; the setting, or the argument of `restore`, maps the files until the arrays are gone."""

@@ -44,6 +44,7 @@ LIKE_OTHERS = (
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in STATES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_into_a_concrete_target(flag: bool, tmp_path: Path, name: str) -> None:
     """A freshly made state of other values takes on the saved ones, to the bit."""

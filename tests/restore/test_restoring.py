@@ -146,6 +146,7 @@ def test_the_target_is_not_touched(flag: bool, tmp_path: Path) -> None:
     assert target["a"].sum() == 0
 
 
+@pytest.mark.slow
 def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
     """Arrays restored to a device survive garbage collection, donation and another restore, without warnings."""
     tree = {str(n): np.full(1000 + n, n, np.float32) for n in range(30)}

@@ -230,6 +230,7 @@ def ours(path: str, target: Any, given: Any, default_to_original: bool = True, d
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=examples(120), phases=[Phase.generate, Phase.shrink])
@@ -249,6 +250,7 @@ def test_as_real_orbax(data: Any) -> None:
     compare(theirs, mine)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("writer", ["orbax", "ours", "msgpack"])
@@ -274,6 +276,7 @@ def wishes(target: Any) -> Any:
     return ocp.checkpoint_utils.construct_restore_args(target, set_global_shape=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=examples(60, 12), phases=[Phase.generate, Phase.shrink])
@@ -289,6 +292,7 @@ def test_as_real_orbax_with_dtypes(data: Any) -> None:
     compare(theirs, mine, target)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=examples(60, 12), phases=[Phase.generate, Phase.shrink])

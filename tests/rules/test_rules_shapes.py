@@ -89,6 +89,7 @@ def test_unreplicate_what_flax_replicated(flag: bool, tmp_path: Path) -> None:
     assert restored["rng"].dtype == keys.dtype and bool((restored["rng"] == keys[0]).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [

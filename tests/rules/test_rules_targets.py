@@ -110,6 +110,7 @@ WITH_FLAG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "name"), WITH_FLAG, indirect=["flag"])
 def test_adam_into_a_wrapper_and_out_again(name: str, flag: bool, tmp_path: Path) -> None:
     """Adam's count and moments are found wherever the new optimizer has them, and wherever the old one had them."""

@@ -202,6 +202,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str, step
         assert content(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", ["flax-0.12.8_orbax-0.12.8", "flax-0.10.2_orbax-0.10.3"])
 def test_real_checkpoints_count_as_checkpoints(tmp_path: Path, release: str) -> None:
     """What real Flax and real Orbax wrote, flat, composite or a manager's step, is replaced on request."""

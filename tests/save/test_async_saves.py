@@ -131,6 +131,7 @@ def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: 
     assert names(tmp_path) == ["checkpoint_2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["directory", "checkpoint"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_restore_waits_for_the_first_save(
@@ -390,6 +391,7 @@ def test_the_interpreter_finishes_saves_at_exit(flag: bool, tmp_path: Path) -> N
     np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["w"], np.arange(3))
 
 
+@pytest.mark.slow
 def test_a_failure_is_logged_at_exit(flag: bool, tmp_path: Path) -> None:
     """A failed save that nobody asked about is logged with its directory when the interpreter ends."""
     _, err = run_python(AT_EXIT, tmp_path, flag, True)
@@ -448,6 +450,7 @@ def test_a_manager_whose_pool_was_replaced(tmp_path: Path) -> None:
     assert [ours.available_steps(tmp_path / str(number)) for number in range(5)] == [[1]] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_copies_are_freed_when_the_save_has_ended(
     flag: bool, fails: bool, tmp_path: Path, manager: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch

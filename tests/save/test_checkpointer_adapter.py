@@ -146,6 +146,7 @@ def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.
     assert restores == []
 
 
+@pytest.mark.slow
 def test_retention_and_naming_stay_around_it(checkpointer: Any, tmp_path: Path) -> None:
     """keep=2 leaves two, prefixes are ours, and a smaller step without overwrite is refused before it is written."""
     for step in range(5):
@@ -386,6 +387,7 @@ checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(4)}, 2, overwrite=True,
 """
 
 
+@pytest.mark.slow
 def test_exit_with_a_save_on_its_way(tmp_path: Path) -> None:
     """A program that ends without waiting ends cleanly, its last save published and the older ones evicted."""
     _, err = run_python(EXIT, tmp_path)

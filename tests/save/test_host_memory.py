@@ -61,6 +61,7 @@ def test_the_next_save_gets_the_same_memory() -> None:
     assert all(np.all(array == 2) for array in second)
 
 
+@pytest.mark.slow
 def test_what_something_refers_to_is_never_written_to() -> None:
     """Of each array, any view, also of its bytes, keeps all that is with it in a block."""
     manager = Manager()

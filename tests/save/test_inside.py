@@ -144,6 +144,7 @@ FORMATS: tuple[Literal["msgpack", "orbax"], ...] = ("msgpack", "orbax")
 Call = tuple[Any, str]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mine", FORMATS)
 @pytest.mark.parametrize("first", FORMATS)
 @pytest.mark.parametrize("step", [None, 1])

@@ -33,6 +33,7 @@ def _storm(folder: Path, seed: int, rounds: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_storm(tmp_path: Path) -> None:
     """After each interrupt the last acknowledged checkpoint restores; the next process leaves nothing hidden."""
     counts = _storm(tmp_path, 1, 20)
@@ -49,6 +50,7 @@ def test_long_storms(seed: int, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "keep" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

@@ -109,6 +109,7 @@ manager.wait_previous_save()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manager", ["ours", "Flax's"])
 def test_an_interrupted_wait_loses_no_failure(tmp_path: Path, manager: str) -> None:
     """After Ctrl-C the background save still runs: the next call waits for it, and raises its failure, once."""
@@ -196,6 +197,7 @@ print(checkpoints.available_steps(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_handler_saves_while_the_first_save_imports(flag: bool, tmp_path: Path) -> None:
     """It found half of the imported module: an AttributeError, and the last state of a preempted job was lost."""
@@ -326,6 +328,7 @@ print("all", len(checkpoints.available_steps("converted")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [pytest.param("msgpack", marks=pytest.mark.slow), "orbax"])
 def test_logs_get_into_no_checkpoint(format: str, tmp_path: Path) -> None:
     """The files of a save would get the descriptor of the closed stderr, and the save would succeed."""

@@ -86,6 +86,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert np.array_equal(np.asarray(one), np.asarray(other)), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
     """Bit by bit, and so do we, by the checksums that were recorded; little of it is in the page cache."""
@@ -103,6 +104,7 @@ def test_real_libraries_read_it(disk_path: Path, flag: bool) -> None:
     assert seen and (share is None or share < 0.05)
 
 
+@pytest.mark.slow
 def test_a_msgpack_file_has_the_bytes_of_any_other_save(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where arrays are split, as Flax splits those above 1 GiB."""
     for limit in (format.MAX_CHUNK_SIZE, 3 * MIB):
@@ -139,6 +141,7 @@ manager.wait_previous_save()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_shards_too(disk_path: Path, flag: bool) -> None:
     """Each is a value of its own in Orbax's format, and one array in msgpack."""

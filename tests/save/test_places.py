@@ -288,6 +288,7 @@ def test_names_that_windows_refuses(flag: bool, tmp_path: Path, monkeypatch: pyt
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
     """A directory, prefix or step that no file can have, and a number of too many digits: not only absent."""
     tree = {"n": 1}
@@ -311,6 +312,7 @@ def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_more_directories_than_calls_that_python_nests(tmp_path: Path) -> None:
     """A path of a thousand new directories is made: it was an error about the depth of the tree."""
     deep = "d/" * 1100

@@ -429,6 +429,7 @@ def test_two_writers_that_evict_each_others_leave_something(
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
 
 
+@pytest.mark.slow
 def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +554,7 @@ def test_steps_that_decide_nothing_need_no_look(
     assert retention.expired(some, "c_", keep, every) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 2), (39, None, 42)])
 def test_few_looks_in_a_directory_of_many_steps(
     flag: bool, keep: int, every: int | None, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ bounded = settings(
 )
 
 
+@pytest.mark.slow
 @bounded
 @given(st.lists(call, min_size=1, max_size=10).map(one_spelling))
 @example([{"step": 5}, {"step": 3}])
@@ -88,6 +89,7 @@ def test_any_sequence_of_saves_leaves_what_flax_leaves(flag: bool, calls: list[d
     compare(calls, flag)
 
 
+@pytest.mark.slow
 @bounded
 @given(ascending, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3, 7, 10]))
 @example(list(range(0, 60, 5)), 1, 20)

@@ -85,6 +85,7 @@ def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any) -> No
     assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
 
 
+@pytest.mark.slow
 def test_gs_changed_downloads_are_read_again(gs_bucket: GsBucket) -> None:
     """A whole restore is compared with the CRC-32C of the store; what changes again is an error."""
     tree = {"a": np.arange(3.0e6), **TREE, "n": 3}  # more than one request

@@ -24,6 +24,7 @@ def contents(bucket: Bucket) -> dict[str, bytes]:
     return {name: bucket.get(name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["orbax", "manager"])
 def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
     """A tree of runs goes to a store, and from there back to files with the same bytes; both are resumed."""
@@ -43,6 +44,7 @@ def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
     assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", names, shallow=False) == (names, [], [])
 
 
+@pytest.mark.slow
 def test_items_there_and_back(bucket: Bucket, tmp_path: Path) -> None:
     """Each item of a real manager's step comes back for its own handler, through a store; the steps are resumed."""
     random = np.random.RandomState(4).get_state(legacy=True)

@@ -54,6 +54,7 @@ def keys(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -74,6 +75,7 @@ def test_a_profile(
     assert set(keys) == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_file_that_was_renewed(
     format: Any, bucket: Bucket, file: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ def test_a_file_that_was_renewed(
     assert set(keys) == {"refused", "SECOND"}
 
 
+@pytest.mark.slow
 def test_variables_that_are_set_anew(bucket: Bucket, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """They count in the same process, as in a notebook."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OLD")

@@ -38,6 +38,7 @@ def _verify(url: str) -> int:
     return 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax format"])
 @pytest.mark.parametrize(
     ("fault", "look"),

@@ -47,6 +47,7 @@ def from_request(number: int, fault: s3.Fault) -> s3.Rule:
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["ocdbt", "zarr3", "loose"])

@@ -54,6 +54,7 @@ def put(hub: Hub, folder: Path, prefix: str = "") -> None:
             hub.files[prefix + file.relative_to(folder).as_posix()] = file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_model_in_several_files(hub: Hub, tmp_path: Path) -> None:
     """The index is read, and the files that it names."""
     write_shards(tmp_path, SHARDED, 3)

@@ -231,6 +231,7 @@ def run(seeds: range, patch: pytest.MonkeyPatch) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, and nothing is mixed."""
     run(range(30), monkeypatch)

@@ -50,6 +50,7 @@ TREE = {"kernel": np.arange(3_000_000.0), "table": np.ones((1000, 1000), np.int8
 NBYTES = 8 * 3_000_000 + 1000 * 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("any_bucket", "format"),
     [

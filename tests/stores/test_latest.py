@@ -52,6 +52,7 @@ def test_an_incomplete_newest(format: Any, any_bucket: AnyBucket, caplog: pytest
     assert ours.available_steps(root) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
     """The step was saved, which the error says; the next save removes what this one could not."""
@@ -75,6 +76,7 @@ def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
     assert not [key for key in any_bucket.keys("run/") if "checkpoint_1" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_step_that_is_replaced_while_it_is_read(
@@ -131,6 +133,7 @@ class _Between:
         return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksums", ["verify", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_it_is_overwritten_between_two_requests(format: Any, checksums: str, any_bucket: AnyBucket) -> None:

@@ -38,6 +38,7 @@ def test_no_folder_of_arrays_where_there_are_none(gs_bucket: GsBucket) -> None:
     assert gs_bucket.keys() == []
 
 
+@pytest.mark.slow
 @STORES
 def test_objects_for_folders(any_bucket: AnyBucket, format: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Consoles, Hadoop and gcsfuse create them: they hide no checkpoint, and none is left of an evicted one."""

@@ -210,6 +210,7 @@ def test_flipped_bits_in_compressed_data(bucket: Bucket, tmp_path: Path) -> None
         opened["a"].read()
 
 
+@pytest.mark.slow
 def test_flipped_bits_have_the_wrong_checksum(any_bucket: Bucket | GsBucket) -> None:
     """The file of checksums is an object, too: whole arrays, slices of one request, and the structure are verified."""
     array = np.random.default_rng(0).standard_normal((1024, 700)).astype(np.float32)  # three blocks
@@ -270,6 +271,7 @@ def test_nothing_outside_is_read(bucket: Bucket, tmp_path: Path) -> None:
     assert not [asked for asked in bucket.proxy.log if "secret" in asked.path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", s3.FAULTS)
 def test_each_fault_once(fault: s3.Fault, bucket: Bucket, tmp_path: Path) -> None:
     """Every third request of a restore fails, and it restores all the same."""

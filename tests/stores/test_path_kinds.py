@@ -35,6 +35,7 @@ def _cases() -> Iterator[Any]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "any_bucket"), list(_cases()), indirect=["any_bucket"])
 def test_in_stores(row: Row, any_bucket: AnyBucket, row_builder: Builder, tmp_path: Path) -> None:
     """Everything that decides what lies at a path decides as its row says."""

@@ -35,6 +35,7 @@ def test_arrays_go_with_their_file(any_bucket: AnyBucket) -> None:
     assert sorted(any_bucket.keys("run/")) == ["run/checkpoint_2", "run/checkpoint_9_gda/w/0"]
 
 
+@pytest.mark.slow
 def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     """The save is complete beside it, and evicts what it should; a warning says so once for a folder of checkpoints."""
     root, other = f"{bucket.url}/run", f"{bucket.url}/other"
@@ -57,6 +58,7 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     assert not [key for key in bucket.keys("run/") if "_begun" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_bucket_with_versions(format: Any, bucket: Bucket) -> None:
     """There a deletion hides the object, and a write hides the old one: neither comes back."""
@@ -73,6 +75,7 @@ def test_a_bucket_with_versions(format: Any, bucket: Bucket) -> None:
     assert not [key for key in bucket.keys("run/") if "checkpoint_1" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that overwrites an older step removes the newest, whose writer removes that step: saving again helps."""
@@ -98,6 +101,7 @@ YESTERDAY = 25 * 3600
 TREE = {"w": np.ones(1000, np.float32)}
 
 
+@pytest.mark.slow
 def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     """Uploads that died a day ago go; running ones, and the checkpoints, stay."""
     url = f"{bucket.url}/run"
@@ -116,6 +120,7 @@ def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     assert bucket.keys() == sorted([*whole, *running])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [False, True])
 def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, live: bool, bucket: Bucket) -> None:
     """A save of another step takes no objects from a folder that another process writes to at the time."""
@@ -130,6 +135,7 @@ def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, live: bool, buc
     assert bucket.keys("run/checkpoint_0/") == (sorted(there) if live else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [False, True])
 def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> None:
     """A msgpack file that is replaced takes the arrays beside it along, unless a save by several processes runs."""
@@ -144,6 +150,7 @@ def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> 
     assert bucket.keys(folder) == sorted([*arrays * live, f"{folder}/notes"])
 
 
+@pytest.mark.slow
 def test_verify_and_diff(flag: bool, bucket: Bucket, tmp_path: Path) -> None:
     """Checkpoints of a store are verified; a truncated one is damaged, and a strange object is listed."""
     url = f"{bucket.url}/run"

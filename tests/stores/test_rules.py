@@ -80,6 +80,7 @@ def test_what_is_saved_comes_back(flag: bool, place: Place) -> None:
         assert fingerprint(opened.read("layers/5")) == fingerprint({"layers": {"5": state(3)["layers"]["5"]}})
 
 
+@pytest.mark.slow
 def test_the_latest_is_the_highest_step(flag: bool, place: Place) -> None:
     """Steps are numbers and not text, prefixes are apart from each other, and names without a step come after all."""
     for step in (9, 10, 2.5):
@@ -96,6 +97,7 @@ def test_the_latest_is_the_highest_step(flag: bool, place: Place) -> None:
         ours.restore_checkpoint(place.root, None, step=11)
 
 
+@pytest.mark.slow
 def test_retention_keeps_what_it_is_told_to(flag: bool, place: Place) -> None:
     """The newest ``keep`` stay, and of the older ones every so many steps; other prefixes and files stay."""
     place.put("notes.txt", b"mine")
@@ -105,6 +107,7 @@ def test_retention_keeps_what_it_is_told_to(flag: bool, place: Place) -> None:
     assert place.names() == ["best_1", "checkpoint_1", "checkpoint_4", "checkpoint_5", "checkpoint_6", "notes.txt"]
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_the_step_and_what_is_newer(flag: bool, place: Place) -> None:
     """Without overwrite an old step is refused and nothing changes; with it, it is the latest."""
     for step in (1, 2, 3):
@@ -129,6 +132,7 @@ def test_one_step_in_the_other_format(place: Place) -> None:
         assert (record.step, record.format, record.complete) == (5, format, True)
 
 
+@pytest.mark.slow
 def test_saves_in_the_background(flag: bool, place: Place) -> None:
     """The values are those at the call, the order is that of the calls, and retention runs after each."""
     manager = ours.AsyncManager()
@@ -141,6 +145,7 @@ def test_saves_in_the_background(flag: bool, place: Place) -> None:
     expect(ours.restore_checkpoint(place.root, state(0)), 3)
 
 
+@pytest.mark.slow
 def test_the_small_functions(flag: bool, place: Place) -> None:
     """`save` to an exact path, `restore`, and a plan that names the checkpoint and every leaf."""
     format: Any = "orbax" if flag else "msgpack"
@@ -155,6 +160,7 @@ def test_the_small_functions(flag: bool, place: Place) -> None:
     assert {leaf.path for leaf in plan.leaves} >= {"w", "layers/5/bias", "step"}
 
 
+@pytest.mark.slow
 def test_paths_in_every_form(flag: bool, place: Place) -> None:
     """Trailing slashes, prefixes with slashes and PathLike objects mean the same place."""
     ours.save_checkpoint(place.root + "/", state(1), 1)
@@ -194,6 +200,7 @@ def test_every_step_is_recorded_with_its_size(flag: bool, place: Place) -> None:
         assert [record.nbytes for record in records] == [len(place.get(f"checkpoint_{step}")) for step in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
 @given(calls=st.lists(call, min_size=1, max_size=7).map(one_spelling))
 @settings(max_examples=examples(12, quick=2), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -218,6 +225,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "migration_guide/object_stores.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_program_runs(bucket: Bucket) -> None:
     """The first program of the page runs in a fresh interpreter, with a bucket of the tests in the place of its own."""
     program, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

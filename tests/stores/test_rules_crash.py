@@ -59,6 +59,7 @@ def kill_at(bucket: Bucket, root: str, step: int, format: str, method: str, endi
     assert process.returncode == -signal.SIGKILL, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_writer_that_dies_before_its_commit(bucket: Bucket, format: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The step before is the latest; what was begun is skipped, an error by name, and replaced by the next save."""
@@ -80,6 +81,7 @@ def test_a_writer_that_dies_before_its_commit(bucket: Bucket, format: Any, caplo
     assert "_begun" not in " ".join(bucket.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["commit_success.txt", pytest.param("manifest.ocdbt", marks=pytest.mark.slow)])
 def test_a_removal_that_ends_in_the_middle(bucket: Bucket, ending: str) -> None:
     """A checkpoint that is half removed never counts, and is removed wholly once its remover is surely dead."""
@@ -157,6 +159,7 @@ checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
     """A background save that is not waited for is committed before the interpreter has ended."""

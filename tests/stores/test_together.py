@@ -52,6 +52,7 @@ def folders(bucket: Bucket) -> set[str]:
     return {key.split("/")[2] for key in bucket.keys("run/") if "/ocdbt.process_" in key or "_gda/" in key}
 
 
+@pytest.mark.slow
 def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     """Two processes save; two on another mesh, and one alone, find all that was saved, and nothing is left over."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -68,6 +69,7 @@ def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     assert team.call(store_jobs.left_over) == [[], []]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_a_shared_array_is_found(bucket: Bucket) -> None:
     """A store has no attributes: checksums are in the objects of the ``_gda`` folder themselves."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -83,6 +85,7 @@ def test_a_flipped_bit_of_a_shared_array_is_found(bucket: Bucket) -> None:
     assert {leaf.path: leaf.state for leaf in verify(root).checkpoints[0].leaves}["large"] == "damaged"
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
     """One of ten requests fails, of a save and of one that replaces it; both are there bit for bit."""
@@ -94,6 +97,7 @@ def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
     assert any(asked.fault for asked in bucket.proxy.log)
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_to_delete(orbax: bool, bucket: Bucket) -> None:
     """What both processes save is there; the objects that tell how far the save is stay beside it."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -104,6 +108,7 @@ def test_a_store_that_refuses_to_delete(orbax: bool, bucket: Bucket) -> None:
     assert not verify(root).damaged
 
 
+@pytest.mark.slow
 def test_overwriting_and_other_formats(bucket: Bucket) -> None:
     """A step replaces itself in its own format and in the other one, and only the arrays of the last one stay."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -116,6 +121,7 @@ def test_overwriting_and_other_formats(bucket: Bucket) -> None:
     assert bucket.keys("run/") == ["run/checkpoint_4"]
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
     """Saves in the background commit in order, hold what was there when they were called, and retention follows."""
@@ -124,6 +130,7 @@ def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
     assert "checkpoint_1" not in " ".join(bucket.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "reader"), [(True, "orbax"), pytest.param(True, "flax", marks=pytest.mark.slow), (False, "flax")]
 )
@@ -135,6 +142,7 @@ def test_real_readers(orbax: bool, reader: str, bucket: Bucket, tmp_path: Path) 
     team.call(real_jobs.restore, str(tmp_path), orbax, "turned", reader, 1)
 
 
+@pytest.mark.slow
 def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """Of 16 MB over two processes, each sends its half; process 0 receives less than a hundredth of that."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
@@ -146,6 +154,7 @@ def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies:
     team.call(jobs.restore_large, root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "victim"), [(False, 0), *(pytest.param(True, victim, marks=pytest.mark.slow) for victim in (0, 1))]
 )
@@ -178,6 +187,7 @@ def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: 
     assert "_begun" not in " ".join(bucket.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orbax", "failing"),
     [(True, 0), (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 0)))],
@@ -197,6 +207,7 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
     assert team.call(jobs.restore_small, root) == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_process_0_that_fails_from_one_change_on(bucket: Bucket, proxies: list[Proxy]) -> None:
     """What the others restore is the old one or the new one, and from one change on the new one."""
     team, seen = led(team_of(2), *proxies), []
@@ -215,6 +226,7 @@ def test_a_process_0_that_fails_from_one_change_on(bucket: Bucket, proxies: list
     assert seen == sorted(seen)
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """Process 0 misses it before it commits, says whose it is and of which leaf, and what was there stays."""
@@ -239,6 +251,7 @@ def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy])
     team.call(jobs.restore_large, root)
 
 
+@pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
     """What a process sends after process 0 has given up, it removes again, and says that nothing was saved."""
@@ -264,6 +277,7 @@ def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: lis
     assert team.call(jobs.restore_small, root) == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_dead_processes_left_is_removed_after_a_day(bucket: Bucket) -> None:
     """From a committed checkpoint only what another save's mark stands for, and none of what its own one does."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"

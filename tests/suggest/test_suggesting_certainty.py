@@ -272,6 +272,7 @@ def test_flat_names_take_time_in_proportion() -> None:
     assert seconds(flat(f"model.l{n}" for n in range(2000)), flat(f"net_{n}_x" for n in range(2000))) < 3
 
 
+@pytest.mark.slow
 def test_many_siblings_take_time_in_proportion() -> None:
     """Thousands of layers side by side, in a row or with names of their own."""
     layers = [{"a": dense(8, 8), "b": dense(8, 16)} for _ in range(1500)]

@@ -52,6 +52,7 @@ def trained(params: Any, tx: Any = ADAM) -> dict[str, Any]:
     return {"step": 0, "params": params, "opt_state": jax.eval_shape(tx.init, params)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [dense(8, 3), DEEP], ids=["layer", "model"])
 @pytest.mark.parametrize("names", UNLIKE)
 def test_names_that_say_different_things(names: str, held: Any) -> None:
@@ -201,6 +202,7 @@ def shuffled(node: Any, random: Any) -> Any:
     return Branch({name: shuffled(node.children[name], random) for name in names}, node.container, node.int_keys)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25, 8), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_names_does_not_matter(random: Any) -> None:
@@ -209,6 +211,7 @@ def test_the_order_of_names_does_not_matter(random: Any) -> None:
     assert suggest(stored, target) == suggest(shuffled(stored, random), shuffled(target, random))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(nnx, "to_pure_dict"), reason="this Flax has no nnx.to_pure_dict")
 @settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))

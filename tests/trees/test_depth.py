@@ -45,6 +45,7 @@ def test_a_tree_that_contains_itself(call: str, tmp_path: Path) -> None:
     assert checkpoints.available_steps(tmp_path) == [1]
 
 
+@pytest.mark.slow
 def test_what_occurs_twice_is_no_cycle() -> None:
     """Nor is a deep tree one."""
     shared = [1, {"x": 2}]

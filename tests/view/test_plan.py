@@ -249,6 +249,7 @@ def transformer(block: str, attention: str) -> dict[str, Any]:
     return {"step": 0, "params": params, "opt_state": {"mu": params, "nu": params}}
 
 
+@pytest.mark.slow
 def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
     """Of two renamed modules in 12 blocks: whole subtrees are rows, with their leaves counted, before and after."""
     checkpoints.save_checkpoint(tmp_path, transformer("block", "attn"), 1)

@@ -111,6 +111,7 @@ def planned(path: str, target: Any, transforms: Any, **policies: Any) -> str | N
     return failed or found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 @settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(stored=trees(STORED), target=trees(WANTED), policies=SETTINGS, transforms=st.sampled_from(GIVEN))

@@ -304,6 +304,7 @@ def test_the_page_has_a_treemap_above_the_tree(tmp_path: Path) -> None:
         assert not inside or sum(inside) == size
 
 
+@pytest.mark.slow
 def test_the_page_of_many_leaves_is_small(tmp_path: Path) -> None:
     """Of more than 500 leaves, equal numbered layers are one box, and one row."""
     pytest.importorskip("plotly")
