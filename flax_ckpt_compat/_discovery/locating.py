@@ -35,7 +35,7 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
 _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
-_ROUNDS = 20  # of a read, each of which fails if its checkpoint is removed or replaced meanwhile
+_ROUNDS = 100  # of a read, each of which fails if its checkpoint is removed or replaced meanwhile
 _UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 
 
