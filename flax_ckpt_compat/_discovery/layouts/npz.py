@@ -7,6 +7,7 @@ array of Python objects is refused when it is asked for: to unpickle it would ru
 from __future__ import annotations
 
 import io
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ class NpzReader(Reader):
         self._opened = self.location.open_file()
         with self._naming_damage():
             buffer = _BUFFER if self._opened.is_local else _STORE_BUFFER
+            self._one_at_a_time = threading.Lock()  # Python's archive is not safe for threads that read members
             self._archive = zipfile.ZipFile(io.BufferedReader(_Stream(self._opened), buffer))
             members = self._archive.infolist()
             if len({member.filename for member in members}) < len(members):
@@ -97,7 +99,7 @@ class NpzReader(Reader):
             return found[begin : begin + member.file_size], start + begin
         if member.compress_type == zipfile.ZIP_DEFLATED:
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(found[begin:], _HEADERS), start + begin
-        with self._archive.open(member) as stream:
+        with self._one_at_a_time, self._archive.open(member) as stream:
             return stream.read(_HEADERS), start + begin
 
     def _refused(self, name: str, member: zipfile.ZipInfo, what: str) -> LeafHandle:
@@ -125,7 +127,7 @@ class NpzReader(Reader):
     def _decoded(self, leaf: LeafHandle, one: LeafHandle | ArraySlice) -> Any:
         from flax_ckpt_compat._discovery.layouts import raw_arrays
 
-        with self._naming_damage(leaf.name), self._archive.open(leaf.locator[0]) as stream:
+        with self._naming_damage(leaf.name), self._one_at_a_time, self._archive.open(leaf.locator[0]) as stream:
             whole = raw_arrays.read_npy(stream, leaf)
         self.meter.add(whole.nbytes, leaf.path)
         return whole if isinstance(one, LeafHandle) else one.cut(whole)
@@ -138,7 +140,8 @@ class NpzReader(Reader):
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
             _raise_for_refused([handle])
-            with self._naming_damage(handle.name, ChecksumError), self._archive.open(handle.locator[0]) as stream:
+            archive, member = self._archive, handle.locator[0]
+            with self._naming_damage(handle.name, ChecksumError), self._one_at_a_time, archive.open(member) as stream:
                 while stream.read(_PIECE):
                     pass
         return True
