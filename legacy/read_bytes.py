@@ -98,9 +98,10 @@ class StoredObject(Source):
 
     def _likely_next(self) -> list[tuple[int, int]]:
         """Return the ranges of what followed the last read that was like the current one, over and over."""
-        *before, (distance, length) = self._steps
-        like = [at for at, step in enumerate(before) if step[1] == length and abs(step[0] - distance) <= _SAME]
-        followed = self._steps[like[-1] + 1 :] if like else []
+        (distance, length), last = self._steps[-1], len(self._steps) - 1
+        before = ((at, *self._steps[at]) for at in reversed(range(last)))
+        like = next((at for at, step, size in before if size == length and abs(step - distance) <= _SAME), last)
+        followed = self._steps[like + 1 :]
         found, at, end = list[tuple[int, int]](), self._at, self._at + length
         while followed and len(found) < _AT_ONCE:
             distance, length = followed[len(found) % len(followed)]
@@ -128,10 +129,6 @@ class StoredObject(Source):
         """Return bytes from memory, or by one request; see `Source`."""
         known = self._find(start, stop - start)
         return self.opened.read(start, stop) if known is None else known
-
-    def is_cached(self, offset: int, length: int) -> bool:
-        """Return whether these bytes are cached in memory."""
-        return self._find(offset, length) is not None
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""

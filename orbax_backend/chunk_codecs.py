@@ -55,12 +55,7 @@ class ChunkCodec:
             data = checked(data)
         if self.zstd:
             return _decompressed(data, nbytes, target)
-        if len(data) != nbytes:
-            raise UndecodableChunkError(f"has {len(data)} bytes, expected {nbytes}")
-        if target is None:
-            return data
-        target[:] = data
-        return target
+        return _placed(data, nbytes, target, "bytes")
 
     def _in_shard(self, stored: memoryview) -> memoryview:
         if not self.index:
@@ -81,6 +76,16 @@ def _check_ratio(stored: bytes | memoryview, nbytes: int) -> None:
     """Raise UndecodableChunkError, before memory is asked for, if no codec makes so many bytes of a chunk."""
     if nbytes > len(stored) * MAX_RATIO:
         raise UndecodableChunkError(f"has {len(stored)} bytes, which cannot hold {nbytes}")
+
+
+def _placed(data: bytes | memoryview, nbytes: int, target: memoryview | None, what: str) -> bytes | memoryview:
+    """Return the bytes of a chunk, in the target if there is one; raise if they are more or fewer."""
+    if len(data) != nbytes:
+        raise UndecodableChunkError(f"has {len(data)} {what}, expected {nbytes}")
+    if target is None:
+        return data
+    target[:] = data
+    return target
 
 
 def compressed(data: Any) -> bytes:
@@ -195,9 +200,4 @@ class DriverCodec:
             kind = ChunkChecksumError if _CHECKSUM_ERROR in str(error) else UndecodableChunkError
             raise kind(f"does not decode ({error})") from error
         data = np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data
-        if len(data) != nbytes:
-            raise UndecodableChunkError(f"has {len(data)} decoded bytes, expected {nbytes}")
-        if target is None:
-            return data
-        target[:] = data
-        return target
+        return _placed(data, nbytes, target, "decoded bytes")

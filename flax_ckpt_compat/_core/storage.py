@@ -335,7 +335,3 @@ class Location(abc.ABC):
     def context(self) -> Any:
         """Return the TensorStore context to open it with; None is its default one."""
         return None
-
-    def wait(self, future: Any, nbytes: int = 0) -> Any:  # noqa: ARG002  (a store must answer in time for them)
-        """Return the result of TensorStore's future about this, of so many bytes."""
-        return future.result()

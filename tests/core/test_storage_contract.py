@@ -235,14 +235,6 @@ class TestStorage:
         store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
         assert store.read("x/y").result().value == b"123"
 
-    def test_waits(self, place: Place) -> None:
-        """It returns the result of a request."""
-        location = location_of(place.root)
-        location.prepare_directory()
-        place.put("x", b"1")
-        store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
-        assert location.wait(store.read("x"), 1).value == b"1"
-
     def test_checksums_of_the_store(self, filled: Place) -> None:
         """A disk tells none, nor does s3://; that of gs:// is the CRC-32C."""
         found = (location_of(filled.root) / "c/d").stored_crc32c()

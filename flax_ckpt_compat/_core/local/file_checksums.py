@@ -37,11 +37,6 @@ class FileChecksums:
         """Return the number of units of the file."""
         return -(-self.size // checksums.BLOCK_BYTES)
 
-    def units_of(self, block: int) -> range:
-        """Return the units of a block."""
-        first = block * self.units_per_block
-        return range(first, min(first + self.units_per_block, self.n_units))
-
 
 def record(descriptor: int, units: bytes) -> None:
     """Record the checksums of a written file's units; do nothing where there are no attributes.

@@ -14,13 +14,12 @@ from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensor
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
-from flax_ckpt_compat._core.object_store.request_errors import ConflictError, store_errors
+from flax_ckpt_compat._core.object_store.request_errors import ConflictError
 from flax_ckpt_compat._core.object_store.s3 import tensorstore_credentials
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat
 
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
-_TIMEOUT, _SLOWEST_RATE = 120.0, 2**20  # s, and bytes/s, until TensorStore has answered
 
 
 class ObjectLocation(RemoteLocation):
@@ -85,10 +84,6 @@ class ObjectLocation(RemoteLocation):
     def context(self) -> Any:
         names = (*commit.CLIENTS["s3"].variables, *commit.CLIENTS["gs"].variables)
         return _context(os.getpid(), *map(os.environ.get, names))
-
-    def wait(self, future: Any, nbytes: int = 0) -> Any:
-        with store_errors(self.path):
-            return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
@@ -54,7 +54,7 @@ class NpzReader(Reader):
         self._opened = self.location.open_file()
         with self._naming_damage():
             buffer = _BUFFER if self._opened.is_local else _STORE_BUFFER
-            self._one_at_a_time = threading.Lock()  # Python's archive is not safe for threads that read members
+            self._one_at_a_time = threading.Lock()
             self._archive = zipfile.ZipFile(io.BufferedReader(_Stream(self._opened), buffer))
             members = self._archive.infolist()
             if len({member.filename for member in members}) < len(members):
@@ -99,8 +99,14 @@ class NpzReader(Reader):
             return found[begin : begin + member.file_size], start + begin
         if member.compress_type == zipfile.ZIP_DEFLATED:
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(found[begin:], _HEADERS), start + begin
-        with self._one_at_a_time, self._archive.open(member) as stream:
+        with self._content(member) as stream:
             return stream.read(_HEADERS), start + begin
+
+    @contextmanager
+    def _content(self, member: zipfile.ZipInfo) -> Iterator[IO[bytes]]:
+        """Open a member of the archive, which other threads wait for: Python's is not safe for several."""
+        with self._one_at_a_time, self._archive.open(member) as stream:
+            yield stream
 
     def _refused(self, name: str, member: zipfile.ZipInfo, what: str) -> LeafHandle:
         """Return a leaf that raises UnsupportedLeafError when it is read."""
@@ -127,7 +133,7 @@ class NpzReader(Reader):
     def _decoded(self, leaf: LeafHandle, one: LeafHandle | ArraySlice) -> Any:
         from flax_ckpt_compat._discovery.layouts import raw_arrays
 
-        with self._naming_damage(leaf.name), self._one_at_a_time, self._archive.open(leaf.locator[0]) as stream:
+        with self._naming_damage(leaf.name), self._content(leaf.locator[0]) as stream:
             whole = raw_arrays.read_npy(stream, leaf)
         self.meter.add(whole.nbytes, leaf.path)
         return whole if isinstance(one, LeafHandle) else one.cut(whole)
@@ -140,8 +146,7 @@ class NpzReader(Reader):
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
             _raise_for_refused([handle])
-            archive, member = self._archive, handle.locator[0]
-            with self._naming_damage(handle.name, ChecksumError), self._one_at_a_time, archive.open(member) as stream:
+            with self._naming_damage(handle.name, ChecksumError), self._content(handle.locator[0]) as stream:
                 while stream.read(_PIECE):
                     pass
         return True
