@@ -12,7 +12,6 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.object_store import s3 as s3_client
-from flax_ckpt_compat._core.object_store import storage as store
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load
@@ -95,7 +94,6 @@ def test_a_store_that_does_not_answer(
     monkeypatch.setattr(s3_client, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(s3_client, "_TRIES", 2)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))  # so that a new client is made
-    monkeypatch.setattr(store, "_TIMEOUT", 0.2)
     save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
     requests = sweep_stalls(bucket, url)
