@@ -173,14 +173,31 @@ def test_bytes_of_two_tensors_and_of_none(offsets: list[int], tmp_path: Path) ->
 
 
 def test_what_is_no_damage(tmp_path: Path) -> None:
-    """A dtype that numpy lacks, and names of so many parts that it took seconds to refuse them."""
-    is_damage(tmp_path, header(entry(dtype="F6_E2M3", data_offsets=[0, 2]), b"12"), errors.UnsupportedLeafError)
+    """Names of so many parts that it took seconds to refuse them."""
     for content in (
         header({".".join("a" * 20_000): entry()["a"]}, bytes(8)),
         ours(**{".paths": json.dumps({"a": ["x"] * 20_000})}),
         ours(**{"": json.dumps([[["x"] * 20_000, 1]])}),
     ):
         is_damage(tmp_path, content, errors.DepthError)
+
+
+def test_a_dtype_that_numpy_lacks(tmp_path: Path) -> None:
+    """It hides no other tensor of its file, and is refused where it is asked for."""
+    file = tmp_path / "model.safetensors"
+    values = np.arange(2, dtype=np.float32)
+    of_others = {"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}
+    file.write_bytes(
+        header(entry(dtype="F6_E2M3", shape=[4], data_offsets=[0, 3]) | of_others, b"123" + values.tobytes())
+    )
+    np.testing.assert_array_equal(flax_ckpt_compat.restore(file, {"b": np.zeros(2, np.float32)})["b"], values)
+    with flax_ckpt_compat.open_checkpoint(file) as opened:
+        assert opened.tree["a"].shape == (4,)
+        with pytest.raises(errors.UnsupportedLeafError):
+            opened.read("a")
+    for target in (None, {"a": np.zeros(4, np.float32), "b": values}):
+        with pytest.raises(errors.UnsupportedLeafError, match="a is of the dtype 'F6_E2M3'"):
+            flax_ckpt_compat.restore(file, target)
 
 
 def test_lost_and_strange_shards(index: Path) -> None:

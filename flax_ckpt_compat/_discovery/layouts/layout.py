@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.backend import Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
 from flax_ckpt_compat._core.local.safe_open import stays_inside
 from flax_ckpt_compat._core.location import Location
@@ -45,6 +45,13 @@ def damaged(
     """Return the error for a file of another program that is damaged; ``what`` says how."""
     message = f"{file}: {what}; restore the file from a backup, or download it again"
     return kind(message, path=file.path, leaf=leaf)
+
+
+def raise_for_unsupported(leaves: Iterable[LeafHandle]) -> None:
+    """Raise the error that is the first of a locator of an unsupported leaf, if there is one."""
+    for leaf in leaves:
+        if leaf.kind is LeafKind.UNSUPPORTED:
+            raise leaf.locator[0]
 
 
 def is_step(name: str) -> bool:

@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Node, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, check_depth, damaged
+from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, check_depth, damaged, raise_for_unsupported
 
 SUFFIX, _ARRAY_SUFFIX = ".npz", ".npy"
 _PIECE = 16 * 2**20
@@ -43,7 +43,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OverflowError, 
 class NpzReader(Reader):
     """Reader of one file; the locator of an array is its member, and the offset of its bytes if they are plain.
 
-    That of what is no array of numbers is the error for it."""
+    The first of an unsupported member's is the error for it."""
 
     format = Format.MSGPACK
     places_on_device, keeps_lists = False, False
@@ -110,18 +110,16 @@ class NpzReader(Reader):
 
     def _refused(self, name: str, member: zipfile.ZipInfo, what: str) -> LeafHandle:
         """Return a leaf that raises UnsupportedLeafError when it is read."""
-        import numpy as np
-
         message = f"{self.path}: {name} {what}; save the arrays alone with the program that wrote it"
         error = UnsupportedLeafError(message, path=self.path, leaf=name)
-        return LeafHandle((name,), LeafKind.ARRAY, (), np.dtype(object), member.file_size, name, self, (member, error))
+        return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, (error, None))
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         from flax_ckpt_compat._discovery.layouts import raw_arrays
 
         leaves = list(map(handle_of, handles))
-        _raise_for_refused(leaves)
+        raise_for_unsupported(leaves)
         offsets = [leaf.locator[1] for leaf in leaves]
         plain = [(self._opened, at, one) for at, one in zip(offsets, handles, strict=True) if at is not None]
         found = iter(raw_arrays.read_all(plain, self.meter))
@@ -145,7 +143,7 @@ class NpzReader(Reader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
-            _raise_for_refused([handle])
+            raise_for_unsupported([handle])
             with self._naming_damage(handle.name, ChecksumError), self._content(handle.locator[0]) as stream:
                 while stream.read(_PIECE):
                     pass
@@ -167,12 +165,6 @@ class NpzReader(Reader):
             if isinstance(cause, CheckpointError):
                 raise
             raise damaged(self.location, f"{leaf or 'it'} does not decode ({cause!r:.200})", leaf, error) from cause
-
-
-def _raise_for_refused(leaves: Sequence[LeafHandle]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf.locator[1], UnsupportedLeafError):
-            raise leaf.locator[1]
 
 
 def _tree(leaves: Sequence[LeafHandle]) -> Node:

@@ -19,7 +19,14 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.layouts.layout import DECODE_ERRORS, ReadOnlyLayout, check_depth, damaged, files_of
+from flax_ckpt_compat._discovery.layouts.layout import (
+    DECODE_ERRORS,
+    ReadOnlyLayout,
+    check_depth,
+    damaged,
+    files_of,
+    raise_for_unsupported,
+)
 
 # Those of safetensors 0.8, by numpy's names.
 DTYPE_NAMES = {
@@ -103,29 +110,29 @@ class SafetensorsReader(Reader):
         return None if value is None else LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
     def _array(self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int) -> LeafHandle:
-        if entry["dtype"] not in _DTYPES:
-            raise UnsupportedLeafError(
-                f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have; cast it with the "
-                "program that wrote it",
-                path=file.path,
-                leaf=name,
-            )
         from flax_ckpt_compat._core.dtypes import dtype_from_name
         from flax_ckpt_compat._discovery.layouts.raw_arrays import nbytes_of
 
-        dtype, shape, (start, stop) = dtype_from_name(_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
             raise damaged(file, f"{name} has the shape {shape!r:.100}, or offsets, that are no integers", name)
-        nbytes = nbytes_of(shape, dtype)
-        if stop > source.size - data or stop - start != nbytes:
+        known = _DTYPES.get(entry["dtype"])
+        dtype = dtype_from_name(known) if known else None
+        nbytes = stop - start if dtype is None else nbytes_of(shape, dtype)
+        if stop > source.size - data or stop - start != nbytes or nbytes < 0:
             raise damaged(file, f"{name} has bytes {start} to {stop} of {source.size - data}, and needs {nbytes}", name)
-        return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, data + start))
+        if dtype is not None:
+            return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, data + start))
+        what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have"
+        error = UnsupportedLeafError(f"{what}; cast it with the program that wrote it", path=file.path, leaf=name)
+        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, (error, data + start))
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
 
         leaves = list(map(handle_of, handles))
+        raise_for_unsupported(leaves)
         arrays = [(*leaf.locator, one) for leaf, one in zip(leaves, handles, strict=True) if leaf.dtype is not None]
         found = iter(raw_arrays.read_all(arrays, self.meter))
         return [leaf.locator if leaf.dtype is None else next(found) for leaf in leaves]
