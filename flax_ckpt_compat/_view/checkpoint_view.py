@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, steps
+from flax_ckpt_compat._core import arguments, memory, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.location import Location, as_text
@@ -85,11 +85,13 @@ class Checkpoint(_Shown):
 
     def __init__(self, opened: opening.Opened, step: float | None, is_replaced: Callable[[], bool]):
         self._opened, self._is_replaced = opened, is_replaced
-        self._root = self._whole()
+        with memory.pause_gc(enabled=not opened.location.is_remote):
+            self._root = self._whole()
+            tree = state_dict.from_stored(self._root, None, "stored")
         self.path: str = opened.path
         self.step: float | None = step
         self.format: str = opened.format
-        self.tree: Any = state_dict.from_stored(self._root, None, "stored")
+        self.tree: Any = tree
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -163,8 +165,7 @@ class Checkpoint(_Shown):
     def _whole(self) -> Node:
         """Return the tree of all items."""
         trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
-        whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
-        return map_leaves(at_whole_path, whole)
+        return map_leaves(at_whole_path, Branch(trees)) if self._opened.is_mapping else next(iter(trees.values()))
 
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
