@@ -5,17 +5,27 @@ The format is TensorStore's, as its documentation and `ocdbt_nodes`, which decod
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from .chunk_codecs import CHECKSUM_NBYTES, ZSTD_LEVEL, compressed, with_checksum
 from .files import ByteRange
-from .ocdbt_nodes import INDIRECT, INLINE, MANIFEST_MAGIC, NODE_MAGIC, PLAIN, SINGLE, VERSION, ZSTD, Entry
+from .ocdbt_nodes import (
+    HEADER_NBYTES,
+    INDIRECT,
+    INLINE,
+    MANIFEST_MAGIC,
+    NODE_MAGIC,
+    PLAIN,
+    SINGLE,
+    VERSION,
+    ZSTD,
+    Entry,
+)
 
 # Values up to this size lie inline in the B-tree, whose nodes have checksums. Orbax 0.12.8 has this limit, and those of
 # `_CONFIG`, in its manifests (measured).
@@ -27,13 +37,10 @@ _NODE_BYTES = 8 << 20
 _COMPRESS_FROM_BYTES = 4 << 20
 # Of an entry, besides its key and its inline value: its columns of numbers (worked out for files below 4 GiB).
 _ENTRY_BYTES = 16
-_HEADER = 14  # magic, length, version, compression
 Append = Callable[[bytes], ByteRange]
-_number_of = functools.partial(int.from_bytes, byteorder="big")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """A node that was written."""
 
     first: bytes  # its first key, and its last
@@ -41,11 +48,6 @@ class _Node:
     place: ByteRange
     height: int
     statistics: tuple[int, int, int]  # of it and all below it: keys, bytes of nodes, bytes of values in files
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how many bytes it takes in its parent."""
-        return len(self.first) + 2 * _ENTRY_BYTES
 
 
 def write_index(entries: Sequence[Entry], append: Append) -> bytes:
@@ -56,23 +58,16 @@ def write_index(entries: Sequence[Entry], append: Append) -> bytes:
     for (one, _), (other, _) in itertools.pairwise(entries):
         if one == other:
             raise ValueError(f"the key {one.decode('utf-8', 'backslashreplace')!r} would be in the index twice")
-    sizes = _sizes_of(entries)
+    sizes = [len(key) + _ENTRY_BYTES + (type(value) is bytes and len(value)) for key, value in entries]
     is_large, leaves = sum(sizes) >= _COMPRESS_FROM_BYTES, list(_groups(sizes))
     nodes = [_append_leaf(entries[some], append, is_root=len(leaves) == 1, compress=is_large) for some in leaves]
     while len(nodes) > 1:
-        groups = list(_groups([node.nbytes for node in nodes]))
+        groups = list(_groups([len(node.first) + 2 * _ENTRY_BYTES for node in nodes]))
         if len(groups) == len(nodes):  # names of which a node holds one: a taller tree would never end
             groups = [slice(None)]
         is_root = len(groups) == 1
         nodes = [_append_parent(nodes[some], append, is_root=is_root, compress=is_large) for some in groups]
     return _manifest(nodes[0])
-
-
-def _sizes_of(entries: Sequence[Entry]) -> list[int]:
-    """Return about how many bytes each entry takes in a leaf node."""
-    keys, values = zip(*entries, strict=True)
-    rows = zip(map(len, keys), map(type, values), map(len, values), strict=True)
-    return [key + _ENTRY_BYTES + (0 if kind is ByteRange else value) for key, kind, value in rows]
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:
@@ -87,27 +82,25 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def _append_leaf(entries: Sequence[Entry], append: Append, *, is_root: bool, compress: bool) -> _Node:
-    keys, values = zip(*entries, strict=True)
-    prefix = 0 if is_root else _n_common(keys[0], keys[-1])
-    kinds = [INDIRECT if kind is ByteRange else INLINE for kind in map(type, values)]
-    outside = [value for value, kind in zip(values, kinds, strict=True) if kind == INDIRECT]
-    inline = [value for value, kind in zip(values, kinds, strict=True) if kind == INLINE]
-    files, offsets, outside_lengths = zip(*outside, strict=True) if outside else ((), (), ())
-    numbers = {name: number for number, name in enumerate(sorted(set(files)))}
-    rest = {INLINE: map(len, inline), INDIRECT: iter(outside_lengths)}
+    first, last = entries[0][0], entries[-1][0]
+    prefix = 0 if is_root else _n_common(first, last)
+    inline = [value for _, value in entries if type(value) is bytes]
+    outside = [value for _, value in entries if type(value) is ByteRange]
+    names = sorted({value.file for value in outside})
+    numbers = {name: number for number, name in enumerate(names)}
     body = [
-        _file_table([*numbers]),
-        varints([len(keys)]),
-        *_front_coded([key[prefix:] for key in keys]),
-        varints(list(map(next, map(rest.__getitem__, kinds)))),
-        varints(kinds),
-        varints([numbers[name] for name in files]),
-        varints(offsets),
+        _file_table(names),
+        varints([len(entries)]),
+        *_front_coded([key[prefix:] for key, _ in entries]),
+        varints([value.length if type(value) is ByteRange else len(value) for _, value in entries]),
+        varints([INDIRECT if type(value) is ByteRange else INLINE for _, value in entries]),
+        varints([numbers[value.file] for value in outside]),
+        varints([value.offset for value in outside]),
         *inline,
     ]
     place = append(_framed(NODE_MAGIC, bytes([0]) + b"".join(body), compress=compress))
-    statistics = len(keys), place.length, sum(outside_lengths)
-    return _Node(keys[0], keys[-1], place, 0, statistics)
+    statistics = len(entries), place.length, sum(value.length for value in outside)
+    return _Node(first, last, place, 0, statistics)
 
 
 def _append_parent(nodes: Sequence[_Node], append: Append, *, is_root: bool, compress: bool) -> _Node:
@@ -154,7 +147,7 @@ def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
     """Return a node or manifest with its header and checksum."""
     if compress:
         body = compressed(body)
-    length = _HEADER + len(body) + CHECKSUM_NBYTES
+    length = HEADER_NBYTES + len(body) + CHECKSUM_NBYTES
     header = magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([VERSION, ZSTD if compress else PLAIN])
     return with_checksum(header + body)
 
@@ -175,7 +168,7 @@ def _file_table(names: Sequence[str]) -> bytes:
 
 def _front_coded(keys: Sequence[bytes]) -> tuple[bytes, bytes, bytes]:
     """Encode keys: how many bytes each shares with the one before, the lengths of the rest, and the rest."""
-    shared = [0, *_all_common(keys, keys[1:])]
+    shared = [0, *map(_n_common, keys, keys[1:])]
     suffixes = [key[start:] for key, start in zip(keys, shared, strict=True)]
     return varints(shared[1:]), varints(list(map(len, suffixes))), b"".join(suffixes)
 
@@ -196,15 +189,6 @@ def varints(numbers: Sequence[int]) -> bytes:
 
 def _n_common(one: bytes, other: bytes) -> int:
     """Return how many bytes two names begin with alike."""
-    return _all_common([one], [other])[0]
-
-
-def _all_common(ones: Sequence[bytes], others: Sequence[bytes]) -> list[int]:
-    """Return `_n_common` of pairs of names; there may be one more of ``ones``."""
-    shortest = list(map(min, map(len, ones), map(len, others)))
-    numbers, other_numbers = (
-        map(_number_of, [name[:length] for name, length in zip(names, shortest, strict=False)])
-        for names in (ones, others)
-    )
-    n_bits = map(int.bit_length, map(operator.xor, numbers, other_numbers))
-    return [length - (differ + 7) // 8 for length, differ in zip(shortest, n_bits, strict=True)]
+    length = min(len(one), len(other))
+    differ = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return length - (differ.bit_length() + 7) // 8
