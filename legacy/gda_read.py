@@ -1,6 +1,6 @@
 """Read the ``_gda`` folder of a multi-process save: one zarr v2 array per distributed leaf.
 
-Every release of Flax writes them with zstd and the fill value null, which makes TensorStore store all chunks, also
+Flax writes them with zstd, once with gzip, and the fill value null, which makes TensorStore store all chunks, also
 those of zeros (measured); so a missing chunk means lost data.
 
 Ours have checksums where TensorStore itself verifies them or does not look, so that they are in every copy of the
@@ -11,6 +11,8 @@ decodes it verifies, real Flax included. The metadata has a member of its own, w
 from __future__ import annotations
 
 import dataclasses
+import errno
+import itertools
 import json
 import math
 import os
@@ -20,27 +22,33 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from flax_ckpt_compat._core import array_boxes, dtypes, memory
+from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.backend import BATCH_BYTES
-from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, MissingPathError
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    ChecksumError,
+    CorruptCheckpointError,
+    MissingPathError,
+    StorageError,
+)
 from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.object_store.request_errors import store_errors
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, read_errors
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 
-# Bytes of arrays that are read at the same time.
-_IN_FLIGHT = 2**30
+_AT_ONCE = 4096  # chunks that are looked up
 # The member of ``.zarray`` with its checksum.
 _MEMBER, _CRC32 = "flax_ckpt_compat", "crc32"
 LEVEL = 1  # of zstd, as in jax's spec
-# What TensorStore says of a chunk with another content.
+_GZIP = 31  # how zlib calls its format
+# What zstd says of a chunk with another content.
 _DIFFERS = "doesn't match checksum"
 # zstd expands 4 bytes to at most 128 KiB.
 _MAX_RATIO = 2**16
@@ -54,9 +62,10 @@ class FolderArray:
     folder: Location
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # dtype of the array, in native byte order
+    stored: np.dtype[Any]  # the same in the byte order of its chunks
     chunks: tuple[int, ...]  # shape of a chunk
-    is_summed: bool  # its metadata has a checksum
-    is_altered: bool  # and is not what was saved
+    compressor: object  # its name, or what is in its place
+    is_sound: bool | None  # whether its metadata is what was saved; None if it has no checksum
     index: tuple[slice, ...] | None = None  # slice of it to read, or None for all
 
     @property
@@ -95,9 +104,14 @@ def _parse_metadata(checkpoint: Location, folder: Location, fields: Any) -> Fold
         raise ValueError(f"shape {shape} with chunks {chunks} is not a grid")
     if fields.get("dimension_separator", ".") != ".":
         raise ValueError("chunks in subfolders, which no release of Flax writes")
-    dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")
-    holds = _holds(fields)
-    return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks), holds is not None, holds is False)
+    if fields.get("order", "C") != "C" or fields.get("filters"):
+        raise ValueError("an order or filters that no release of Flax writes")
+    stored, compressor = dtypes.dtype_from_name(fields["dtype"]), fields.get("compressor")
+    if stored.kind not in "biufcV":
+        raise ValueError(f"{fields['dtype']!r} is no dtype of numbers")
+    name = compressor.get("id") if isinstance(compressor, dict) else compressor
+    dtype = stored.newbyteorder("=")
+    return FolderArray(checkpoint, folder, tuple(shape), dtype, stored, tuple(chunks), name, _holds(fields))
 
 
 def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
@@ -121,7 +135,7 @@ def verify(array: FolderArray, path: Path) -> bool:
 
     Chunks are decoded, in bounded memory, which verifies their content."""
     check_metadata(array, path)
-    if not array.is_summed:
+    if array.is_sound is None:
         return False
     limit = max(1, BATCH_BYTES // array.dtype.itemsize)
     boxes = array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
@@ -134,7 +148,7 @@ def verify(array: FolderArray, path: Path) -> bool:
 
 def check_metadata(array: FolderArray, path: Path) -> None:
     """Raise ChecksumError if the metadata of an array is not what was saved."""
-    if array.is_altered:
+    if array.is_sound is False:
         raise _is_altered(array, path, f"{array.folder}/{ZARR2_METADATA}", "; to read it as it is, set checksums='off'")
 
 
@@ -148,53 +162,71 @@ def _is_altered(array: FolderArray, path: Path, what: str, rest: str = "") -> Ch
 
 
 class BatchedReads:
-    """Concurrent reads of arrays and slices; each array is opened once.
+    """Reads of arrays and slices, whose chunks are read and decoded in parallel.
 
     Content checksums are always verified, with ``verify`` also those of metadata."""
 
     def __init__(self, meter: Meter = OFF, *, verify: bool) -> None:
         self._verify, self._meter = verify, meter
-        self._stores: dict[Location, Any] = {}
-        self._pending: list[tuple[FolderArray, Path, Any, int]] = []  # with the future of a read, and its bytes
-        self._bytes = 0
+        self._checked: set[Location] = set()  # folders of arrays
+        self._pending: list[tuple[FolderArray, Path, Box, np.ndarray[Any, Any]]] = []  # with the box to read
 
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
-        """Start a read and return its result array, which is filled when `finish` returns."""
-        tensorstore = load_tensorstore()
+        """Return the result of a read, which is filled when `finish` returns."""
         if self._verify:
             check_metadata(array, path)
+        box = array_boxes.full_box(array.shape) if array.index is None else array.index
         with _translated(array, path):
-            store = self._stores.get(array.folder)
-            if store is None:
-                store = self._stores[array.folder] = _open(tensorstore, array)
-            if array.index is not None:
-                store = store[array.index][tensorstore.d[:].translate_to[0]]
-            result = memory.empty(tuple(store.shape), array.dtype)
-            self._pending.append((array, path, tensorstore.array(result).write(store), result.nbytes))
-        self._bytes += result.nbytes
-        if self._bytes > _IN_FLIGHT:
-            self.finish()
+            if array.folder not in self._checked:
+                _check_unchanged(array, path)
+                self._checked.add(array.folder)
+            result = memory.empty(array_boxes.shape_of(box), array.dtype)
+        self._pending.append((array, path, box, result))
         return result
 
     def finish(self) -> None:
-        """Wait for all reads; raise CorruptCheckpointError if chunks are missing or do not decode."""
-        pending, self._pending, self._bytes = self._pending, [], 0
-        for array, path, read, nbytes in pending:
-            with _translated(array, path):
-                read.result()
-            self._meter.add(nbytes, path)
+        """Read all chunks; raise CorruptCheckpointError if one is missing or does not decode."""
+        pending, self._pending = self._pending, []
+        chunks = ((one, chunk) for one in pending for chunk in array_boxes.cells(one[2], one[0].chunks))
+        while some := list(itertools.islice(chunks, _AT_ONCE)):  # a hostile grid has 2**60
+            in_parallel(self._read_chunk, some)
+
+    def _read_chunk(self, one: tuple[Any, tuple[Shape, Box]]) -> None:
+        (array, path, box, result), (cell, chunk) = one
+        with _translated(array, path):
+            data = _decode(array, (array.folder / (".".join(map(str, cell)) or "0")).read())
+        inside = array_boxes.overlap(chunk, box)
+        part = data[array_boxes.relative_to(inside, chunk)]
+        result[array_boxes.relative_to(inside, box)] = part
+        self._meter.add(part.nbytes, path)
 
 
-def _open(tensorstore: Any, array: FolderArray) -> Any:
+def _decode(array: FolderArray, stored: bytes) -> np.ndarray[Any, Any]:
+    """Return the numbers of a chunk; raise ValueError or ZstdError if it does not hold as many."""
+    nbytes = math.prod(array.chunks) * array.dtype.itemsize
+    if nbytes > len(stored) * _MAX_RATIO:
+        raise ValueError(f"a chunk of {len(stored)} bytes cannot hold {nbytes}")
+    if array.compressor == "gzip":
+        data = zlib.decompressobj(_GZIP).decompress(stored, nbytes + 1)
+    elif zstandard.frame_content_size(stored) in (-1, nbytes):  # -1: not recorded
+        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=nbytes, allow_extra_data=False)
+    else:
+        data = b""
+    if len(data) != nbytes:
+        raise ValueError(f"a chunk does not hold {nbytes} bytes")
+    return np.frombuffer(data, array.stored).reshape(array.chunks)
+
+
+def _check_unchanged(array: FolderArray, path: Path) -> None:
+    """Raise ValueError if an array cannot be read, or is another one since it was located."""
     if not array.folder.is_remote:
         _check_files(array)
-    use_tensorstore(array.folder.path)
-    spec = {"driver": "zarr", "kvstore": array.folder.kvstore(), "fill_missing_data_reads": False}
-    store = tensorstore.open(spec, open=True, read=True, context=array.folder.context()).result()
-    shape, dtype = store.shape, store.dtype.numpy_dtype
-    if (shape, dtype) != (array.shape, array.dtype):
-        raise ValueError(f"it is now {dtype}{shape}, it was {array.dtype}{array.shape}")
-    return store
+    root = array.checkpoint.sibling(ARRAYS_POSTFIX).path
+    now = locate(array.checkpoint, array.folder.path[len(root) + 1 :], path)
+    if now != dataclasses.replace(array, index=None):
+        raise ValueError(f"it is now {now.dtype}{now.shape}, it was {array.dtype}{array.shape}")
+    if array.compressor not in ("zstd", "gzip"):
+        raise ValueError(f"its compressor is {array.compressor!r:.100}, which no release of Flax writes")
 
 
 def _check_files(array: FolderArray) -> None:
@@ -211,13 +243,17 @@ def _check_files(array: FolderArray) -> None:
 
 @contextmanager
 def _translated(array: FolderArray, path: Path) -> Iterator[None]:
-    def damaged(error: Exception) -> CorruptCheckpointError:
-        if _DIFFERS in str(error):
-            return _is_altered(array, path, f"a chunk in {array.folder}")
-        return _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})")
-
-    with read_errors(array.folder.path, damaged, TENSORSTORE_ERRORS), store_errors(array.folder.path):
+    """Translate what decoding raises, and a missing file, into CorruptCheckpointError."""
+    try:
         yield
+    except (CheckpointError, ValueError, zlib.error, zstandard.ZstdError) as error:
+        is_gone = isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+        if isinstance(error, CheckpointError) and not is_gone:
+            raise
+        if _DIFFERS in str(error):
+            raise _is_altered(array, path, f"a chunk in {array.folder}") from error
+        found = f"an array in {array.folder} that cannot be read ({error})"
+        raise _corrupt(array.checkpoint, path, found) from error
 
 
 def _corrupt(checkpoint: Location, path: Path, found: str) -> CorruptCheckpointError:

@@ -5,17 +5,19 @@ Values are written in the background, as they come (data_file_writer.py); the in
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
 import os
+import re
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
-from flax_ckpt_compat._core.location import LocalLocation
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
@@ -31,6 +33,8 @@ from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 # A copy of a smaller array is cheaper than an entry of its own in a system call.
 _COPY_BELOW_BYTES = 16 << 10
 _COMPRESS_FROM_BYTES = INLINE_BYTES + 1
+# Paths that real Orbax could not open: TensorStore writes ``a\\b`` to ``a/b``.
+_REFUSED = {r"\\": "has a backslash", r"\.__lock(/|$)": "ends in .__lock", "[\ud800-\udfff]": "is not UTF-8"}
 
 
 class Database:
@@ -42,7 +46,13 @@ class Database:
         """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none.
 
         ``past_cache``: see `WriteOptions`."""
-        LocalLocation(path).kvstore()  # raises for a path that real Orbax could not open
+        for pattern, why in _REFUSED.items():
+            if re.search(pattern, path):
+                message = (
+                    f"{path}: a name in this path {why}; TensorStore, which reads Orbax's format, takes no such path"
+                )
+                remedy = "rename the directory, or save as msgpack"
+                raise StorageError(f"{message}; {remedy}", path=path, errno=errno.EILSEQ)
         self._path, self._files = path, DataFiles(path, sums, meter, past_cache=past_cache)
         self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not

@@ -1,4 +1,4 @@
-"""Load TensorStore, where only a part of the library needs it: ``_gda`` folders, and codecs that we do not decode."""
+"""Load TensorStore, where only a part of the library needs it, such as codecs that we do not decode."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ def load_tensorstore() -> Any:
     return importlib.import_module("tensorstore")
 
 
-def use_tensorstore(path: str = "") -> None:
+def use_tensorstore() -> None:
     """Note that TensorStore is used from now on; raise ForkedProcessError if it was before this process was forked."""
     _state["used"] = True
     if _state["forked"]:
         raise ForkedProcessError(
-            f"{path}{': ' if path else ''}this process was forked from one that had used TensorStore, which reads "
-            "_gda folders and unusual codecs, and would abort it. Restore and save in the parent, or start "
-            "processes by 'spawn' or 'forkserver' (multiprocessing.set_start_method; multiprocessing_context= of data "
-            "loaders)",
-            path=path or None,
+            "this process was forked from one that had used TensorStore, which reads unusual codecs, and would abort "
+            "it. Restore and save in the parent, or start processes by 'spawn' or 'forkserver' "
+            "(multiprocessing.set_start_method; multiprocessing_context= of data loaders)"
         )
 
 

@@ -325,13 +325,3 @@ class Location(abc.ABC):
         """Remove checkpoints of these names from this folder durably; return name → failure.
 
         A crash in the middle leaves no part of one."""
-
-    # TensorStore.
-
-    @abc.abstractmethod
-    def kvstore(self) -> dict[str, Any]:
-        """Return TensorStore's spec of this folder."""
-
-    def context(self) -> Any:
-        """Return the TensorStore context to open it with; None is its default one."""
-        return None

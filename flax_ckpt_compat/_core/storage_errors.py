@@ -6,14 +6,13 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     StorageError,
     is_of_handler,
     storage_error_of,
@@ -36,7 +35,6 @@ _REMEDIES = {
 _NOT_ON_WINDOWS = re.compile(r'[<>:"\\|?*]')
 _REFUSED_NAME = (errno.EINVAL, errno.ENOENT)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
@@ -110,22 +108,6 @@ def _number_of(error: Exception) -> int | None:
     number: int | None = getattr(error, "errno", None)
     found = _OS_ERROR.search(str(error)) if number is None else None
     return int(found[1] or found[2]) if found else number
-
-
-@contextmanager
-def read_errors(
-    path: str, damaged: Callable[[Exception], Exception], kinds: tuple[type[Exception], ...]
-) -> Iterator[None]:
-    """Translate TensorStore's errors of reading: what the system refused into StorageError, others by ``damaged``.
-
-    A file that is missing, or a directory in its place, is damage of the checkpoint."""
-    try:
-        yield
-    except (CorruptCheckpointError, StorageError):
-        raise
-    except kinds as error:
-        is_refused = _number_of(error) not in (None, *_NO_FILE)  # which tells nothing about what the files hold
-        raise (storage_error(path, error, "read") if is_refused else damaged(error)) from error
 
 
 @contextmanager

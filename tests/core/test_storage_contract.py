@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -225,15 +224,6 @@ class TestStorage:
         assert (location / "dangling").exists() and not (location / "dangling").isfile()
         status = os.stat(filled.folder)
         assert location.identity() == (status.st_dev, status.st_ino, status.st_ctime_ns)
-
-    def test_tensorstore_reads_and_writes_it(self, place: Place) -> None:
-        """Its spec and context are of the folder."""
-        location = location_of(place.root)
-        location.prepare_directory()
-        store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
-        place.put("x/y", b"123")
-        store = ts.KvStore.open(location.kvstore(), context=location.context()).result()
-        assert store.read("x/y").result().value == b"123"
 
     def test_checksums_of_the_store(self, filled: Place) -> None:
         """A disk tells none, nor does s3://; that of gs:// is the CRC-32C."""

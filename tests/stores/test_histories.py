@@ -101,9 +101,6 @@ class Memory(Client):
             del self.objects[url]
             return True
 
-    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
-        raise AssertionError(bucket)
-
     _list = _stat = _read = _put = _delete = connect = _put_large = None  # type: ignore[assignment]
 
 

@@ -51,15 +51,6 @@ class HubLocation(EpathLocation):
         source.path = self.path
         return source
 
-    def kvstore(self) -> dict[str, Any]:
-        import huggingface_hub
-
-        with _telling(self.path):
-            at = _resolve(self.path)
-            folder = at.pop("path").rstrip("/")
-            copy = huggingface_hub.snapshot_download(allow_patterns=[f"{folder}/*" if folder else "*"], **at)
-            return LocalLocation(f"{copy}/{folder}").kvstore()
-
     def _copy(self, path: str) -> str:
         """Return the path of a local copy of a file, made now unless it is there."""
         import huggingface_hub

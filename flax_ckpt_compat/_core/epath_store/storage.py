@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import presence, removal
 from flax_ckpt_compat._core.local.presence import files_below
@@ -83,10 +82,6 @@ class EpathLocation(RemoteLocation):
 
     def open_file(self) -> Source:
         return OpenedFile(self.unlisted())
-
-    def kvstore(self) -> dict[str, Any]:
-        with translated(self.path, "read"):
-            return copies.kvstore_of_copy(self, self.list_files(self.path))
 
     def delete(self, path: str) -> None:
         """Delete a file; a missing one is no error."""

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Self
+from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, removal, syncing, temporaries
@@ -162,33 +162,11 @@ class LocalLocation(Location):
         failures = removal.discard((self / name).path for name in names)
         return {path[len((self / "x").path) - 1 :]: error for path, error in failures.items()}
 
-    # TensorStore.
-
-    def kvstore(self) -> dict[str, Any]:
-        where = os.path.join(os.path.abspath(self.path), "")
-        if why := _why_tensorstore_refuses(where):
-            message = f"{self}: {why}; TensorStore, which reads and writes arrays of Orbax's format, takes no such path"
-            raise StorageError(
-                f"{message}; rename the directory, or save as msgpack", path=self.path, errno=errno.EILSEQ
-            ) from None
-        return {"driver": "file", "path": where}
-
 
 def _raise_failure(error: OSError) -> None:
     """Raise the error of a listing, unless the directory was removed meanwhile, or may not be listed."""
     if error.errno not in ABSENT and not isinstance(error, PermissionError):
         raise error
-
-
-def _why_tensorstore_refuses(path: str) -> str | None:
-    """Return why TensorStore refuses a path, or takes it for another: it writes ``a\\b`` to ``a/b``."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return "a name in this path is not UTF-8"
-    if "\\" in path:
-        return "a name in this path has a backslash"
-    return "a name in this path ends in .__lock" if ".__lock/" in path else None
 
 
 def _mode(path: str) -> int:

@@ -17,7 +17,7 @@ _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECOND
 class AzClient(Client):
     """The scheme ``az``; requests go through the client of Azure's own package, which adlfs opens."""
 
-    package, extra, needs_commit_file, has_driver = "adlfs", "az", False, False
+    package, extra, needs_commit_file = "adlfs", "az", False
     variables = (
         "AZURE_STORAGE_CONNECTION_STRING",
         "AZURE_STORAGE_ACCOUNT_NAME",

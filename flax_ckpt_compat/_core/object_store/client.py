@@ -60,14 +60,12 @@ class Client(abc.ABC):
         package, extra: what has fsspec's client, and our extra that installs it.
         variables: names of the environment variables that choose the store and the credentials.
         needs_commit_file: a folder without ``commit_success.txt`` is incomplete, as for real Orbax.
-        has_driver: TensorStore reads this store.
     """
 
     package: ClassVar[str]
     extra: ClassVar[str]
     variables: ClassVar[tuple[str, ...]]
     needs_commit_file: ClassVar[bool]
-    has_driver: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Connect on first use."""
@@ -173,10 +171,6 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None: ...
-
-    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
-        """Return TensorStore's spec of a bucket."""
-        raise NotImplementedError
 
     # The loop.
 

@@ -90,9 +90,6 @@ class GsClient(Client):
         asked = {"ifGenerationMatch": version} if version else {}
         await store._call("DELETE", "b/{}/o/{}", bucket, key, **asked)
 
-    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
-        return {"driver": "gcs", "bucket": bucket}
-
 
 def _stat_of(fields: dict[str, Any]) -> Stat:
     crc32c = fields.get("crc32c")

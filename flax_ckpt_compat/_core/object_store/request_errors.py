@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from flax_ckpt_compat._core.errors import StorageError, is_of_handler
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, not_found
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.storage_errors import not_found
 
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -29,11 +27,6 @@ _ELSEWHERE = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|Illegal
 _NO_WORD, _MISSING, _UNAUTHORIZED, _DENIED, _BUSY = 400, 404, 401, 403, (429, 503)
 _CONFLICTS = (409, 412)  # another version, or another writer at this moment
 OUT_OF_RANGE = 416
-# TensorStore's errors of the store or the network; others are of what is stored.
-_OF_STORE = re.compile(
-    r"\b(UNAVAILABLE|INTERNAL|UNKNOWN|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED): "
-    r"|http_response_code='(?!200|206|404|412|416)"
-)
 
 
 class ConflictError(StorageError):
@@ -91,24 +84,3 @@ def translate(error: Exception, scheme: str, url: str, bucket: str, doing: str) 
     elif isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
         reason = "it did not answer in time"
     return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
-
-
-@contextmanager
-def store_errors(path: str) -> Iterator[None]:
-    """Translate TensorStore's errors of the store or the network, below a URL, and pass on those of what is stored."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except TENSORSTORE_ERRORS as error:
-        if (
-            "://" in path
-            and not is_of_handler(error)
-            and (isinstance(error, TimeoutError) or _OF_STORE.search(str(error)))
-        ):
-            why = (
-                "it did not answer in time" if isinstance(error, TimeoutError) else str(error).partition(" [")[0][:300]
-            )
-            message = f"{path} could not be read: {why}; check the network and the credentials, and try again"
-            raise StorageError(message, path=path) from error
-        raise

@@ -181,16 +181,6 @@ class S3Client(Client):
         found: list[Any] = self._run(url, "listed", request).get("Uploads", [])
         return found
 
-    def tensorstore_spec(self, bucket: str) -> dict[str, Any]:
-        spec = {"driver": "s3", "bucket": bucket}
-        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
-        region = next(filter(None, map(os.environ.get, _REGIONS)), "")
-        if endpoint:
-            spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or _ANY_REGION}
-        elif region:
-            spec["aws_region"] = region
-        return spec
-
 
 def _seconds_of(text: str) -> float:
     return datetime.datetime.fromisoformat(text).timestamp()
@@ -200,11 +190,3 @@ def _condition(version: str | None) -> dict[str, str]:
     if version is None:
         return {}
     return {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
-
-
-def tensorstore_credentials() -> dict[str, str]:
-    """Return TensorStore's spec of the credentials: those in the variables, else of a profile, role or machine."""
-    if all(map(os.environ.get, _KEYS)):
-        return {"type": "environment"}
-    # Where none is named, TensorStore looks for the profile "", and sends requests unsigned (0.1.86, measured).
-    return {"type": "default", "profile": next(filter(None, map(os.environ.get, _PROFILES)), "default")}

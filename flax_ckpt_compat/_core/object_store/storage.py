@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import errno
-import functools
-import os
 from collections.abc import Collection
-from typing import Any
 
-from flax_ckpt_compat._core.epath_store import copies
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import removal
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError
-from flax_ckpt_compat._core.object_store.s3 import tensorstore_credentials
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat
-
-_RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 
 
 class ObjectLocation(RemoteLocation):
@@ -72,25 +64,6 @@ class ObjectLocation(RemoteLocation):
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         commit.publish(temporary, self.path, new=new, meter=meter)
         removal.delete(temporary)
-
-    def kvstore(self) -> dict[str, Any]:
-        _, bucket, key = client.split(self.path)
-        store = commit.client_for(self.path)
-        if not store.has_driver:
-            return copies.kvstore_of_copy(self, store.list(self.path))
-        use_tensorstore(self.path)
-        return store.tensorstore_spec(bucket) | ({"path": key.removesuffix("/") + "/"} if key else {})
-
-    def context(self) -> Any:
-        names = (*commit.CLIENTS["s3"].variables, *commit.CLIENTS["gs"].variables)
-        return _context(os.getpid(), *map(os.environ.get, names))
-
-
-@functools.lru_cache(maxsize=1)
-def _context(*_: object) -> Any:
-    """Return TensorStore's context for stores; another one where what chooses the credentials has changed."""
-    retries = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
-    return load_tensorstore().Context({**retries, "aws_credentials": tensorstore_credentials()})
 
 
 class OpenedObject(Source):
