@@ -28,6 +28,8 @@ setting                   values (default first)     meaning
                                                      record them, or neither
 ``compression``           none, crc32c, zstd         codec of array data in Orbax-format checkpoints; with crc32c, which
                                                      does not compress, and zstd every reader checks each chunk
+``links``                 inside, follow             a file of a checkpoint that is a link out of its directory: refuse
+                                                     to read it, or follow it, if you trust who made it
 ``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
                                                      a progress bar on a terminal, or a function that takes a
                                                      `flax_ckpt_compat.Progress`
@@ -53,6 +55,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
+from flax_ckpt_compat._core.local import safe_open
 from flax_ckpt_compat._core.progress import Callback
 
 __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
@@ -70,6 +73,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "mapped": (False, True),
     "checksums": ("verify", "write", "off"),
     "compression": (None, "crc32c", "zstd"),
+    "links": ("inside", "follow"),
     "progress": (None, "bar"),
 }
 _SECONDS = ("coordination_timeout",)
@@ -99,6 +103,7 @@ class Settings:
     mapped: bool = False
     checksums: str = "verify"
     compression: str | None = None
+    links: str = "inside"
     coordination_timeout: float = 600.0
     progress: Callback | str | None = None
 
@@ -116,6 +121,7 @@ class Changes(TypedDict, total=False):
     mapped: bool
     checksums: Literal["verify", "write", "off"]
     compression: Literal["crc32c", "zstd"] | None
+    links: Literal["inside", "follow"]
     coordination_timeout: float
     progress: Callback | Literal["bar"] | None
 
@@ -256,6 +262,9 @@ def defaults(settings: Settings) -> Iterator[Settings]:
         yield current()
     finally:
         _defaults.reset(token)
+
+
+safe_open.follows_links = lambda: current().links == "follow"
 
 
 def use_orbax_format() -> bool:

@@ -159,14 +159,14 @@ def test_a_mistake_in_the_environment() -> None:
 
 def test_unknown_and_empty_variables() -> None:
     """An empty variable counts as not set; an unknown one is logged with the nearest name, and has no effect."""
-    variables = {"DTYPE": "", "MUST_EXIST": " ", "MISSING_LEAFS": "keep", "QQQ": "1"}
+    variables = {"DTYPE": "", "MUST_EXIST": " ", "MISSING_LEAFS": "keep", "OF_SOMETHING_ELSE": "1"}
     process = start_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and out.strip() == repr(config.Settings())
     mistyped, foreign = err.strip().splitlines()
     assert "FLAX_CKPT_COMPAT_MISSING_LEAFS" in mistyped
     assert mistyped.endswith("did you mean FLAX_CKPT_COMPAT_MISSING_LEAVES?")
-    assert "FLAX_CKPT_COMPAT_QQQ" in foreign and "FLAX_CKPT_COMPAT_DTYPE" in foreign
+    assert "FLAX_CKPT_COMPAT_OF_SOMETHING_ELSE" in foreign and "FLAX_CKPT_COMPAT_DTYPE" in foreign
 
 
 @pytest.mark.parametrize("name", config.Settings.__slots__)

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
@@ -20,6 +21,8 @@ from flax_ckpt_compat._core.storage_errors import storage_error
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
 _STANDARD = (0, 1, 2)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
+# Returns whether the user trusts links out of a checkpoint; `flax_ckpt_compat.config` puts its setting here.
+follows_links: Callable[[], bool] = bool  # which is False
 
 
 def open_regular(path: str) -> int:
@@ -48,12 +51,13 @@ class ContainedFiles:
         snapshot = _SNAPSHOT.fullmatch(root)
         self._roots = [root, *([os.path.realpath(f"{snapshot[1]}/blobs")] if snapshot else [])]
         self._folders: set[str] = set()
+        self._follows_links = follows_links()
 
     def check(self, relative: str) -> int | None:
         """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
 
         Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
-        checkpoint's directory: it is not followed."""
+        checkpoint's directory, unless the setting ``links`` is "follow"."""
         file = f"{self._path}/{relative}"
         try:
             self._check_folders(relative)
@@ -90,10 +94,12 @@ class ContainedFiles:
 
     def _check_target(self, relative: str, path: str) -> None:
         real = os.path.realpath(path)
-        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
+        is_inside = any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots)
+        if not is_inside and not self._follows_links:
             raise StorageError(
                 f"{self._path}: its file {relative!r:.300} is a link to {real}, outside its directory, and is not "
-                "followed. If you trust it, copy it with the files that its links lead to (cp -rL), and restore that",
+                "followed. If you trust it, copy it with the files that its links lead to (cp -rL) and restore that, "
+                "or follow the links: flax_ckpt_compat.config.update(links='follow')",
                 path=self._path,
             )
 
