@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +17,7 @@ _NARROW = {
     for name in ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
     if hasattr(ml_dtypes, name)
 }
-# Kinds of dtypes; W is that of ml_dtypes.
-_TEXT, _NO_NUMBERS, _COMPLEX = "USMm", "USMmO", "cW"
+_NO_NUMBERS, _COMPLEX = "USMmO", "cW"  # kinds of dtypes; W is that of ml_dtypes
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,86 +47,38 @@ class Values:
 
     def add(self, a: _Array, b: _Array) -> None:
         """Add two arrays of equal shapes."""
-        self.size += a.size
-        a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
-        for start in range(0, a.size, BLOCK):
-            self._add(a[start : start + BLOCK], b[start : start + BLOCK])
+        for one, other in zip(_blocks(a), _blocks(b), strict=True):
+            self.size += one.size
+            self._add(one, other)
 
     def _add(self, a: _Array, b: _Array) -> None:
-        a, b = widened(a), widened(b)
-        if a.dtype == b.dtype:
+        is_cast = a.dtype != b.dtype
+        if not is_cast:
             bits = _other_bits(a, b)
-            count = int(np.count_nonzero(bits))
-            if not count:
-                return
-            self.other_bits += count
+            self.other_bits += _count(bits)
             a, b = a[bits], b[bits]
-        if a.dtype.kind in _TEXT or b.dtype.kind in _TEXT:
-            other = np.asarray(a != b) if a.dtype.kind == b.dtype.kind else np.ones(a.shape, bool)
-            self._count(int(np.count_nonzero(other)), int(np.count_nonzero(other)), is_cast=a.dtype != b.dtype)
-            return
-        self._add_numbers(a, b)
-
-    def _add_numbers(self, a: _Array, b: _Array) -> None:
-        is_cast, distance = a.dtype != b.dtype, _distance(a, b)
-        x, y = as_floats(a), as_floats(b)
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            nan = np.isnan(x) != np.isnan(y)
-            distance = np.abs(x - y) if distance is None else distance
-            other = nan | ((distance != 0) if is_integer(a) and is_integer(b) else ((x != y) & ~np.isnan(x)))
-            compared = other & ~nan
-            scale = np.abs(y)
-            near = np.isfinite(x) & np.isfinite(y) & (distance <= self.atol + self.rtol * scale)
-            self._count(int(np.count_nonzero(other)), int(np.count_nonzero(other & ~near)), is_cast=is_cast)
-            self.only_one_nan += int(np.count_nonzero(nan))
-            if compared.any():
-                relative = np.nan_to_num(distance / scale, nan=np.inf, posinf=np.inf)
-                # Of infinities of one sign, the difference is NaN; they are equal, and not compared.
-                self.max_abs = max(self.max_abs or 0.0, float(distance[compared].max()))
-                self.max_rel = max(self.max_rel or 0.0, float(relative[compared].max()))
-
-    def _count(self, other: int, outside: int, *, is_cast: bool) -> None:
+        if is_numeric(a) and is_numeric(b):
+            other = self._add_numbers(_wide(a), _wide(b))
+        else:
+            count = _count(a != b) if a.dtype.kind == b.dtype.kind else a.size
+            other, self.outside = count, self.outside + count
         self.other_values += other
-        self.outside += outside
         self.other_bits += other if is_cast else 0
 
-
-def is_integer(array: _Array) -> bool:
-    """Return whether an array holds integers or bools."""
-    return array.dtype.kind in "iub"
-
-
-def widened(array: _Array) -> _Array:
-    """Return an array of less than a byte an element in a dtype of numpy's; others as they are."""
-    wide = _NARROW.get(array.dtype)
-    return array if wide is None else array.astype(wide)
-
-
-def _other_bits(a: _Array, b: _Array) -> _Array:
-    """Return which elements of two arrays of one dtype have other bits."""
-    itemsize = a.dtype.itemsize
-    if itemsize in (1, 2, 4, 8):
-        return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
-    return np.asarray((a.view(np.uint8).reshape(-1, itemsize) != b.view(np.uint8).reshape(-1, itemsize)).any(axis=1))
-
-
-def as_floats(array: _Array) -> _Array:
-    """Return an array as float64, or complex128."""
-    return array.astype(np.complex128 if array.dtype.kind in _COMPLEX else np.float64)
-
-
-def _distance(a: _Array, b: _Array) -> _Array | None:
-    """Return the distances of integers, exactly where they have one dtype; None if they are others."""
-    if not (is_integer(a) and is_integer(b)):
-        return None
-    if {a.dtype, b.dtype} == {np.dtype(np.int64), np.dtype(np.uint64)}:  # no integer dtype holds both
-        signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
-        above_zero = np.maximum(signed, 0).astype(np.uint64)
-        distance = np.maximum(above_zero, unsigned) - np.minimum(above_zero, unsigned)
-        return np.asarray(distance.astype(np.float64) - np.minimum(signed, 0).astype(np.float64))
-    if "b" in (a.dtype.kind, b.dtype.kind):
-        a, b = a.astype(np.int64), b.astype(np.int64)
-    return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+    def _add_numbers(self, a: _Array, b: _Array) -> int:
+        """Compare numbers of wide dtypes, and return how many have other values."""
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            distance, scale = np.abs(a - b), np.abs(b)
+            nan = np.isnan(a) != np.isnan(b)
+            compared = (a != b) & ~np.isnan(a) & ~np.isnan(b)
+            near = np.isfinite(a) & np.isfinite(b) & (distance <= self.atol + self.rtol * scale)
+            relative = np.nan_to_num(distance[compared] / scale[compared], nan=np.inf, posinf=np.inf)
+        self.only_one_nan += _count(nan)
+        self.outside += _count((nan | compared) & ~near)
+        if relative.size:
+            self.max_abs = max(self.max_abs or 0.0, float(distance[compared].max()))
+            self.max_rel = max(self.max_rel or 0.0, float(relative.max()))
+        return _count(nan | compared)
 
 
 @dataclasses.dataclass(slots=True)
@@ -145,48 +97,63 @@ class Stats:
         """Return the mean of the finite elements; None if there is none, or they are complex."""
         return None if self.min is None else self.total / self.finite
 
-    def add(self, array: np.ndarray[Any, Any]) -> None:
+    def add(self, array: _Array) -> None:
         """Add an array of numbers or bools; see `is_numeric`."""
-        flat = np.ascontiguousarray(array).reshape(-1)
-        for start in range(0, flat.size, BLOCK):
-            self._add(widened(flat[start : start + BLOCK]))
-
-    def _add(self, block: np.ndarray[Any, Any]) -> None:
-        if block.dtype.kind == "b":
-            block = block.view(np.uint8)
-        elif not is_integer(block):
-            block = as_floats(block)
-            finite = np.isfinite(block)
-            if not finite.all():
-                nan = int(np.count_nonzero(np.isnan(block)))
-                self.nan += nan
-                self.inf += int(np.count_nonzero(~finite)) - nan
-                block = block[finite]
-        if not block.size:
-            return
-        if block.dtype.kind in _COMPLEX:
-            self.finite += block.size
-            return
-        with np.errstate(over="ignore"):
-            total = float(block.sum(dtype=np.float64))
-        self._merge(block.size, block.min().item(), block.max().item(), total)
+        for block in _blocks(array):
+            self.merge(_stats_of(block))
 
     def merge(self, other: Stats) -> None:
         """Add what another one counted."""
-        self.nan += other.nan
-        self.inf += other.inf
-        if other.min is None or other.max is None:
-            self.finite += other.finite
-        else:
-            self._merge(other.finite, other.min, other.max, other.total)
-
-    def _merge(self, finite: int, low: float, high: float, total: float) -> None:
-        self.finite += finite
-        self.min = low if self.min is None else min(self.min, low)
-        self.max = high if self.max is None else max(self.max, high)
-        self.total += total
+        self.finite, self.nan, self.inf = self.finite + other.finite, self.nan + other.nan, self.inf + other.inf
+        self.min = min((one for one in (self.min, other.min) if one is not None), default=None)
+        self.max = max((one for one in (self.max, other.max) if one is not None), default=None)
+        self.total += other.total
 
 
-def is_numeric(array: np.ndarray[Any, Any]) -> bool:
+def _stats_of(block: _Array) -> Stats:
+    values = block.view(np.uint8) if block.dtype.kind == "b" else block if _is_integer(block) else _wide(block)
+    is_finite = np.isfinite(values)
+    finite = values if is_finite.all() else values[is_finite]
+    nan = _count(np.isnan(values))
+    found = Stats(finite.size, nan, values.size - finite.size - nan)
+    if finite.size and finite.dtype.kind != "c":
+        with np.errstate(over="ignore"):
+            found.total = float(finite.sum(dtype=np.float64))
+        found.min, found.max = finite.min().item(), finite.max().item()
+    return found
+
+
+def is_numeric(array: _Array) -> bool:
     """Return whether an array holds numbers or bools."""
     return array.dtype.kind not in _NO_NUMBERS
+
+
+def _blocks(array: _Array) -> Iterator[_Array]:
+    """Yield an array in flat blocks, those of dtypes of less than a byte in a dtype of numpy's."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK]
+        yield block.astype(_NARROW.get(block.dtype, block.dtype), copy=False)
+
+
+def _other_bits(a: _Array, b: _Array) -> _Array:
+    """Return which elements of two arrays of one dtype have other bits."""
+    itemsize = a.dtype.itemsize
+    if itemsize in (1, 2, 4, 8):
+        return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
+    return np.asarray((a.view(np.uint8).reshape(-1, itemsize) != b.view(np.uint8).reshape(-1, itemsize)).any(axis=1))
+
+
+def _count(mask: _Array) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _is_integer(array: _Array) -> bool:
+    return array.dtype.kind in "iub"
+
+
+def _wide(array: _Array) -> _Array:
+    """Return numbers in a dtype that holds them all; integers of 64 bits need longdouble."""
+    if array.dtype.kind in _COMPLEX:
+        return array.astype(np.complex128)
+    return array.astype(np.longdouble if _is_integer(array) and array.itemsize > 4 else np.float64)

@@ -5,6 +5,7 @@ Text is the same everywhere. Terminals, notebooks and pages of HTML get it from 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,6 +114,11 @@ class _Shown:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002  (IPython: in a list, too)
         printer.text(str(self))
+
+
+def to_json(number: float | None) -> float | str | None:
+    """Return a number as JSON holds it: NaN and infinities are texts."""
+    return str(number) if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import html
-import itertools
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any, SupportsFloat
@@ -35,52 +31,33 @@ from flax_ckpt_compat._view.metadata import (
     uncounted,
     wait_for_pending_saves,
 )
-from flax_ckpt_compat._view.report import Line, Report, Table
+from flax_ckpt_compat._view.report import Line, Report, Table, to_json
 
 _AT_ONCE = 2
 _HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
+_NUMBERS = ("min", "max", "mean", "nan", "inf")  # in JSON
 _LEFT = ("leaf", "type", "sharding")
 _MAX_NAME = 100
 _MAX_ROWS = 200  # of a notebook
 _MAX_BOXES, _MAX_DEPTH = 500, 6  # of more leaves, equal numbered subtrees are one box; levels that are drawn at once
-# Black text is legible on all of them; the last is that of all further dtypes.
-_FILLS, _GREY = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4"), "#eeeeee"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownLeaf:
-    """One leaf, or an empty node."""
-
-    path: Path
-    type: str  # ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node ``None``, ``{}`` or ``[]``
-    kind: str = ""  # name of its `LeafKind`; empty for an empty node
-    shape: tuple[int, ...] = ()  # of the array, or of the key data of a PRNG key
-    dtype: str | None = None  # of the array, numpy scalar or key data; None for others
-    nbytes: int = 0  # size in memory, in bytes; 0 if the format does not store it
-    sharding: str | None = None  # saved sharding as Orbax's JSON text, or None
-    stats: Stats | None = None  # of its values, if they were asked for and are numbers
-
-    @property
-    def dtype_or_kind(self) -> str:
-        """Return what totals are counted by: the dtype, the kind of a Python value, or ``prng key``."""
-        return self.kind if self.dtype is None or self.kind == LeafKind.PRNG_KEY.value else self.dtype
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Contents:
-    """Leaves of a checkpoint."""
+    """Leaves of a checkpoint; its files may be closed."""
 
     path: str  # absolute path, or URL
-    format: str  # ``msgpack`` or ``orbax``
-    leaves: tuple[ShownLeaf, ...]  # the leaves that were asked for
-    empty: tuple[ShownLeaf, ...]  # None and empty containers, likewise
+    format: str
+    leaves: dict[Path, LeafHandle]  # those that were asked for
+    empty: dict[Path, str]  # None and empty containers, likewise
     stored: int  # number of all leaves
-    has_stats: bool  # statistics were asked for
+    shardings: dict[Path, str]  # Orbax's JSON text of those that are saved
+    stats: dict[Path, Stats] | None  # of those that are numbers; None if they were not asked for
 
     @property
     def nbytes(self) -> int:
         """Return the size of the leaves in memory, in bytes."""
-        return sum(leaf.nbytes for leaf in self.leaves)
+        return sum(leaf.nbytes for leaf in self.leaves.values())
 
 
 @depth.limited("shown")
@@ -109,25 +86,20 @@ def contents(
 
 
 def contents_of(
-    opened: opening.Opened,
-    *,
-    pattern: str | None = None,
-    stats: bool = False,
-    begin: Begin = uncounted,
+    opened: opening.Opened, *, pattern: str | None = None, stats: bool = False, begin: Begin = uncounted
 ) -> Contents:
     """Return what is in an open checkpoint; the arguments are those of `contents`."""
     stored = leaves_of(opened)
-    chosen, empty = _chosen(stored, pattern)
-    values = _stats(chosen, begin) if stats else {}
-    leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
-    nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
-    return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
+    chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
+    leaves = {path: handle for path, handle in stored.leaves.items() if path in chosen}
+    empty = {path: what for path, what in stored.empty.items() if path in chosen}
+    shardings = {path: text for path, handle in leaves.items() if (text := handle.sharding) is not None}
+    found = _stats(leaves, begin) if stats else None
+    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, found)
 
 
-def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafHandle], dict[Path, str]]:
-    """Return the leaves and empty nodes that a pattern matches."""
-    if pattern is None:
-        return stored.leaves, stored.empty
+def _matching(stored: StoredLeaves, pattern: str) -> set[Path]:
+    """Return the key paths that a pattern matches."""
     from flax_ckpt_compat.rules import _patterns, _rule  # which take a tenth of the start, and few calls filter
 
     with _rule.named("--filter"):
@@ -137,45 +109,29 @@ def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafH
         near = _patterns.near_names(pattern, from_leaves(stored.leaves))
         message = f"{stored.path}: no leaf matches {pattern!r}, which must match whole names of key paths; {near}"
         raise MissingLeavesError(message, path=stored.path, missing=(pattern,))
-    leaves = {path: handle for path, handle in stored.leaves.items() if path in matching}
-    return leaves, {path: what for path, what in stored.empty.items() if path in matching}
+    return matching
 
 
-def _shown(path: Path, handle: LeafHandle, stats: Stats | None) -> ShownLeaf:
-    dtype = None if handle.dtype is None else str(handle.dtype)
-    return ShownLeaf(
-        path, describe(handle), handle.kind.value, handle.shape, dtype, handle.nbytes, handle.sharding, stats
-    )
-
-
-def _stats(chosen: dict[Path, LeafHandle], begin: Begin) -> dict[LeafHandle, Stats]:
+def _stats(leaves: dict[Path, LeafHandle], begin: Begin) -> dict[Path, Stats]:
     """Read leaves, and return the statistics of those that are numbers."""
     by_reader: dict[Reader, list[LeafHandle]] = {}
-    for handle in chosen.values():
+    for handle in leaves.values():
         if handle.kind not in (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY):
             by_reader.setdefault(handle.reader, []).append(handle)
     found: dict[LeafHandle, Stats] = {}
     count = begin(lambda: sum(handle.nbytes for handles in by_reader.values() for handle in handles))
 
     def read(batch: Sequence[LeafHandle]) -> None:
-        for handle, value in _values(batch):
+        reader, alone = batch[0].reader, len(batch) == 1
+        parts = ((batch[0], reader.read([part])[0]) for part in backend.pieces(batch[0]))
+        for handle, value in parts if alone else zip(batch, reader.read(batch), strict=True):
             array = np.asarray(value)
             if is_numeric(array):
                 found.setdefault(handle, Stats()).add(array)
             count(array.nbytes)
 
     in_parallel(read, [batch for handles in by_reader.values() for batch in backend.batches(handles)], _AT_ONCE)
-    return found
-
-
-def _values(batch: Sequence[LeafHandle]) -> Any:
-    """Yield the leaves of a batch with their values, or the slices of one that is large."""
-    reader = batch[0].reader
-    if len(batch) > 1:
-        yield from zip(batch, reader.read(batch), strict=True)
-    else:
-        for part in backend.pieces(batch[0]):
-            yield batch[0], reader.read([part])[0]
+    return {path: found[handle] for path, handle in leaves.items() if handle in found}
 
 
 @dataclasses.dataclass(slots=True)
@@ -184,23 +140,30 @@ class _Subtree:
 
     name: str  # the last name of its key path, as messages show it: a slash within it is ``\\/``
     children: dict[str, _Subtree] = dataclasses.field(default_factory=dict)
-    leaf: ShownLeaf | None = None
+    leaf: LeafHandle | str | None = None  # a leaf, or what an empty node is
+    sharding: str = ""
+    stats: Stats | None = None
     count: int = 0  # number of leaves
     nbytes: int = 0  # their size in memory, in bytes
-    form: str = ""  # equal for subtrees of equal names, types and shardings
-    stats: Stats | None = None  # of a leaf
+    form: Any = None  # equal for subtrees of equal names, types and shardings
+
+    @property
+    def type(self) -> str:
+        """Return the type of a leaf."""
+        return "" if self.leaf is None else describe(self.leaf)
 
 
 def _tree_of(contents: Contents) -> _Subtree:
     """Return the leaves as a tree, with the totals of its subtrees."""
     root = _Subtree(show_path(()))
-    for leaf in (*contents.leaves, *contents.empty):
+    leaves: dict[Path, LeafHandle | str] = {**contents.leaves, **contents.empty}
+    for path, leaf in leaves.items():
         node = root
-        for name in leaf.path:
-            shown, parent = show_path((name,)), node
-            child = parent.children.get(shown)
-            node = parent.children.setdefault(shown, _Subtree(shown)) if child is None else child
-        node.leaf, node.stats = leaf, leaf.stats
+        for name in path:
+            shown = show_path((name,))
+            node = node.children.get(shown) or node.children.setdefault(shown, _Subtree(shown))
+        node.leaf, node.sharding = leaf, _sharding(contents.shardings.get(path))
+        node.stats = (contents.stats or {}).get(path)
     _add_up(root, {})
     return root
 
@@ -209,35 +172,27 @@ def _add_up(node: _Subtree, forms: dict[Any, str]) -> None:
     if all(name.isascii() and name.isdecimal() for name in node.children):
         # Items of lists and tuples: empty ones came last.
         node.children = dict(sorted(node.children.items(), key=lambda one: (len(one[0]), one[0])))
-    if node.leaf is not None:
-        node.count, node.nbytes = int(bool(node.leaf.kind)), node.leaf.nbytes
+    if isinstance(node.leaf, LeafHandle):
+        node.count, node.nbytes = 1, node.leaf.nbytes
     for child in node.children.values():
         _add_up(child, forms)
         node.count += child.count
         node.nbytes += child.nbytes
-    own = (node.leaf.type, _sharding(node.leaf.sharding)) if node.leaf is not None else ()
-    key = own, tuple((name, child.form) for name, child in node.children.items())
+    key = node.type, node.sharding, tuple((name, child.form) for name, child in node.children.items())
     node.form = forms.setdefault(key, str(len(forms)))
 
 
 def _folded(members: Sequence[_Subtree], name: str) -> _Subtree:
     """Return subtrees of one form as one, with the sums of their leaves and sizes; those below are folded likewise."""
-    first = members[0]
+    first, stats = members[0], Stats()
+    for one in members if first.stats else ():
+        stats.merge(one.stats or Stats())
     count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)
-    result = _Subtree(name, {}, first.leaf, count, nbytes, stats=_merged([one.stats for one in members]))
+    result = _Subtree(name, {}, first.leaf, first.sharding, first.stats and stats, count, nbytes)
     for row, alike in fold_with_members([Row((key,), (one.form,)) for key, one in first.children.items()]):
         below = [member.children[one.names[0]] for member in members for one in alike]
         result.children[row.names[0]] = _folded(below, row.names[0])
     return result
-
-
-def _merged(all_stats: Sequence[Stats | None]) -> Stats | None:
-    """Return the statistics of all elements of some leaves of one type."""
-    merged = None
-    for stats in filter(None, all_stats):
-        merged = merged or Stats()
-        merged.merge(stats)
-    return merged
 
 
 def title(contents: Contents) -> str:
@@ -255,9 +210,8 @@ def report(contents: Contents, levels: int | None = None) -> Report:
 
 def short_report(contents: Contents) -> Report:
     """Return the report with as many levels of the tree as a notebook has room for."""
-    counts = Counter(above for _, above in _nodes(_folded_tree(contents), None))
-    rows = list(itertools.accumulate(counts[level] for level in sorted(counts)))
-    return report(contents, max(1, bisect.bisect_right(rows, _MAX_ROWS)))
+    above = sorted(above for _, above in _nodes(_folded_tree(contents), None))
+    return report(contents, max(1, above[_MAX_ROWS]) if len(above) > _MAX_ROWS else None)
 
 
 @depth.limited("shown")
@@ -281,7 +235,7 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
         ["red" if node.stats and (node.stats.nan or node.stats.inf) else None for node, _ in nodes],
     )
     yield Line("")
-    totals = by_dtype(contents).items()
+    totals = _by_dtype(contents).items()
     sizes = [(name, str(one["leaves"]), format_size(one["nbytes"]) if one["nbytes"] else "") for name, one in totals]
     yield Table(("dtype", "leaves", "size"), sizes, {1, 2})
 
@@ -295,9 +249,9 @@ def _nodes(node: _Subtree, levels: int | None, above: int = 0) -> Iterator[tuple
 
 
 def _cells(node: _Subtree, above: int) -> tuple[str, ...]:
-    what = ("", "") if node.leaf is None else (node.leaf.type, _sharding(node.leaf.sharding))
-    size = format_size(node.nbytes) if node.nbytes else ""
-    return f"{'  ' * above}{_short(node.name)}", what[0], str(node.count), size, *_numbers(node.stats), what[1]
+    name, size = f"{'  ' * above}{_short(node.name)}", format_size(node.nbytes) if node.nbytes else ""
+    numbers = ("",) * len(_NUMBERS) if node.stats is None else map(_number, _five(node.stats))
+    return name, node.type, str(node.count), size, *numbers, node.sharding
 
 
 def _short(text: str) -> str:
@@ -305,16 +259,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 1]}…"
 
 
-def _numbers(stats: Stats | None) -> tuple[str, ...]:
-    """Return min, max, mean, NaN and inf as text."""
-    if stats is None:
-        return ("",) * 5
-    three = ["-" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in _three(stats)]
-    return (*three, str(stats.nan), str(stats.inf))
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _three(stats: Stats) -> tuple[Any, ...]:
-    return stats.min, stats.max, stats.mean
+def _five(stats: Stats) -> tuple[float | None, ...]:
+    return stats.min, stats.max, stats.mean, stats.nan, stats.inf
 
 
 @functools.lru_cache(maxsize=1024)
@@ -336,11 +286,12 @@ def _axis(name: Any) -> str:
     return f"({', '.join(map(_axis, name))})" if isinstance(name, list) else repr(name)
 
 
-def by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
-    """Return numbers and sizes of leaves by dtype, the largest first."""
+def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
+    """Return numbers and sizes of leaves by dtype, or by the kind of Python values and keys, the largest first."""
     found: dict[str, dict[str, int]] = {}
-    for leaf in contents.leaves:
-        one = found.setdefault(leaf.dtype_or_kind, {"leaves": 0, "nbytes": 0})
+    for leaf in contents.leaves.values():
+        has_dtype = leaf.dtype is not None and leaf.kind is not LeafKind.PRNG_KEY
+        one = found.setdefault(str(leaf.dtype) if has_dtype else leaf.kind.value, {"leaves": 0, "nbytes": 0})
         one["leaves"] += 1
         one["nbytes"] += leaf.nbytes
     return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
@@ -354,24 +305,22 @@ def _to_json(contents: Contents, levels: int | None) -> dict[str, Any]:
         "format": contents.format,
         "stored": contents.stored,
         "nbytes": contents.nbytes,
-        "leaves": [_leaf_to_json(leaf, has_stats=contents.has_stats) for leaf in contents.leaves],
-        "empty": {show_path(node.path): node.type for node in contents.empty},
-        "dtypes": by_dtype(contents),
+        "leaves": [_leaf_to_json(contents, path) for path in contents.leaves],
+        "empty": {show_path(path): what for path, what in contents.empty.items()},
+        "dtypes": _by_dtype(contents),
         "subtrees": dict(_subtrees(_tree_of(contents), levels)),
     }
 
 
-def _leaf_to_json(leaf: ShownLeaf, *, has_stats: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {"path": show_path(leaf.path), "kind": leaf.kind, "shape": leaf.shape, "dtype": leaf.dtype}
-    shown |= {"nbytes": leaf.nbytes, "sharding": leaf.sharding}
-    if has_stats:
-        shown["stats"] = None if leaf.stats is None else _stats_to_json(leaf.stats)
+def _leaf_to_json(contents: Contents, path: Path) -> dict[str, Any]:
+    leaf = contents.leaves[path]
+    dtype = None if leaf.dtype is None else str(leaf.dtype)
+    shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape, "dtype": dtype}
+    shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
+    if contents.stats is not None:
+        stats = contents.stats.get(path)
+        shown["stats"] = stats and dict(zip(_NUMBERS, map(to_json, _five(stats)), strict=True))
     return shown
-
-
-def _stats_to_json(stats: Stats) -> dict[str, Any]:
-    three = [str(one) if isinstance(one, float) and not math.isfinite(one) else one for one in _three(stats)]
-    return dict(zip(("min", "max", "mean", "nan", "inf"), (*three, stats.nan, stats.inf), strict=True))
 
 
 def _subtrees(node: _Subtree, levels: int | None, path: str = "") -> Iterator[tuple[str, dict[str, int]]]:
@@ -390,18 +339,15 @@ def treemap(contents: Contents) -> str:
     except ImportError:
         message = "the treemap needs plotly: python -m pip install 'flax-ckpt-compat[plots]'"
         raise SettingError(message) from None
-    whole = _tree_of(contents)
-    boxes = list(_boxes(_folded_tree(contents) if whole.count > _MAX_BOXES else whole))
-    kinds = by_dtype(contents)
-    fills = dict(zip(kinds, [*_FILLS, *_FILLS[-1:] * len(kinds)], strict=False)) | {"": _GREY}
-    paths, parents, labels, sizes, texts, of_boxes = zip(*boxes, strict=True)
+    whole = len(contents.leaves) <= _MAX_BOXES
+    boxes = _boxes(_tree_of(contents) if whole else _folded_tree(contents))
+    paths, parents, labels, sizes, texts = zip(*boxes, strict=True)
     drawn = graph_objects.Treemap(
         ids=paths,
         parents=parents,
         labels=labels,
         values=sizes,
         text=texts,
-        marker_colors=[fills[kind] for kind in of_boxes],
         branchvalues="total",
         hovertemplate="%{text}<extra></extra>",
         texttemplate="%{label} %{value:.3s}B",
@@ -412,13 +358,12 @@ def treemap(contents: Contents) -> str:
     return page
 
 
-def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[tuple[str, str, str, int, str, str]]:
-    """Yield path, parent, label, size, text under the mouse and dtype of each box; '' is the dtype of subtrees."""
+def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[tuple[str, str, str, int, str]]:
+    """Yield path, parent, label, size, and text under the mouse of each box."""
     path = path or node.name
-    kind, what = (node.leaf.dtype_or_kind, node.leaf.type) if node.leaf else ("", "")
-    what = f"{node.count} of {what}" if what and node.count > 1 else what or count_of_leaves(node.count)
+    what = f"{node.count} of {node.type}" if node.type and node.count > 1 else node.type or count_of_leaves(node.count)
     text = "<br>".join((_escaped(path), _escaped(what), format_size(node.nbytes)))
-    yield path, parent, _escaped(node.name), node.nbytes, text, kind
+    yield path, parent, _escaped(node.name), node.nbytes, text
     for name, child in node.children.items():
         if child.nbytes:
             yield from _boxes(child, f"{path}/{name}" if parent else name, path)

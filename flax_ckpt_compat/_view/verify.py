@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core import arguments, array_boxes, backend, text_formatting
@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     UnsupportedLeafError,
 )
-from flax_ckpt_compat._core.location import Location, as_text, location_of
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
@@ -148,31 +148,23 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
     title = f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
     yield Line(title, _COLORS[checkpoint.state], hang=2)
     for detail in _details(checkpoint):
-        yield Line(f"  {detail}", hang=4)
+        yield Line(printable(f"  {detail}", one_line=True), hang=4)
 
 
 def _details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, and what lies in it unexpectedly."""
-    for state in ("damaged", "unreadable"):
-        rows = [Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in checkpoint.leaves if leaf.state == state]
-        found, more = text_formatting.shown(rows)
-        by_reason: dict[str, list[str]] = {}
-        for row in found:
-            by_reason.setdefault(row.names[1], []).append(row.names[0] + row.note)
-        for why, names in by_reason.items():
-            yield printable(f"{state}: {', '.join(names)}: {why}", one_line=True)
-        yield from [f"{state}: {more} more"] * bool(more)
-    yield from (printable(text.removeprefix(f"{checkpoint.path}: "), one_line=True) for text in checkpoint.damage)
+    """Yield what is wrong with a checkpoint, without the paths that the lines above name."""
+    start = f"{checkpoint.path}: "
+    wrong = [one for one in checkpoint.leaves if one.why]
+    rows = [Row((one.path, one.why.removeprefix(start).removeprefix(f"{one.path}: ")), (one.state,)) for one in wrong]
+    found, more = text_formatting.shown(rows)
+    paths: dict[tuple[str, str], list[str]] = {}
+    for row in found:
+        paths.setdefault((row.detail[0], row.names[1]), []).append(row.names[0] + row.note)
+    yield from (f"{state}: {', '.join(names)}: {why}" for (state, why), names in paths.items())
+    yield from [f"and {more} more"] * bool(more)
+    yield from (text.removeprefix(start) for text in checkpoint.damage)
     if checkpoint.unexpected:
         yield f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}"
-
-
-def _without_place(leaf: VerifiedLeaf, checkpoint: VerifiedCheckpoint) -> str:
-    """Return why a leaf is damaged, without the path that the lines above name."""
-    why = leaf.why
-    for start in (f"{checkpoint.path}: ", f"{leaf.path}: "):
-        why = why.removeprefix(start)
-    return why
 
 
 def _summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
@@ -194,9 +186,9 @@ def _to_json(found: Verification) -> dict[str, Any]:
 
 
 _AT_ONCE = 4
-_ROUNDS = 3
 # They tell nothing about the bytes.
-_NO_DAMAGE = (StorageError, OutOfMemoryError, UnsupportedLeafError)
+_NO_DAMAGE = (StorageError, OutOfMemoryError, UnsupportedLeafError, ReplacedError)
+_UNOPENED = (IncompleteCheckpointError, CorruptCheckpointError, StorageError, ReplacedError)
 
 
 def verify(
@@ -231,33 +223,40 @@ def verify(
     """
     arguments.check_function(progress, "progress")
     root, found = checkpoints_at(path, step=step, prefix=prefix)
-    return verify_all(root, found, is_named=found == [root] or step is not None, progress=progress)
+    return verify_all(root, found, step=step, progress=progress)
 
 
 def checkpoints_at(
     path: str | os.PathLike[str], *, step: SupportsFloat | str | None, prefix: str
 ) -> tuple[Location, list[Location]]:
     """Return the location of a path, and the checkpoints to verify there; arguments as for `verify`."""
-    root = location_of(path)
-    return root, _found(saved_steps.checkpoint_dir(root.path, as_text(prefix, "prefix")), step)
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
+    root = checkpoint_dir.root
+    wait_for_pending_saves(checkpoint_dir)
+    if step is not None:
+        located = locating.find(checkpoint_dir, step)
+        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
+        return root, [located.location.unlisted()]
+    found = walk.checkpoints_below(root)
+    if not found:
+        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
+    return root, found
 
 
 def verify_all(
     root: Location,
     found: Sequence[Location],
     *,
-    is_named: bool,
+    step: SupportsFloat | str | None,
     progress: Callable[[VerifiedCheckpoint], None] | None = None,
     count: Callable[[int], None] = lambda _: None,
 ) -> Verification:
-    """Verify checkpoints at or below a location, which the caller named if ``is_named``.
-
-    ``count`` takes the bytes of each leaf that is verified, in several threads."""
+    """Verify what `checkpoints_at` found; ``count`` takes the bytes of each verified leaf, in several threads."""
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
     results = []
     with Pool(_AT_ONCE) as pool:
-        verify_one = functools.partial(_verify, is_named=is_named, count=count)
+        verify_one = functools.partial(_verify, is_named=step is not None or found == [root], count=count)
         tasks = [pool.submit(verify_one, one) for one in found]
         for result in filter(None, (task.result() for task in tasks)):
             results.append(result)
@@ -266,48 +265,26 @@ def verify_all(
     return Verification(root.path, tuple(results))
 
 
-def _found(checkpoint_dir: saved_steps.CheckpointDir, step: Any) -> list[Location]:
-    root = checkpoint_dir.root
-    wait_for_pending_saves(checkpoint_dir)
-    if step is not None:
-        located = locating.find(checkpoint_dir, step)
-        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
-        return [located.location.unlisted()]
-    found = walk.checkpoints_below(root)
-    if not found:
-        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
-    return found
-
-
 def _verify(location: Location, *, is_named: bool, count: Callable[[int], None]) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
-    for left in reversed(range(_ROUNDS)):
-        try:
-            listed = location.listed()
-            with locating.unchanged(listed), locating.reporting_removal(listed):
-                found = _verify_files(listed, count, is_named=is_named)
-            return found if is_named or found.state in ("ok", "unverified") or locating.is_there(location) else None
-        except ReplacedError as error:
-            if not left:
-                return _unopened(location, error)
-        except CheckpointError as error:
-            if is_named:
-                raise
-            if not locating.is_there(location):
-                return None
-            if not isinstance(error, UnrecognizedFormatError | CheckpointNotFoundError):
-                raise  # the latter, although it is there: a link to nothing
-            return _unopened(location, error)
+    reported = _UNOPENED if is_named else (*_UNOPENED, UnrecognizedFormatError, CheckpointNotFoundError)
+    try:
+        listed = location.listed()
+        with locating.unchanged(listed), locating.reporting_removal(listed):
+            found = _verify_files(listed, count, is_named=is_named)
+    except reported as error:
+        is_damaged = not isinstance(error, (*_NO_DAMAGE, CheckpointNotFoundError))
+        found = VerifiedCheckpoint(location.path, "", (), (str(error),), readable=is_damaged)
+    if found.state in ("ok", "unverified") or locating.is_there(location):
+        return found
+    if is_named:
+        raise locating.removed_error(location)
     return None
 
 
 def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:
-    try:
-        # What only its own handler reads is no damage among others, and nothing to verify alone.
-        opened = opening.Opened(location, verify=True, allows_unknown=not is_named)
-    except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
-        return _unopened(location, error)
-    with closing(opened):
+    # What only its own handler reads is no damage among others, and nothing to verify alone.
+    with closing(opening.Opened(location, verify=True, allows_unknown=not is_named)) as opened:
         found = _Findings(_strange_names(opened), count)
         for name, item in opened.items.items():
             found.add_item(name, item, (name,) if opened.is_mapping else ())
@@ -329,25 +306,27 @@ class _Findings:
     readable: bool = True
 
     def add_item(self, name: str, item: Item, prefix: Path) -> None:
-        """Verify one item; leaves are also verified if the structure has a wrong checksum, as far as it decodes."""
-        for checks in (True, False):
+        """Verify one item."""
+        try:
+            with closing(self._open(item)) as reader:
+                self._add(name, reader, prefix)
+        except (ForkedProcessError, UnrecognizedFormatError):
+            raise
+        except CheckpointError as error:
+            self.readable &= not isinstance(error, _NO_DAMAGE)
+            self.damage.append(str(error))
+
+    def _open(self, item: Item) -> Reader:
+        """Open an item; one whose structure has a wrong checksum as far as it decodes."""
+        try:
+            return opening.open_item(item, verify=True)
+        except ChecksumError as error:
             try:
-                with closing(opening.open_item(item, verify=checks)) as reader:
-                    self._add(name, reader, prefix)
-            except ChecksumError as error:
-                self.damage.append(str(error))
-            except UnrecognizedFormatError:
-                if checks:
-                    raise
-                return  # the wrong checksum explains it
-            except CheckpointError as error:
-                if isinstance(error, ForkedProcessError) or not locating.is_there(item.location):
-                    raise
-                self.readable &= not isinstance(error, _NO_DAMAGE)
-                self.damage.append(str(error))
-                return
-            else:
-                return
+                reader = opening.open_item(item)
+            except CheckpointError:
+                raise error from None
+            self.damage.append(str(error))
+            return reader
 
     def _add(self, name: str, reader: Reader, prefix: Path) -> None:
         self.any_opened = True
@@ -369,25 +348,15 @@ def _strange_names(opened: opening.Opened) -> list[str]:
         return []  # its reader knows
     if "" in opened.contents.unknown:
         return ["all files (of an unknown kind: not verified)"]
-    known = {*opened.items, *STEP_FILES}
-    strange = sorted(name for name in opened.location.listdir() if name not in known)
-    return [
-        f"{name} (an item of an unknown kind: not verified)" if (opened.location / name).isdir() else name
-        for name in strange
-    ]
-
-
-def _unopened(location: Location, error: CheckpointError) -> VerifiedCheckpoint:
-    if not locating.is_there(location):
-        raise error
-    readable = not isinstance(error, (*_NO_DAMAGE, CheckpointNotFoundError))
-    return VerifiedCheckpoint(location.path, "", (), (str(error),), readable=readable)
+    strange = sorted({*opened.location.listdir()}.difference(opened.items, STEP_FILES))
+    folders = [name for name in strange if (opened.location / name).isdir()]
+    return [f"{name} (an item of an unknown kind: not verified)" if name in folders else name for name in strange]
 
 
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
     """Verify all leaves of a tree, in bounded memory."""
     for batch in backend.batches(backend.handles_of(reader)):
-        summed, errors = _compare_checksums(reader, batch)
+        summed, errors = _checked(reader.verify_checksums, batch)
         # Bytes that are those that were saved decode as they did then.
         errors |= _read(reader, [handle for handle in batch if handle not in summed and handle not in errors])
         for handle in batch:
@@ -402,47 +371,39 @@ def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, s
 _Errors = dict[LeafHandle, CheckpointError]
 
 
-def _compare_checksums(reader: Reader, batch: list[LeafHandle]) -> tuple[set[LeafHandle], _Errors]:
-    """Return the leaves with checksums that hold, and the errors of those with others."""
-    summed: set[LeafHandle] = set()
+def _checked(check: Callable[[LeafHandle], bool], handles: Sequence[LeafHandle]) -> tuple[set[LeafHandle], _Errors]:
+    """Check leaves, some at the same time; return those for which that is true, and the errors of others."""
+    good: set[LeafHandle] = set()
     errors: _Errors = {}
 
-    def compare(handle: LeafHandle) -> None:
+    def run(handle: LeafHandle) -> None:
         try:
-            if reader.verify_checksums(handle):
-                summed.add(handle)
+            if check(handle):
+                good.add(handle)
+        except ForkedProcessError:
+            raise
         except CheckpointError as error:
-            errors[handle] = _present(reader, error)
+            errors[handle] = error
 
-    in_parallel(compare, batch, _AT_ONCE)
-    return summed, errors
+    in_parallel(run, handles, _AT_ONCE)
+    return good, errors
 
 
 def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     """Read leaves, and return the errors of those that do not decode, or are not what the structure says."""
-    try:
-        if len(batch) > 1:
+    if len(batch) > 1:
+        with suppress(CheckpointError):  # each leaf on its own tells which one it is
             for handle, value in zip(batch, reader.read(batch), strict=True):
                 _check_type(reader, handle, handle.shape, value)
             return {}
-    except CheckpointError:
-        pass  # each leaf on its own tells which one it is
-    errors: _Errors = {}
-    for handle in batch:
-        try:
-            for part in backend.pieces(handle):
-                shape = handle.shape if isinstance(part, LeafHandle) else array_boxes.shape_of(part.index)
-                _check_type(reader, handle, shape, reader.read([part])[0])
-        except CheckpointError as error:
-            errors[handle] = _present(reader, error)
-    return errors
 
+    def read(handle: LeafHandle) -> bool:
+        for part in backend.pieces(handle):
+            shape = handle.shape if isinstance(part, LeafHandle) else array_boxes.shape_of(part.index)
+            _check_type(reader, handle, shape, reader.read([part])[0])
+        return True
 
-def _present(reader: Reader, error: CheckpointError) -> CheckpointError:
-    """Return an error about a checkpoint; raise one that tells nothing about what is there."""
-    if isinstance(error, ForkedProcessError) or not locating.is_there(reader.location):
-        raise error
-    return error
+    return _checked(read, batch)[1]
 
 
 def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], value: Any) -> None:

@@ -49,12 +49,7 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     with progress_shown(as_json=as_json) as begin:
         places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
         count = begin(lambda: sum(one.total_size() for _, inside in places for one in inside))
-        found = [
-            verify.verify_all(
-                root, inside, is_named=step is not None or inside == [root], count=count, progress=show_one
-            )
-            for root, inside in places
-        ]
+        found = [verify.verify_all(root, inside, step=step, count=count, progress=show_one) for root, inside in places]
     for root, inside in places if step is None else ():
         tell_passed_over(root.path, {one.path for one in inside})
     return print_report(verify.report(found, strict=strict), as_json=as_json)

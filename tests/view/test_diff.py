@@ -106,6 +106,9 @@ COMPARED: dict[str, tuple[Any, Any, dict[str, float], dict[str, Any]]] = {
         [2**60 + 1, -(2**63)], [2**60, -(2**63)], {}, {"other_values": 1, "max_abs": 1.0},
     ),
     "the largest distance of int64": ([2**63 - 1], [-(2**63)], {}, {"max_abs": float(2**64 - 1)}),
+    "of integers of other dtypes, also of one below zero": (
+        np.array([2**64 - 1], np.uint64), np.array([-1], np.int32), {}, {"max_abs": float(2**64)},
+    ),
     "an infinity is equal to itself, and infinitely far from all else": (
         [np.inf, np.inf, 1.0, -np.inf], [np.inf, -np.inf, np.inf, -np.inf], {"rtol": 1.0, "atol": 1.0},
         {"other_values": 2, "outside": 2, "max_abs": np.inf},
