@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -311,7 +311,7 @@ class Location(abc.ABC):
         try:
             yield found
         except BaseException:
-            removal.remove_temporary(found)
+            atomic.remove_temporary(found)
             raise
 
     @abc.abstractmethod

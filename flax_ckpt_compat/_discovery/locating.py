@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     add_sentence,
 )
-from flax_ckpt_compat._core.local import presence, removal
+from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
@@ -123,7 +123,7 @@ def _exists(path: Location) -> bool:
         if not is_denied(failure) and error.errno not in CANNOT_BE_THERE:
             raise failure from error
         return False
-    removal.restore_set_aside(parent.path, names)
+    atomic.restore_set_aside(parent.path, names)
     return path.exists()
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointerError, CleanupError
-from flax_ckpt_compat._core.local import atomic, presence, removal, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
@@ -133,7 +133,7 @@ def _publish(request: SaveRequest, written: str) -> None:
             validation.publish(request, lambda location, new: atomic.publish(written, location.path, new=new))
     finally:
         if written != request.path:
-            removal.remove_temporary(os.path.dirname(written))
+            atomic.remove_temporary(os.path.dirname(written))
     retain(request)
 
 

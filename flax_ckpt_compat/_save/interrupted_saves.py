@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, add_sentence
-from flax_ckpt_compat._core.local import gda_folder, presence, removal, temporaries
+from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import FULL_DISK, translated
@@ -59,7 +59,7 @@ def remove(leftover: Leftover, *, force: bool = False) -> bool:
 
 def _remove(folder: Location, name: str, *, force: bool) -> None:
     if temporaries.is_temporary(name) and not folder.is_remote:
-        removal.remove_stale(folder.path, [name], force=force)
+        atomic.remove_stale(folder.path, [name], force=force)
     elif folder.is_remote:
         folder.remove_leftovers([name])
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
@@ -102,7 +102,7 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
     if names is None:
         with translated(folder.path):
             names = sorted(os.listdir(folder.path))
-    stale = set(removal.stale_names(folder.path, names))
+    stale = set(atomic.stale_names(folder.path, names))
     for name in names:
         path = (folder / name).path
         if not presence.lexists(path):
@@ -130,7 +130,7 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
         elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
             main = path.removesuffix(steps.ARRAYS_POSTFIX)
             found = _of_others(folder / name, f"arrays of {os.path.basename(main)}, which does not exist")
-            is_live = removal.has_live_writer(main)
+            is_live = atomic.has_live_writer(main)
             yield dataclasses.replace(found, kept="a save of it may be running", by_time=False) if is_live else found
 
 

@@ -13,7 +13,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import multiprocess as uploads
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, nbytes_of
@@ -93,14 +93,14 @@ class Staging:
         Keep what a store may already count as a checkpoint. ``late``: process 0 gave up before this process finished
         writing, which may have recreated removed files."""
         if is_primary or late or self.upload is not None:
-            removal.remove_temporary(self.path)
+            atomic.remove_temporary(self.path)
         if is_primary and self.upload is not None and not self.publishing:
             self.upload.abort()
 
     def remove_local(self) -> None:
         """Remove the local temporary of a process other than 0 after a commit to a store."""
         if self.upload is not None:
-            removal.remove_temporary(self.path)
+            atomic.remove_temporary(self.path)
 
     @classmethod
     def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:

@@ -15,7 +15,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import removal, temporaries
+from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
@@ -209,7 +209,7 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     if not names:  # no need to lock the directory
         return failures
     if not directory.is_remote:
-        removal.remove_set_aside(directory.path, listed, names)
+        atomic.remove_set_aside(directory.path, listed, names)
         remove(names)
     else:
         in_parallel(remove, [[name] for name in names], _AT_ONCE)
@@ -219,7 +219,7 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
     """Yield names to remove, and note them; two writers that evict each other's would leave nothing."""
     is_local = not checkpoint_dir.directory.is_remote
-    with removal.locked(checkpoint_dir.directory.path) if is_local else nullcontext():
+    with atomic.locked(checkpoint_dir.directory.path) if is_local else nullcontext():
         for name in names:
             # Not in a store: one more request for each.
             if is_local and not checkpoint_dir.path(saved).exists():

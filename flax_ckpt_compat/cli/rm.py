@@ -6,7 +6,7 @@ import click
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, UnrecognizedFormatError
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import counted, format_size, printable
 from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
@@ -55,7 +55,7 @@ def _remove(location: Location) -> bool:
     """Remove a checkpoint and its arrays; without its file, no checkpoint is there."""
     folder = location.parent
     if not folder.is_remote:  # else the next look-up puts an older version back
-        removal.remove_set_aside(folder.path, folder.listdir(), [location.name])
+        atomic.remove_set_aside(folder.path, folder.listdir(), [location.name])
     for name in (location.name, location.name + steps.ARRAYS_POSTFIX):
         for failure in folder.discard([name] if (folder / name).exists() else []).values():
             raise failure

@@ -642,7 +642,8 @@ def test_each_conversion_locks_what_it_writes(
     seen, publish = [], atomic.publish
 
     def noting(temporary: str, final: str, *, new: bool = False) -> None:
-        seen.append(temporaries.is_locked(temporary))
+        match = temporaries.parse(os.path.basename(temporary))
+        seen.append(match is not None and temporaries.writer_of(match, temporary) == "alive")
         publish(temporary, final, new=new)
 
     monkeypatch.setattr(atomic, "publish", noting)

@@ -18,7 +18,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
-from flax_ckpt_compat._core.local import atomic, presence, removal, syncing, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
 from tests.support import interrupting
@@ -26,7 +26,7 @@ from tests.support import interrupting
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
 import sys, time
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.local import atomic, temporaries
 path = temporaries.temporary_path(sys.argv[1])
 temporaries.create_directory(path) if sys.argv[2] == "directory" else temporaries.create_file(path)
 print(path, flush=True)
@@ -119,7 +119,7 @@ def test_long_names_have_temporaries_too(name: str, tmp_path: Path) -> None:
     assert temporaries.is_temporary(os.path.basename(path)) and temporaries.destination(path) is None
     with pytest.raises(StorageError, match="too long"):
         temporaries.temporary_path(str(tmp_path / name), "old")
-    assert removal.has_live_writer(str(tmp_path / name))
+    assert atomic.has_live_writer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("before", ["nothing", "file", "directory", "link"])
@@ -182,7 +182,7 @@ def test_a_replacement_that_stops_anywhere_leaves_the_old_one_or_the_new_one(
                             atomic.publish(temporary, str(run / "c_1"))
                     except (Stopped, StorageError):
                         pass
-                removal.remove_stale(str(run))
+                atomic.remove_stale(str(run))
                 assert read(run / "c_1") in ("old", "new")
                 assert left(run) == ["c_1"], (error, late, at)
                 assert not temporaries._held
@@ -199,7 +199,7 @@ def test_publish_when_another_process_evicts_the_old_one(
         try:
             replace(source, target)
         finally:
-            removal.discard([target])
+            atomic.discard(os.path.dirname(target), [os.path.basename(target)])
 
     make(final, "old", "directory")
     make(temporary, "new", "directory")
@@ -224,12 +224,12 @@ def test_the_dead_are_reclaimed_and_the_living_spared(writing: subprocess.Popen[
     """A stopped process is alive, one that was killed is not, be it reaped or not."""
     folder = Path(final).parent
     os.kill(writing.pid, signal.SIGSTOP)
-    assert removal.remove_stale(str(folder)) == [] and len(left(folder)) == 1
-    assert removal.has_live_writer(final)
+    assert atomic.remove_stale(str(folder)) == [] and len(left(folder)) == 1
+    assert atomic.has_live_writer(final)
     os.kill(writing.pid, signal.SIGKILL)
     os.waitid(os.P_PID, writing.pid, os.WEXITED | os.WNOWAIT)
-    assert len(removal.remove_stale(str(folder))) == 1
-    assert left(folder) == [] and not removal.has_live_writer(final)
+    assert len(atomic.remove_stale(str(folder))) == 1
+    assert left(folder) == [] and not atomic.has_live_writer(final)
 
 
 @pytest.mark.parametrize("writer", ["of another machine", "of an earlier boot", "of an old release"])
@@ -243,15 +243,15 @@ def test_what_no_lock_tells(writer: str, kind: str, final: str, monkeypatch: pyt
         path = elsewhere(path, temporaries._machine() if writer == "of an earlier boot" else "0" * 12)
     make(path, "x", kind)
     temporaries.release(path)
-    assert removal.stale_names(str(folder), left(folder), force=True) == left(folder)
+    assert atomic.stale_names(str(folder), left(folder), force=True) == left(folder)
     if writer != "of an earlier boot":
         os.utime(path, (0, 0))
-        assert removal.remove_stale(str(folder)) == []
+        assert atomic.remove_stale(str(folder)) == []
         with monkeypatch.context() as jump:
             jump.setattr(time, "time", lambda: 2e10)  # nothing that is new goes because the clock jumped
-            assert removal.remove_stale(str(folder)) == []
+            assert atomic.remove_stale(str(folder)) == []
         monkeypatch.setattr(temporaries, "_STALE_SECONDS", -1.0)
-    assert removal.remove_stale(str(folder)) == [os.path.basename(path)]
+    assert atomic.remove_stale(str(folder)) == [os.path.basename(path)]
     assert left(folder) == []
 
 
@@ -264,7 +264,7 @@ def test_where_nothing_can_be_locked_time_tells(kind: str, final: str, monkeypat
     monkeypatch.setattr(temporaries.fcntl, "flock", refuse)
     temporary = temporaries.temporary_path(final)
     make(temporary, "new", kind)
-    assert removal.remove_stale(os.path.dirname(final)) == []
+    assert atomic.remove_stale(os.path.dirname(final)) == []
     atomic.publish(temporary, final)
     assert read(final) == "new"
 
@@ -275,16 +275,16 @@ def test_a_temporary_that_is_cleaned_before_it_is_locked(
     """It is made again: its writer never writes to what was removed."""
     real, cleaned = temporaries.hold, list[str]()
 
-    def late(path: str, name: str | None = None) -> bool:
+    def late(path: str) -> bool:
         if not cleaned:
-            cleaned.extend(removal.remove_stale(os.path.dirname(final)))
-        return real(path, name)
+            cleaned.extend(atomic.remove_stale(os.path.dirname(final)))
+        return real(path)
 
     monkeypatch.setattr(temporaries, "hold", late)
     temporary = temporaries.temporary_path(final)
     make(temporary, "new", kind)
     assert cleaned == [os.path.basename(temporary)] and read(temporary) == "new"
-    assert removal.remove_stale(os.path.dirname(final)) == []
+    assert atomic.remove_stale(os.path.dirname(final)) == []
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
@@ -299,32 +299,29 @@ def test_a_fork_does_not_keep_the_lock_of_a_dead_writer(kind: str, final: str) -
         time.sleep(60)
     grandchild = int(os.read(reader, 20))
     try:
-        assert removal.remove_stale(os.path.dirname(final)) == []
+        assert atomic.remove_stale(os.path.dirname(final)) == []
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-        assert len(removal.remove_stale(os.path.dirname(final))) == 1
+        assert len(atomic.remove_stale(os.path.dirname(final))) == 1
     finally:
         os.kill(grandchild, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_was_set_aside_comes_back(dies: bool, kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once if its writer is dead; a live one is waited for, for the moment between its renames."""
-    monkeypatch.setattr(removal, "_SWAP_SECONDS", 60.0)
+    """A live writer is waited for, for the moment between its renames."""
+    monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.1 if dies else 60.0)
     make(final, "old", kind)
     aside = temporaries.temporary_path(final, "old")
-    if not dies:
-        assert temporaries.hold(final, aside)
     os.rename(final, aside)
     renamed = threading.Timer(0.1, make, [final, "new", kind])
     if not dies:
         renamed.start()
-    assert removal.restore_set_aside(os.path.dirname(final), left(Path(final).parent)) == ["c_1"]
+    assert atomic.restore_set_aside(os.path.dirname(final), left(Path(final).parent)) == ["c_1"]
     assert read(final) == ("old" if dies else "new")
     if not dies:
         renamed.join()
-        temporaries.release(aside)
-    removal.remove_set_aside(os.path.dirname(final), left(Path(final).parent), ["c_1"])
+    atomic.remove_set_aside(os.path.dirname(final), left(Path(final).parent), ["c_1"])
     assert left(Path(final).parent) == ["c_1"]
 
 
@@ -335,7 +332,7 @@ def test_two_cleaners_at_once_and_one_that_is_refused(
     for name in ("a", "b"):
         make(path := temporaries.temporary_path(os.path.join(os.path.dirname(final), name)), "x", "directory")
         temporaries.release(path)
-    real = removal.delete_tree
+    real = syncing.delete_tree
 
     def twice(path: str) -> None:
         if ".a." in path:
@@ -343,8 +340,8 @@ def test_two_cleaners_at_once_and_one_that_is_refused(
         real(path)
         real(path)
 
-    monkeypatch.setattr(removal, "delete_tree", twice)
-    assert len(removal.remove_stale(os.path.dirname(final))) == 1
+    monkeypatch.setattr(atomic, "delete_tree", twice)
+    assert len(atomic.remove_stale(os.path.dirname(final))) == 1
     assert "left by an interrupted save" in caplog.text
 
 
@@ -353,7 +350,7 @@ def test_ctrl_c_while_a_directory_is_deleted(tmp_path: Path) -> None:
     removed, at, is_place = str(tmp_path / "c_1"), 1, True
     while is_place:
         make(removed, "x", "directory")
-        is_place = interrupting.ctrl_c(lambda: removal.delete(removed), at)
+        is_place = interrupting.ctrl_c(lambda: atomic.delete(removed), at)
         shutil.rmtree(removed, ignore_errors=True)
         at += 1
 
@@ -364,18 +361,18 @@ def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     make(tmp_path / "c_1", "x", "directory")
     (tmp_path / "c_1" / "link").symlink_to(tmp_path / "kept")
     (tmp_path / "c_2").symlink_to(tmp_path / "kept")
-    assert removal.discard([str(tmp_path / "c_1"), str(tmp_path / "c_2"), str(tmp_path / "none")]) == {}
+    assert atomic.discard(str(tmp_path), ["c_1", "c_2", "none"]) == {}
     assert left(tmp_path) == ["kept"] and read(tmp_path / "kept") == "x"
 
 
 def test_a_removal_waits_for_another_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once exclude each other; one that is stopped hangs nobody."""
-    monkeypatch.setattr(removal, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(atomic, "_LOCK_SECONDS", 0.2)
     begin = time.monotonic()
-    with removal.locked(str(tmp_path)), removal.locked(str(tmp_path)):
+    with atomic.locked(str(tmp_path)), atomic.locked(str(tmp_path)):
         assert time.monotonic() - begin >= 0.2
     begin = time.monotonic()
-    with removal.locked(str(tmp_path)):
+    with atomic.locked(str(tmp_path)):
         assert time.monotonic() - begin < 0.2
 
 

@@ -106,15 +106,15 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         (tmp_path / "elsewhere").mkdir() if directory else (tmp_path / "elsewhere").touch()
         final.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(errors.StorageError, match="another process has saved"):
-            atomic.publish_new(str(temporary), str(final))
+            atomic.publish(str(temporary), str(final), new=True)
         assert final.readlink() == tmp_path / "elsewhere"
     elif there in ("file", "directory"):
         with pytest.raises(errors.StorageError, match="another process has saved"):
-            atomic.publish_new(str(temporary), str(final))
+            atomic.publish(str(temporary), str(final), new=True)
         assert temporary.exists()
         assert (final / "old").exists() if there == "directory" else final.read_text() == "old"
     else:
-        atomic.publish_new(str(temporary), str(final))
+        atomic.publish(str(temporary), str(final), new=True)
         assert os.listdir(tmp_path) == ["c_1"]
         assert (final / "new" if directory else final).read_text() == "new"
 
@@ -137,24 +137,3 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(errors.StorageError, match="another process has saved"):
                 atomic.publish(str(temporary), str(final), new=True)
     assert final.read_bytes() == b"first"
-
-
-@pytest.mark.parametrize("directory", [False, True])
-def test_what_is_written_to_a_void_name_at_the_last_moment_stays(
-    tmp_path: Path, directory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program may fill an empty file or directory after it was found empty."""
-    final, rename = tmp_path / "c_1", os.rename
-    temporary = Path(temporary_path(str(final)))
-    temporary.write_text("new")
-    final.mkdir() if directory else final.touch()
-
-    def filled_before(source: str, target: str) -> None:
-        if source == str(final):
-            (final / "old" if directory else final).write_text("old")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", filled_before)
-    with pytest.raises(errors.StorageError, match="another process has saved"):
-        atomic.publish_new(str(temporary), str(final))
-    assert (final / "old" if directory else final).read_text() == "old"

@@ -22,7 +22,7 @@ from flax_ckpt_compat import checkpoints, verify
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
-from flax_ckpt_compat._core.local import atomic, gda_folder, removal, temporaries
+from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.tree import KeyData, Shard
 from tests.support.saves import names
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
@@ -130,7 +130,7 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
     BACKEND.write_process_part(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     with pytest.raises(StorageError, match="1 of the chunks of a/b were not written"):
         BACKEND.finish_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
-    removal.remove_temporary(temporary)
+    atomic.remove_temporary(temporary)
     assert names(tmp_path) == []
 
 
@@ -421,7 +421,7 @@ def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:
     atomic.publish(temporaries[0], str(path))
     with pytest.raises(StorageError, match="another"):
         atomic.publish(temporaries[1], str(path))
-    removal.remove_temporary(temporaries[1])
+    atomic.remove_temporary(temporaries[1])
     assert load(path)[("a",)].tolist() == [0] * 4
     assert names(tmp_path) == ["c_1", "c_1_gda"]
 
@@ -448,7 +448,7 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
             patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
         with pytest.raises((StorageError, KeyboardInterrupt)):
             atomic.publish(temporary, str(path))
-    removal.remove_temporary(temporary)
+    atomic.remove_temporary(temporary)
     assert names(tmp_path) == ([] if first else ["c_1", "c_1_gda"])
     if not first:
         assert load(path)[("a",)].tolist() == [1] * 4
@@ -476,8 +476,8 @@ def test_an_interruption_behind_the_rename_takes_no_arrays(
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             atomic.publish(temporary, str(path))
-    removal.remove_temporary(temporary)
-    removal.remove_stale(str(tmp_path))
+    atomic.remove_temporary(temporary)
+    atomic.remove_stale(str(tmp_path))
     assert load(path)[("a",)].tolist() == [2] * 4
 
 

@@ -13,7 +13,7 @@ KILLS = """
 import os, shutil, signal, sys, time, traceback
 import numpy as np, tensorstore
 from flax_ckpt_compat._save import retention
-from flax_ckpt_compat._core.local import atomic as files, removal, temporaries
+from flax_ckpt_compat._core.local import atomic as files, temporaries
 from flax_ckpt_compat._discovery.saved_steps import checkpoint_dir
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
@@ -94,7 +94,7 @@ def write(last):
 def look(killed, step):
     n = found()  # readers come before any clean-up, too
     assert n in (0 if before == "none" else 1, 2), n
-    removal.remove_stale(folder)
+    files.remove_stale(folder)
     assert found() == n
     temporaries._STALE_SECONDS = -1  # arrays without their file stay for a day
     retention._remove_orphaned_arrays(checkpoint_dir(folder, "checkpoint_"))

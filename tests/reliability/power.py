@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.reliability import forks, shim
 from tests.reliability.extent import Extent
 from tests.reliability.judge import judge
@@ -106,7 +106,7 @@ def judge_all(system: System, batches: list[Batch], tally: Tally, extent: Extent
 
 def _judged(system: System, batch: Sequence[State]) -> list[str]:
     system.use()
-    temporaries._boot = lambda: "0" * 12  # after a reboot
+    temporaries._boot, atomic._SWAP_SECONDS = lambda: "0" * 12, 0.0  # after a reboot, with no writer between renames
     outcomes = []
     for number, state in enumerate(batch):
         with tempfile.TemporaryDirectory(prefix="reliability-", ignore_cleanup_errors=True) as folder:

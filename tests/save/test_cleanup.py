@@ -20,7 +20,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import config, errors
 from flax_ckpt_compat._core import progress
-from flax_ckpt_compat._core.local import atomic, removal
+from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import names, tree, use_flag
 
 
@@ -106,7 +106,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
         raise PermissionError(13, "Permission denied", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(removal, "delete", refuse)
+        patch.setattr(atomic, "delete", refuse)
         ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
     assert "checkpoint_1 was saved, but what it replaced cannot be removed" in caplog.text

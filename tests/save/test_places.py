@@ -438,6 +438,8 @@ def test_what_is_set_aside_in_a_directory_of_others(
     monkeypatch.setattr(temporaries, "_STALE_SECONDS", -1.0)
     for refused in ("link", "rename"):
         refuse(monkeypatch, refused, aside)
-    with pytest.raises(errors.StorageError, match=r"checkpoint_2 was set aside by a save .* cannot be put back"):
+    with pytest.raises(
+        errors.StorageError, match=r"checkpoint_2 could not be put back, after a save that set it aside ended"
+    ):
         checkpoints.restore_checkpoint(tmp_path, tree())
     assert checkpoints.restore_checkpoint(tmp_path, None, 1)["n"] == 1

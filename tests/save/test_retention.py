@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
 from tests.support.saves import later, names, tree, use_flag
@@ -396,15 +396,16 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
     """Two processes that clean one directory do not make each other's saves fail."""
     for step in (1, 2):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    discard = removal.discard
+    discard = atomic.discard
 
-    def too_late(doomed: Iterable[str]) -> dict[str, errors.StorageError]:
-        for path in (doomed := list(doomed)):
+    def too_late(directory: str, doomed: Iterable[str]) -> dict[str, errors.StorageError]:
+        doomed = list(doomed)
+        for path in (Path(directory, name) for name in doomed):
             if os.path.lexists(path):
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-        return discard(doomed)
+        return discard(directory, doomed)
 
-    monkeypatch.setattr(removal, "discard", too_late)
+    monkeypatch.setattr(atomic, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
     assert names(tmp_path) == ["checkpoint_3"]
 
@@ -437,7 +438,7 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
     published, removes, hide, remove_others = (
         threading.Event(),
         threading.Event(),
-        removal._hide,
+        atomic._hide,
         retention._remove_others,
     )
 
@@ -454,7 +455,7 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
         return hide(path, *rest)
 
     monkeypatch.setattr(retention, "_remove_others", remove_later)
-    monkeypatch.setattr(removal, "_hide", hide_later)
+    monkeypatch.setattr(atomic, "_hide", hide_later)
     other = threading.Thread(target=lambda: ours.save_checkpoint(tmp_path, tree(7), 7, keep=1))
     other.start()
     assert published.wait(60)
@@ -467,9 +468,9 @@ def test_a_writer_that_is_stopped_while_it_evicts_stops_no_other(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock is given up after a while, and a file system without locks needs none."""
-    monkeypatch.setattr(removal, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(atomic, "_LOCK_SECONDS", 0.1)
     ours.save_checkpoint(tmp_path, tree(1), 1)
-    with removal.locked(str(tmp_path)):
+    with atomic.locked(str(tmp_path)):
         ours.save_checkpoint(tmp_path, tree(2), 2)
 
     def unsupported(*_: Any) -> None:

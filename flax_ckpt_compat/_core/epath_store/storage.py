@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import presence, removal
+from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation, is_unfinished
@@ -135,7 +135,7 @@ class EpathLocation(RemoteLocation):
                 self._write(f"{path}/{COMMIT_FILE}", text)
                 self.delete(marker)
             self._remove_arrays(path)
-        removal.delete(temporary)
+        atomic.delete(temporary)
 
     def _put(self, local: str, path: str, meter: Meter = OFF) -> None:
         target = self._path(path)

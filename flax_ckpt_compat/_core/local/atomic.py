@@ -1,24 +1,28 @@
-"""Publish checkpoints atomically on a local file system; only this package renames or deletes.
+"""Publish and remove checkpoints on a local file system atomically; only this package renames or deletes.
 
-Nothing appears under a checkpoint's name before it is complete and synced, and nothing under that name is ever half
-deleted: replacing is one atomic exchange, and what it replaced is deleted once that is synced.
+Nothing appears under a checkpoint's name before it is complete and synced. Replacing is one exchange of names, or two
+renames where the file system has none. Nothing is deleted under a checkpoint's name: it is renamed, the names are
+synced, and then its contents go. So no crash and no power loss leaves a part of one.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
-from contextlib import suppress
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import gda_folder, presence
-from flax_ckpt_compat._core.local.removal import delete_replaced
-from flax_ckpt_compat._core.local.syncing import exchange, rename_new, sync_directory
-from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, hold, is_taken, release, temporary_path
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.local import gda_folder, presence, temporaries
+from flax_ckpt_compat._core.local.syncing import delete_tree, exchange, is_taken, rename_new, sync_directory
+from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, temporary_path, writer_of
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
+_LOCK_SECONDS, _SWAP_SECONDS, _POLL_SECONDS = 5.0, 1.0, 0.005
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -31,33 +35,39 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
         arrays = gda_folder.Move(temporary, final)
         try:
             arrays.place()
-            replaced = _put_in_place(temporary, final, new)
+            replaced = None
+            if new:
+                _publish_new(temporary, final)
+            else:
+                replaced = _replace(temporary, final)
         except BaseException:
             arrays.undo()
             raise
         release(temporary)
         if replaced is not None:
-            _remove_replaced(replaced, final)
+            try:
+                delete(replaced)
+                sync_directory(os.path.dirname(final))
+            except OSError as error:  # the new one is in place
+                _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
         arrays.remove_replaced()
 
 
-def _remove_replaced(replaced: str, final: str) -> None:
-    """Delete the replaced checkpoint; log a failure, as the new one is in place."""
-    try:
-        with suppress(*GONE):  # a save that began since takes it for a leftover
-            delete_replaced(replaced)
-        sync_directory(os.path.dirname(final))
-    except OSError as error:
-        _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
-    finally:
-        release(replaced)
+def _publish_new(temporary: str, final: str) -> None:
+    """Rename a finished temporary to its final name, replacing only an empty file or directory."""
+    for _ in range(_TRIES):
+        if rename_new(temporary, final):
+            return
+        if not is_empty(final):
+            break
+        with suppress(OSError):  # filled or removed meanwhile
+            (os.rmdir if presence.isdir(final) else os.unlink)(final)
+    message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
+    raise StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
 
 
-def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
+def _replace(temporary: str, final: str) -> str | None:
     """Rename and sync; return the path of the replaced checkpoint if it still exists."""
-    if new:
-        publish_new(temporary, final)
-        return None
     replaced = None
     try:
         os.replace(temporary, final)
@@ -66,55 +76,22 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
         if not is_taken(error):
             raise
         replaced = temporary if exchange(temporary, final) else _replace_in_two_steps(temporary, final)
-    try:
-        sync_directory(os.path.dirname(final))
-    except BaseException:
-        release(replaced or "")  # what was set aside must not be put back once the new one is evicted
-        raise
+    sync_directory(os.path.dirname(final))
     return replaced
 
 
-def _replace_in_two_steps(temporary: str, final: str) -> str | None:
+def _replace_in_two_steps(temporary: str, final: str) -> str:
     """Replace with two renames; return the path of the old one. After a crash, `restore_set_aside` puts it back."""
     aside = temporary_path(final, "old")
     try:
-        while not hold(final, aside):
-            if not presence.lexists(final):  # another process evicted it
-                os.rename(temporary, final)
-                return None
-        os.rename(final, aside)
+        with suppress(FileNotFoundError):  # another process evicted it
+            os.rename(final, aside)
         os.rename(temporary, final)
     except BaseException:  # Ctrl-C may come after either of them
-        with suppress(OSError):
+        with suppress(OSError):  # the next look-up puts it back, or the next save removes it, if this cannot
             rename_new(aside, final)
-        release(aside)  # the next look-up puts it back, or the next save removes it, if this cannot
         raise
     return aside
-
-
-def publish_new(temporary: str, final: str) -> None:
-    """Rename a finished temporary to its final name, replacing only an empty file or directory."""
-    for _ in range(_TRIES):
-        if rename_new(temporary, final):
-            return
-        _clear(final)
-    raise _taken(final)
-
-
-def _clear(final: str) -> None:
-    """Remove an empty file or directory; rename it first, because another process may publish under the name."""
-    if not is_empty(final):
-        raise _taken(final)
-    aside = temporary_path(final)
-    try:
-        os.rename(final, aside)
-    except GONE:
-        return
-    if not is_empty(aside):
-        rename_new(aside, final)
-        raise _taken(final)
-    with suppress(*GONE):
-        (os.rmdir if presence.isdir(aside) else os.unlink)(aside)
 
 
 def is_empty(path: str) -> bool:
@@ -125,12 +102,177 @@ def is_empty(path: str) -> bool:
         if presence.isdir(path):
             return not os.listdir(path)
         return presence.isfile(path) and os.path.getsize(path) == 0
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise
+    except FileNotFoundError:
         return False
 
 
-def _taken(final: str) -> StorageError:
-    message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
-    return StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
+@contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
+    with translated(directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    end = time.monotonic() + _LOCK_SECONDS
+    try:
+        with suppress(OSError):  # no locks here
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        temporaries.unlock(descriptor)
+
+
+def discard(directory: str, names: Iterable[str]) -> dict[str, StorageError]:
+    """Delete these files and directories of a directory durably, with one sync; return name → failure.
+
+    What another process deletes meanwhile is not a failure. What fails after its rename goes with the next save."""
+    failures: dict[str, StorageError] = {}
+    hidden: dict[str, str | None] = {}
+    for name in names:
+        path = os.path.join(directory, name)
+        try:
+            hidden[name] = _hide(path)
+        except GONE:
+            pass
+        except OSError as error:
+            # Arrays of a checkpoint may have a name that leaves no room for their suffix.
+            if error.errno != errno.ENAMETOOLONG:
+                failures[name] = storage_error(path, error)
+    try:
+        if hidden:
+            sync_directory(directory)
+    except OSError as error:  # the names may come back, so the contents have to stay
+        return failures | {name: storage_error(os.path.join(directory, name), error, "removed") for name in hidden}
+    for name, aside in hidden.items():
+        try:
+            if aside is not None:
+                delete(aside)
+        except StorageError as error:
+            failures[name] = error
+    return failures
+
+
+def _hide(path: str) -> str | None:
+    """Rename a directory, and return its new path; delete anything else."""
+    if presence.islink(path) or not presence.isdir(path):
+        os.unlink(path)
+        return None
+    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        # Another user's folder could be renamed and not emptied: it would take space under a hidden name.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    aside = temporary_path(path)
+    os.rename(path, aside)
+    return aside
+
+
+def delete(path: str) -> None:
+    """Delete a file or directory whose name counts for nothing, such as a temporary."""
+    directory, name = os.path.split(path)
+    doomed = path
+    try:
+        with translated(path), suppress(*GONE):
+            for original in _set_aside([name]).values():  # first renamed, so that no half of it is put back
+                doomed = temporary_path(os.path.join(directory, original))
+                os.rename(path, doomed)
+            if presence.isdir(doomed) and not presence.islink(doomed):
+                delete_tree(doomed)
+            else:
+                os.unlink(doomed)
+    finally:
+        release(path)
+
+
+def remove_temporary(temporary: str) -> None:
+    """Remove what a failed save wrote, with its arrays; a later save removes what this cannot."""
+    for path in (temporary, gda_folder.folder_of(temporary)):
+        with suppress(StorageError, OSError):
+            if presence.lexists(path):
+                # If the save failed while it was published, this may be what it replaced.
+                sync_directory(os.path.dirname(path))
+                delete(path)
+        release(path)
+
+
+def stale_names(directory: str, names: Iterable[str], *, force: bool = False) -> list[str]:
+    """Return the names of temporaries of dead writers; with ``force`` also of those that only time protects."""
+    stale, certain = [], ("dead", "perhaps") if force else ("dead",)
+    for name in names:
+        if match := parse(name):
+            path = os.path.join(directory, name)
+            if presence.lexists(path) and writer_of(match, path) in certain:
+                stale.append(name)
+    return stale
+
+
+def remove_stale(directory: str, names: Collection[str] | None = None, *, force: bool = False) -> list[str]:
+    """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names.
+
+    ``force``: also those that only time protects."""
+    if names is None:
+        with translated(directory):
+            names = os.listdir(directory)
+    restore_set_aside(directory, names)
+    stale = stale_names(directory, names, force=force)
+    try:
+        if stale:  # one may be what a rename replaced that its dead writer did not sync
+            sync_directory(directory)
+    except OSError as error:
+        _log.warning("Cannot remove %s in %s, left by interrupted saves: %s", stale, directory, error)
+        return []
+    return [name for name in stale if _remove_leftover(os.path.join(directory, name))]
+
+
+def _remove_leftover(path: str) -> bool:
+    """Remove a stale temporary under its lock; return False on failure, which must not prevent a save."""
+    try:
+        with temporaries.locked_if_free(path) as is_free:
+            if is_free is not False:
+                with suppress(*GONE):  # other writers remove it too
+                    gda_folder.settle(path)
+                delete(path)
+                return True
+    except OSError as error:
+        _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
+    return False
+
+
+def has_live_writer(path: str) -> bool:
+    """Return whether a live writer may still publish a checkpoint at ``path``."""
+    directory, wanted = os.path.split(path)
+    with translated(directory):
+        names = os.listdir(directory)
+    # A temporary's name may hold a shortened form of a long name.
+    matches = {name: match for name in names if (match := parse(name)) and wanted.startswith(match["name"])}
+    return any(writer_of(match, os.path.join(directory, name)) != "dead" for name, match in matches.items())
+
+
+def _set_aside(names: Iterable[str]) -> dict[str, str]:
+    """Return which of these names are checkpoints that were set aside → the name that each had."""
+    return {name: match["name"] for name in names if (match := parse(name)) and match["role"] == "old"}
+
+
+def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[str]) -> None:
+    """Remove set-aside versions of checkpoints that are removed next; otherwise they would be put back."""
+    for name, original in _set_aside(names).items():
+        if original in doomed:
+            _remove_leftover(os.path.join(directory, name))
+
+
+def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
+    """Put back checkpoints that a writer set aside before it died; return their names, unless they are in ``names``.
+
+    Otherwise a restore would silently start from scratch. A writer that only takes its time, between two renames, finds
+    the name taken, fails, and loses nothing."""
+    restored = set()
+    for name, original in _set_aside(names).items():
+        path, final = os.path.join(directory, name), os.path.join(directory, original)
+        end = time.monotonic() + _SWAP_SECONDS
+        while presence.lexists(path) and not presence.lexists(final) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        with translated(final, "put back, after a save that set it aside ended"), suppress(*GONE):
+            if presence.lexists(final) or rename_new(path, final):
+                restored.add(original)
+    return list(restored.difference(names))

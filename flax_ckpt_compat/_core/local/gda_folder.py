@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
-from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
+from flax_ckpt_compat._core.local.syncing import delete_tree, is_taken, sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 
@@ -62,7 +62,7 @@ class Move:
             try:
                 os.rename(self._own, self._folder)
             except OSError as error:
-                if not temporaries.is_taken(error):
+                if not is_taken(error):
                     raise
                 message = f"{self._folder}: another save wrote the same checkpoint after this one began; save it again"
                 raise StorageError(message, path=self._folder, errno=error.errno) from error

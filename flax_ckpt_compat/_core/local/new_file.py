@@ -16,7 +16,7 @@ import struct
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.local.syncing import function_of_libc, start_writeback, sync_descriptor
+from flax_ckpt_compat._core.local.syncing import function_of_libc, sync_descriptor
 from flax_ckpt_compat._core.local.temporaries import create_file
 
 # Of a smaller piece a copy is cheaper than an entry of its own in a system call. In bytes, as all sizes here.
@@ -66,7 +66,7 @@ class NewFile:
             self._written += written
         if self._written - self._handed_over >= _WRITEBACK_FROM:
             # The disk writes while the next bytes are prepared, so the final sync is short.
-            start_writeback(self.descriptor, self._handed_over, self._written - self._handed_over)
+            _start_writeback(self.descriptor, self._handed_over, self._written - self._handed_over)
             self._handed_over = self._written
 
     def write_rest(self) -> None:
@@ -153,6 +153,12 @@ class _FileOfPages(NewFile):
         """Write through the cache from now on."""
         _set_direct(self.descriptor, False)
         self._is_direct = False
+
+
+def _start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Ask the kernel to start writing a range of a file to disk, without waiting; a hint, so ignore errors."""
+    if function := function_of_libc("sync_file_range"):
+        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
 
 
 def _set_direct(descriptor: int, is_direct: bool) -> bool:

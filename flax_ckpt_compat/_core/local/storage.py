@@ -6,18 +6,21 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, presence, removal, syncing, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.local.safe_open import open_regular
-from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Source
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
 _HEAD_BYTES = 32
+_MAX_NAME, _MAX_PATH = 255, 4096  # bytes that Linux takes
+# ESTALE: on NFS, another machine removed it.
+_ABSENT = {*presence.CANNOT_BE_THERE, errno.ESTALE}
 
 
 class LocalLocation(Location):
@@ -44,14 +47,11 @@ class LocalLocation(Location):
             return os.listdir(path)
         except ValueError as error:
             raise FileNotFoundError(errno.ENOENT, f"no directory can have this name ({error})", path) from error
-        except (FileNotFoundError, NotADirectoryError):
-            raise
         except OSError as error:
             # `lexists` raises if it is the mount that is stale.
-            if error.errno not in ABSENT or (error.errno == errno.ESTALE and presence.lexists(path)):
+            if error.errno not in _ABSENT or (error.errno == errno.ESTALE and presence.lexists(path)):
                 raise
-            why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
-            raise FileNotFoundError(errno.ENOENT, why, path) from error
+            raise FileNotFoundError(errno.ENOENT, error.strerror, path) from error
 
     def files_below(self) -> list[str]:
         return presence.files_below(self.path)
@@ -75,16 +75,12 @@ class LocalLocation(Location):
         return os.path.getsize(self.path)
 
     def total_size(self) -> int:
-        files = [self.path] if not presence.isdir(self.path) else []
+        total, files = 0, [] if presence.isdir(self.path) else [self.path]
         for folder, _, names in os.walk(self.path, onerror=_raise_failure):
             files += [os.path.join(folder, name) for name in names]
-        total = 0
         for file in files:
-            try:
+            with suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link that leads nowhere
                 total += os.stat(file).st_size
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise
         return total
 
     def stored_crc32c(self) -> None:
@@ -115,18 +111,11 @@ class LocalLocation(Location):
         return os.path.realpath(self.path)
 
     def why_too_long(self) -> str | None:
-        path = folder = self.path
-        while not presence.isdir(folder) and folder != os.path.dirname(folder):
-            folder = os.path.dirname(folder)
-        names = path[len(folder) :].split(os.sep)
-        for one in (path, *(os.path.join(folder, name) for name in names)):
-            try:
-                os.lstat(one)
-            except (OSError, ValueError) as error:  # a NUL in the path
-                if getattr(error, "errno", None) == errno.ENAMETOOLONG:
-                    size, longest = len(os.fsencode(path)), max(len(os.fsencode(name)) for name in names)
-                    return f"{size} bytes, with a name of {longest}, are more than the file system allows"
-        return None
+        sizes = [len(name.encode(errors="replace")) for name in (self.path, *self.path.split(os.sep))]
+        size, longest = sizes[0], max(sizes[1:])
+        if size < _MAX_PATH and longest <= _MAX_NAME:
+            return None
+        return f"{size} bytes, with a name of {longest}, are more than the file system allows"
 
     def can_hold_checkpoint(self) -> bool:
         return True
@@ -141,16 +130,16 @@ class LocalLocation(Location):
 
     def prepare_directory(self) -> None:
         syncing.make_directory(self.path)
-        removal.remove_stale(self.path)
+        atomic.remove_stale(self.path)
 
     def leftovers(self) -> dict[str, bool]:
-        return dict.fromkeys(removal.stale_names(self.path, os.listdir(self.path)), True)
+        return dict.fromkeys(atomic.stale_names(self.path, os.listdir(self.path)), True)
 
     def remove_leftovers(self, names: Collection[str]) -> None:
-        removal.remove_stale(self.path, names)
+        atomic.remove_stale(self.path, names)
 
     def restore_set_aside(self, names: Collection[str]) -> list[str]:
-        return removal.restore_set_aside(self.path, names)
+        return atomic.restore_set_aside(self.path, names)
 
     def temporary_path(self) -> str:
         return temporaries.temporary_path(self.path)
@@ -159,13 +148,12 @@ class LocalLocation(Location):
         atomic.publish(temporary, self.path, new=new)  # a rename, of which a meter counts nothing
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
-        failures = removal.discard((self / name).path for name in names)
-        return {path[len((self / "x").path) - 1 :]: error for path, error in failures.items()}
+        return atomic.discard(self.path, names)
 
 
 def _raise_failure(error: OSError) -> None:
     """Raise the error of a listing, unless the directory was removed meanwhile, or may not be listed."""
-    if error.errno not in ABSENT and not isinstance(error, PermissionError):
+    if error.errno not in _ABSENT and not isinstance(error, PermissionError):
         raise error
 
 

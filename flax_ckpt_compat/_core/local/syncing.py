@@ -8,13 +8,12 @@ import functools
 import logging
 import os
 import shutil
-import sys
 from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence
-from flax_ckpt_compat._core.local.temporaries import create_file, is_taken
+from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import run_apart
 
@@ -22,16 +21,11 @@ from flax_ckpt_compat._core.thread_pools import run_apart
 _CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-_AT_CWD, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+# Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_AT_CWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _warned: set[int] = set()  # devices
 _log = logging.getLogger("flax_ckpt_compat")
-
-
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Ask the kernel to start writing a range of a file to disk, without waiting; a hint, so ignore errors."""
-    function = function_of_libc("sync_file_range")
-    if function is not None and length:
-        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
 
 
 @functools.cache
@@ -45,9 +39,25 @@ def function_of_libc(name: str) -> Any:
 
 def sync_directory(path: str) -> None:
     """Sync the names in a directory to disk; warn, once for a file system, where that is impossible."""
-    path = path or "."
-    if (refusal := _refusal(path)) is not None:
-        _warn(path, os.stat(path).st_dev, refusal)
+    _sync(path or ".", _CANNOT_SYNC)
+
+
+def sync_file(path: str) -> None:
+    """Sync the bytes of a file; see `sync_descriptor`."""
+    _sync(path, _CANNOT_SYNC_FILES)
+
+
+def _sync(path: str, harmless: tuple[int, ...]) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in harmless:
+            raise
+        _warn(path, os.stat(path).st_dev, error)
 
 
 def sync_descriptor(descriptor: int, path: str) -> None:
@@ -70,35 +80,10 @@ def _warn(path: str, device: int, refusal: OSError) -> None:
         )  # fmt: skip
 
 
-def _refusal(path: str) -> OSError | None:
-    """Sync a directory; return the error if that is impossible there."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise
-        return error
-    return None
-
-
-def sync_file(path: str) -> None:
-    """Sync the bytes of a file; see `sync_descriptor`."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        sync_descriptor(descriptor, path)
-    finally:
-        os.close(descriptor)
-
-
 def make_directory(path: str) -> None:
     """Create a directory and its parents, and sync the new names."""
     with translated(path):
-        missing = []
-        head = path
+        missing, head = [], path
         while head and not presence.isdir(head):
             if (dangling := presence.dangling_link(head)) is not None:
                 raise StorageError(dangling, path=head, errno=errno.ENOENT)
@@ -131,6 +116,11 @@ def sync_tree(path: str) -> None:
         sync_directory(folder)
 
 
+def is_taken(error: OSError) -> bool:
+    """Return whether a rename to a path failed because of what is there."""
+    return error.errno in _TAKEN
+
+
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
     linked = not presence.isdir(path) and not presence.islink(path)
@@ -154,12 +144,8 @@ def rename_new(path: str, final: str) -> bool:
 
 def exchange(first: str, second: str) -> bool:
     """Swap two names atomically; return False if the system cannot."""
-    names = os.fsencode(first), os.fsencode(second)
-    if sys.platform == "darwin":
-        renamex = function_of_libc("renamex_np")
-        return renamex is not None and renamex(*names, _SWAP) == 0
-    renameat = function_of_libc("renameat2")
-    return renameat is not None and renameat(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0
+    rename = function_of_libc("renameat2")
+    return rename is not None and rename(_AT_CWD, os.fsencode(first), _AT_CWD, os.fsencode(second), _EXCHANGE) == 0
 
 
 def delete_tree(path: str) -> None:
@@ -169,9 +155,6 @@ def delete_tree(path: str) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    while True:
-        try:
-            return shutil.rmtree(path)
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                return None
+    while os.path.lexists(path):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)

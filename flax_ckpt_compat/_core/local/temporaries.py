@@ -13,7 +13,8 @@ import os
 import platform
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -22,10 +23,6 @@ from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 GONE = (FileNotFoundError, NotADirectoryError)
-# Errors of a path that certainly does not exist; ESTALE: on NFS, another machine removed it.
-ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE})
-# Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
-_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 _STAGED = ".staged"
 # Machine, boot and a random number; of releases up to 1.0.0 machine, process, its start and a count.
 _TAG = r"(?P<machine>[0-9a-f]{12})-(?:(?P<boot>[0-9a-f]{12})-[0-9a-f]{12}|\d+-\d+-\d+)"
@@ -49,12 +46,12 @@ def temporary_path(path: str, role: str = "new") -> str:
     `create_file` or `create_directory` creates it: without a lock it counts as left by a dead writer."""
     directory, name = os.path.split(path)
     tail = f".{_machine()}-{_boot()}-{os.urandom(6).hex()}{role}{TEMPORARY}{ARRAYS_POSTFIX}"
-    encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
-    if len(encoded) > room and role == "old":  # putting it back needs its whole name
-        raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
-    room -= len(ARRAYS_POSTFIX) if role == "new" else 0  # of the folder of arrays
-    shown = name if len(encoded) <= room else encoded[:room].decode("utf-8", "ignore")
-    return os.path.join(directory, f".{shown}{tail}")
+    encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - len(ARRAYS_POSTFIX) - 1
+    if len(encoded) > room:
+        if role == "old":  # putting it back needs its whole name
+            raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
+        name = encoded[:room].decode("utf-8", "ignore")
+    return os.path.join(directory, f".{name}{tail}")
 
 
 def staging_path(path: str) -> str:
@@ -79,11 +76,6 @@ def _boot() -> str:
             return file.read().strip().replace("-", "")[:12]
     except OSError:  # without Linux, the locks of one machine tell
         return _machine()
-
-
-def is_taken(error: OSError) -> bool:
-    """Return whether a rename to a path failed because of what is there."""
-    return error.errno in _TAKEN
 
 
 def parse(name: str) -> re.Match[str] | None:
@@ -137,21 +129,19 @@ def create_file(path: str) -> int:
         os.close(descriptor)
 
 
-def hold(path: str, name: str | None = None) -> bool:
-    """Lock what is at a path, by default under its own name; return False if it is gone."""
+def hold(path: str) -> bool:
+    """Lock what is at a path until `release`; return False if it is gone."""
     descriptor = _open(path)
     if descriptor is None:
         return presence.lexists(path)
-    try:
-        with suppress(OSError):  # a file system without locks: only time tells there
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is_at(path, descriptor):
-            _held[name or path], descriptor = descriptor, None
+    _held[path] = descriptor
+    with suppress(OSError):  # a file system without locks: only time tells there
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with suppress(*GONE):
+        if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
             return True
-        return False
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    release(path)
+    return False
 
 
 def release(temporary: str) -> None:
@@ -169,17 +159,21 @@ def unlock(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def try_lock(path: str) -> int | None:
-    """Lock what is at a path and return the descriptor to close; None if others hold it, or it cannot be locked."""
-    descriptor = _open(path)
-    if descriptor is None:
-        return None
+@contextmanager
+def locked_if_free(path: str) -> Iterator[bool | None]:
+    """Lock what is at a path; yield whether nobody else has a lock, None if that cannot be told."""
+    descriptor, is_free = _open(path), None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if descriptor is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_free = True
+            except OSError as error:
+                is_free = False if error.errno in (errno.EAGAIN, errno.EACCES) else None
+        yield is_free
+    finally:
+        if descriptor is not None:
+            unlock(descriptor)
 
 
 def _open(path: str) -> int | None:
@@ -190,41 +184,15 @@ def _open(path: str) -> int | None:
     return None
 
 
-def _is_at(path: str, descriptor: int) -> bool:
-    """Return whether an open file still has its path."""
-    with suppress(*GONE):
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    return False
-
-
 def writer_of(match: re.Match[str], path: str) -> Literal["alive", "perhaps", "dead"]:
     """Return the state of the writer of a temporary, given its parsed name; "perhaps": only time can tell."""
     if match["boot"] == _boot():
-        held = is_locked(path)
-        if held is not None:
-            return "alive" if held else "dead"
+        with locked_if_free(path) as is_free:
+            if is_free is not None:
+                return "dead" if is_free else "alive"
     elif match["boot"] and match["machine"] == _machine():
         return "dead"
     return "dead" if is_long_unchanged(path) else "perhaps"
-
-
-def is_locked(path: str) -> bool | None:
-    """Return whether a writer holds a lock; None if that cannot be told."""
-    descriptor = _open(path)
-    if descriptor is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def is_alive(match: re.Match[str], path: str) -> bool:
-    """Return whether the writer of a temporary, given its parsed name, may still be running."""
-    return writer_of(match, path) != "dead"
 
 
 def is_long_unchanged(path: str) -> bool:
@@ -240,17 +208,13 @@ def is_long_unchanged(path: str) -> bool:
 
 def _clock(directory: str) -> float:
     """Return the time by the clock that dates the files of a directory: this machine's may be hours off, or jump."""
-    probe = temporary_path(os.path.join(directory, "clock"))
+    import tempfile
+
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            return os.fstat(probe.fileno()).st_mtime
     except OSError:  # one who may only read; a full disk
         return time.time()
-    try:
-        return os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            os.unlink(probe)
 
 
 def _forget_all() -> None:

@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.object_store.client import SCHEMES
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
@@ -102,7 +102,7 @@ class Upload:
         except ConcurrentWriteError:
             self.abort()
             raise
-        removal.delete(staged)
+        atomic.delete(staged)
 
     def _publish_gda(self, staged: str, new: bool) -> None:
         there = commit.client_for(self.folder).list(self.folder)

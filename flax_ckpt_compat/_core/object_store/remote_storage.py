@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import removal, temporaries
+from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.storage import Listing, Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
@@ -189,7 +189,7 @@ class RemoteLocation(Location):
             status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
-        removal.remove_stale(folder)
+        atomic.remove_stale(folder)
         return temporaries.temporary_path(os.path.join(folder, self.name))
 
     def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002

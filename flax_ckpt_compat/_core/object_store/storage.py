@@ -6,7 +6,7 @@ import errno
 from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import removal
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
 from flax_ckpt_compat._core.object_store.request_errors import ConflictError
@@ -63,7 +63,7 @@ class ObjectLocation(RemoteLocation):
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         commit.publish(temporary, self.path, new=new, meter=meter)
-        removal.delete(temporary)
+        atomic.delete(temporary)
 
 
 class OpenedObject(Source):
