@@ -6,7 +6,7 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
@@ -17,19 +17,20 @@ from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.multiprocess import Upload
-from flax_ckpt_compat._core.orbax_layout import MANIFEST, PROCESS_PREFIX
-from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.orbax_layout import MANIFEST
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import show_path
 
 from . import writer
 from .data_file_writer import DataFiles
 from .encode_leaves import EncodedLeaf
-from .files import AT_ONCE, make_directory, size_of, sizes_of, sync_directory, write_file, write_files
-from .missing_chunks import check_complete
+from .files import AT_ONCE, make_directory, sync_directory, write_file, write_files
 from .ocdbt import read_entries
 from .ocdbt_encode import write_index
 from .ocdbt_nodes import Entries
-from .open_index import open_database
+from .ocdbt_writer import metadata_of
+from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
@@ -81,13 +82,12 @@ def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
     _assign_writers(plan, options)
-    digest, base = _digest(plan), LocalLocation(path) if upload is None else of_text(upload.url)
+    digest, location = _digest(plan), (LocalLocation(path) if upload is None else of_text(upload.url)).listed()
     names = [_name_of(index, upload) for index in range(save.process.count)]
-    in_parallel(lambda number: _check_done(base, number, base / names[number], digest), range(len(names)))
+    in_parallel(lambda number: _check_done(location, number, location / names[number], digest), range(len(names)))
     if plan.arrays:
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
-            _merge(path, names, upload)
-            _check(path, plan, writer.encoding_of(options), upload)
+            _check_complete(location, plan, writer.encoding_of(options), merge(path, names, location))
     if upload is not None:
         in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])
         names = names[:1]
@@ -113,33 +113,27 @@ def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedL
     return found
 
 
-def _merge(path: str, names: list[str], upload: Upload | None) -> None:
-    """Write a database with references to the values of all others, without reading them."""
-    uploaded = None if upload is None else set(upload.written())
+def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
+    """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
+    keys_of = Memo(lambda described: metadata_of(*described, encoding)[1].keys())
+    for entry, stored in plan.arrays:
+        prefix = layout.key_prefix(entry.name)
+        for key in (encoding.metadata_file, *keys_of[stored.shape, stored.write_shape, stored.dtype]):
+            if (prefix + key).encode() not in entries:
+                leaf = show_path(tuple(name for name, _ in entry.keys))
+                raise _incomplete(location, f"the value {prefix + key!r} of the leaf {leaf!r} is missing")
+    for file, end in Index(location, entries).ends().items():
+        at = location / file
+        if not at.isfile() or at.size() < end:
+            raise _incomplete(location, f"the file {file} is missing or too short")
 
-    def is_written(name: str) -> bool:
-        file = os.path.join(name, layout.MANIFEST)
-        return presence.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
-    # A process that holds no first replica has written no database.
-    written = list(filter(is_written, names))
-    if upload is None:
-        merge(path, written, LocalLocation(path))
-    else:
-        merge(path, written, of_text(upload.url), file_locator(path, of_text(upload.folder)))
-
-
-def _check(path: str, plan: SavePlan, encoding: Encoding, upload: Upload | None) -> None:
-    if upload is None:
-        location = LocalLocation(path)
-        check_complete(path, plan, encoding, open_database(location), lambda file: size_of(location / file))
-        return
-    folder = of_text(upload.folder)
-    index = open_database(of_text(upload.url), locate=file_locator(path, folder))
-    sizes = sizes_of(
-        [folder / key for key in upload.written() if not key.endswith((layout.MANIFEST, layout.PROCESS_DONE))]
+def _incomplete(location: Location, what: str) -> StorageError:
+    return StorageError(
+        f"{location}: what the processes saved is not complete: {what}. All processes must save to one directory that "
+        f"they share, and nothing else may change it. Nothing was saved",
+        path=location.path,
     )
-    check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(folder / file))
 
 
 def _name_of(process: int, upload: Upload | None) -> str:
@@ -188,37 +182,33 @@ def _remove_done_file(database: str) -> None:
         os.unlink(file)
 
 
-def merge(path: str, names: Sequence[str], location: Location, locate: Callable[[str], Location] | None = None) -> None:
-    """Write and sync a database in the directory ``path`` with all entries of others, without reading their values.
+def merge(path: str, names: Sequence[str], location: Location) -> Entries:
+    """Write and sync a database in the directory ``path`` with all entries of others, and return these.
 
-    Those lie in folders ``names`` of ``location``, or where ``locate`` finds their files by the names."""
-    parts = in_parallel(lambda name: _entries_of(location, name, locate), names, AT_ONCE if location.is_remote else 1)
+    Those others lie in folders ``names`` of ``location``; their values are not read."""
+    # A process that holds no first replica has written no database.
+    written = [name for name in names if (location / name / MANIFEST).isfile()]
+    parts = in_parallel(lambda name: _entries_of(location, name), written, AT_ONCE if location.is_remote else 1)
     entries = [entry for part in parts for entry in part.items()]
-    if not entries:
-        return
-    files = DataFiles(path, None)
-    try:
-        with translated(path, "written", TENSORSTORE_ERRORS):
-            manifest = write_index(entries, files.append)
-            files.finish()
-    finally:
-        files.abandon(wait=True)
-    write_file(os.path.join(path, MANIFEST), manifest)
+    if entries:
+        files = DataFiles(path, None)
+        try:
+            with translated(path, "written"):
+                manifest = write_index(entries, files.append)
+                files.finish()
+        finally:
+            files.abandon(wait=True)
+        write_file(os.path.join(path, MANIFEST), manifest)
+    return dict(entries)
 
 
-def _entries_of(location: Location, name: str, locate: Callable[[str], Location] | None) -> Entries:
-    folder = (location / name).path
+def _entries_of(location: Location, name: str) -> Entries:
     try:
-        with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
-            return read_entries(location, f"{name}/", locate)
+        return read_entries(location, f"{name}/")
     except CorruptCheckpointError as error:
+        folder = (location / name).path
         raise StorageError(
             f"{folder} could not be merged with those of the other processes: {error}. Nothing else may change "
             f"it during a save; save again",
             path=folder,
         ) from error
-
-
-def file_locator(local: str, store: Location) -> Callable[[str], Location]:
-    """Return a function that resolves file names of a local directory with the process databases of a store in it."""
-    return lambda file: (store if file.startswith(PROCESS_PREFIX) else LocalLocation(local)) / file

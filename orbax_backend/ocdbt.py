@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
@@ -21,12 +21,11 @@ from .ocdbt_nodes import MAX_DECODED_BYTES, Entries, NodeRef, children_of, entri
 _NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 
-def read_entries(location: Location, base: str = "", locate: Callable[[str], Location] | None = None) -> Entries:
+def read_entries(location: Location, base: str = "") -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
-    ``base`` is its directory in the checkpoint's, with its slash. Of files that are elsewhere, ``locate`` returns
-    the location by the name."""
-    database, found = _Database(location, base, locate), Entries()
+    ``base`` is its directory in the checkpoint's, with its slash."""
+    database, found = _Database(location, base), Entries()
     level = database.roots()
     while level:
         below: list[NodeRef] = []
@@ -45,9 +44,8 @@ def read_entries(location: Location, base: str = "", locate: Callable[[str], Loc
 
 
 class _Database:
-    def __init__(self, location: Location, base: str, locate: Callable[[str], Location] | None) -> None:
-        self.files = CheckpointFiles(location)
-        self._base, self._locate = base, locate or location.__truediv__
+    def __init__(self, location: Location, base: str) -> None:
+        self.files, self._location, self._base = CheckpointFiles(location), location, base
         self._at_once = AT_ONCE if location.is_remote else 1
         self._seen: set[ByteRange] = set()
 
@@ -55,7 +53,7 @@ class _Database:
         """Return the root of the newest version; none where that has no keys."""
         roots = self._roots(MANIFEST)
         if roots is None:
-            names = list_names(self._locate(self._base.rstrip("/")))
+            names = list_names(self._location / self._base)
             roots = self._roots(max(filter(_NUMBERED_MANIFEST.fullmatch, names), default=MANIFEST))
         if roots is None:
             raise self._corrupt(self._base + MANIFEST, "its versions are missing")
@@ -82,7 +80,7 @@ class _Database:
     def _read(self, name: str, start: int, stop: int | None) -> bytes:
         """Read a part of a file, or less where it ends before."""
         self.files.check(name)
-        file = self._locate(name)
+        file = self._location / name
         missing = corrupt(file, "this file of the array database is missing", "restore it from a backup")
         return read_existing(file, start, stop, missing)
 
@@ -96,4 +94,4 @@ class _Database:
 
     def _corrupt(self, file: str, problem: object, at: str = "") -> CorruptCheckpointError:
         what = f"the array database does not decode{at}: {problem}"
-        return corrupt(self._locate(file), what, "restore the files from a backup")
+        return corrupt(self._location / file, what, "restore the files from a backup")

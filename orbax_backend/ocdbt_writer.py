@@ -59,12 +59,6 @@ class Database:
         self._batch, self._batch_nbytes = list[Value](), 0
         self._known_cells: dict[Any, list[_Cells]] = {}
 
-    @property
-    def files(self) -> list[str]:
-        """Return the full paths of all files, once it is finished."""
-        names = [*self._files.names, MANIFEST] if self._inline or self._values else []
-        return [os.path.join(self._path, name) for name in names]
-
     def make_room(self, nbytes: int) -> None:
         """Wait until little memory is held besides an array of ``nbytes`` that is read next."""
         if self._batch_nbytes + nbytes > BATCH_BYTES:
@@ -88,7 +82,7 @@ class Database:
         if encoding.codec is not None and nbytes < _COMPRESS_FROM_BYTES:
             encoding = Encoding(checksums=encoding.checksums)
         shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
-        prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
+        prefix, (text, info) = key_prefix(name), metadata_of(stored.shape, stored.write_shape, stored.dtype, encoding)
         if is_primary:
             self._inline.append((prefix + encoding.metadata_file, text))
         is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
@@ -174,7 +168,7 @@ def _cells_of(shard: Shard, info: ArrayInfo) -> _Cells:
 
 
 @functools.lru_cache(maxsize=4096)
-def _metadata(
+def metadata_of(
     shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any, encoding: Encoding
 ) -> tuple[bytes, ArrayInfo]:
     """Return the text of an array's metadata, and its parsed form."""
@@ -186,5 +180,5 @@ def _metadata(
 def _small_form(shape: tuple[int, ...], dtype: Any, checksums: bool) -> tuple[str, bytes, str]:
     """Return the metadata's file and text of an array in one chunk without compression, and the chunk's key."""
     encoding = Encoding(checksums=checksums)
-    text, info = _metadata(shape, shape, dtype, encoding)
+    text, info = metadata_of(shape, shape, dtype, encoding)
     return encoding.metadata_file, text, info.chunk_key((0,) * len(shape))

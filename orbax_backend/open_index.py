@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import errors
@@ -90,12 +90,12 @@ def open_index(location: Location, names: Sequence[str], use_ocdbt: bool) -> Ind
     return Index(location, {**nested, **index._entries}) if nested else index
 
 
-def open_database(location: Location, folder: str = "", locate: Callable[[str], Location] | None = None) -> Index:
-    """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
+def open_database(location: Location, folder: str = "") -> Index:
+    """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint."""
     full = location / folder
-    if locate is None and not (full / layout.MANIFEST).isfile():
+    if not (full / layout.MANIFEST).isfile():
         raise _missing_manifest(full)
-    return Index(location, read_entries(location, f"{folder}/" if folder else "", locate))
+    return Index(location, read_entries(location, f"{folder}/" if folder else ""))
 
 
 def holds_array(location: Location) -> bool:

@@ -15,11 +15,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import sys
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -27,9 +25,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
 from flax_ckpt_compat._core.jax_shards import start_transfer
-from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
@@ -48,8 +44,6 @@ _ENCODINGS = {
     "crc32c": Encoding(checksums=True),
     "zstd": Encoding(_ZSTD, checksums=True),
 }
-_WHITE_SPACE = b" \t\n\r"  # of JSON, as digits of base 4
-_DIGITS = 64
 
 
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
@@ -60,24 +54,11 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     begin(path, plan, options)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    with writing_arrays(path, arrays, options, record) as database:
+    with writing_arrays(path, arrays, options, record):
         files = write_metadata(path, plan, options, 0)
         if record is not None:
             record.add_files(path, files)
     commit(path, plan, record)
-    _check_whole(path, [*files, *database.files])
-
-
-def _check_whole(path: str, files: Iterable[str]) -> None:
-    """Raise StorageError if a file that was written is not there any more: somebody removes the temporary."""
-    expected = [*files, *(os.path.join(path, name) for name in (layout.STEP_METADATA, layout.COMMIT_FILE))]
-    lost = next((file for file in expected if not presence.exists(file)), None)
-    if lost is not None:
-        name = os.path.relpath(lost, path)
-        message = (
-            f"{path}: {name} was removed while it was written, so it is not whole: another program removes what is"
-        )
-        raise StorageError(f"{message} in this directory. Stop that, and save again", path=path, errno=errno.ENOENT)
 
 
 def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
@@ -120,8 +101,6 @@ def write_metadata(
             files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
         if process == 0:
             files |= _tree_files(plan, options)
-    if options.unique_files:
-        files = {name: _made_unique(name, content) for name, content in files.items()}
     contents = {os.path.join(path, name): content for name, content in files.items()}
     write_files(contents)
     if lists_arrays:
@@ -146,7 +125,7 @@ def writing_arrays(
     options: WriteOptions,
     record: Record | None,
     is_primary: bool = True,
-) -> Iterator[Database]:
+) -> Iterator[None]:
     """Write arrays to a new database in ``path``, beside what the block does; sync it at the end of the block.
 
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
@@ -158,7 +137,7 @@ def writing_arrays(
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
             _put(database, arrays, encoding, is_primary)
-        yield database
+        yield
         with translated(path, "written", TENSORSTORE_ERRORS):
             database.finish()
     except BaseException as error:
@@ -202,15 +181,3 @@ def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     for source in sources:
         if is_jax_array(source):
             start_transfer(source)
-
-
-def _made_unique(name: str, content: bytes) -> bytes:
-    """Return the content of a file that describes the tree, with random white space at its end if it is JSON.
-
-    Without that it is the same for the same tree, while all others hold a time or a random number. Stores such as
-    ``s3://`` tell versions of an object by its bytes: a deletion that is executed late, on the condition of a version,
-    would delete what a newer save wrote. JSON may end in white space, which no reader sees."""
-    if name == MSGPACK_FILE:
-        return content
-    number = uuid.uuid4().int
-    return content + bytes(_WHITE_SPACE[number >> 2 * digit & 3] for digit in range(_DIGITS))

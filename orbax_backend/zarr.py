@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.array_boxes import cells, full_box
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
@@ -100,6 +101,10 @@ class ArrayInfo:
         """Return the key of a chunk, relative to the array's prefix."""
         first = [self.prefix] if self.prefix else []
         return self.separator.join([*first, *map(str, cell)]) or "0"
+
+    def keys(self) -> list[str]:
+        """Return the keys of all chunks."""
+        return [self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks)]
 
 
 class UnsupportedArrayError(Exception):

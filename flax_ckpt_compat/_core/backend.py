@@ -198,9 +198,6 @@ class WriteOptions:
     # it.
     compression: str | None = None
     checksums: bool = True  # record checksums of what is written
-    # No two saves write the same bytes, for stores that tell versions of an object by its bytes; a msgpack file of the
-    # same tree is the same all the same.
-    unique_files: bool = False
     # Bytes of the largest part of an array that is stored as one, in a format that has such parts; None for its own
     # limit. A store takes and gives several parts at once, each by a connection of its own.
     part_bytes: int | None = None

@@ -172,7 +172,6 @@ def write_options(
     return WriteOptions(
         settings.compression,
         checksums=settings.checksums != "off",
-        unique_files=destination.is_remote,
         part_bytes=_PART_OF_STORE if destination.is_remote else None,
         past_cache=in_background and not destination.is_remote,  # what goes to a store is read again
         meter=meter,

@@ -366,7 +366,7 @@ def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
 def test_chunks_at_the_edge(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of arrays above 2 GiB, here 1 MiB: zarr stores them whole, with zeros behind the array's bytes."""
     monkeypatch.setattr(zarr, "_PLAIN_CHUNK_BYTES", 1 << 20)
-    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer._metadata.__wrapped__)
+    monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     array = RNG.standard_normal(shape)
     path = saved(tmp_path / "c", {"a": array})
     assert equal(fcc.restore(path), {"a": array})
@@ -387,7 +387,7 @@ def test_zeros_of_chunks_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     array = RNG.integers(1, 99, (5, 7, 11), np.uint8)
     monkeypatch.setattr(zarr, "chunk_shape", lambda *_: [3, 4, 11])
     monkeypatch.setattr(ocdbt_writer, "_COPY_BELOW_BYTES", 0)
-    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer._metadata.__wrapped__)
+    monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     path = saved(tmp_path / "c", {"a": array})
     stored = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().read("a/1.1.0").result().value
     expected = np.pad(array[3:, 4:], ((0, 1), (0, 1), (0, 0))).tobytes()
@@ -524,7 +524,7 @@ def replace_inline(path: str, array: np.ndarray[Any, Any]) -> None:
 def test_parts_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns of an array of several chunks, whose last is padded; a part next to damage is an error."""
     monkeypatch.setattr("flax_ckpt_compat.orbax_backend.zarr._SPLIT_CHUNK_BYTES", 512 << 10)
-    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer._metadata.__wrapped__)
+    monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     path = save(tmp_path / "c", {"w": ROWS}, "crc32c")
     assert stored_metadata(path, "w")["chunk_grid"]["configuration"]["chunk_shape"] == [251, 300]
     (handle,) = handles(path).values()

@@ -15,7 +15,7 @@ from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.location import Location, location_of
+from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made
 from tests.support.orbax_trees import load, save
 
@@ -267,16 +267,3 @@ def test_restores_leave_nothing_behind(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {f"{number:03}": np.arange(40.0) for number in range(200)})
     _blocks_kept_by(3, path)
     assert _blocks_kept_by(5, path) < 200
-
-
-def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path) -> None:
-    """Files are looked for where `locate` says."""
-    path = made.write(tmp_path / "real", [made.envelope(made.NODE, ROOT)])
-    asked: list[str] = []
-
-    def locate(file: str) -> Location:
-        asked.append(file)
-        return location_of(path) / file
-
-    assert read_entries(location_of("s3://bucket/absent"), locate=locate) == VALUES
-    assert set(asked) == {"manifest.ocdbt", "d/x"}

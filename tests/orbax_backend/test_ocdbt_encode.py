@@ -165,11 +165,11 @@ def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         real = multiprocess.read_entries
 
-        def damaging(location: Any, base: str, locate: Any) -> Any:
+        def damaging(location: Any, base: str) -> Any:
             if base == "ocdbt.process_1/":
                 file = tmp_path / "c" / base / "d" / "nodes"
                 file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-            return real(location, base, locate)
+            return real(location, base)
 
         patch.setattr(multiprocess, "read_entries", damaging)
         with pytest.raises(

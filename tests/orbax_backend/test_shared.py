@@ -154,7 +154,7 @@ def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
     [
         ("ocdbt.process_1", "StorageError: {path}: the share of process 1 is missing"),
         ("ocdbt.process_1/ended", "StorageError: {path}: the share of process 1 is missing"),
-        ("ocdbt.process_1/manifest.ocdbt", "StorageError: {path}: the leaf 'bf16' is not complete: the chunk [0, 1]"),
+        ("ocdbt.process_1/manifest.ocdbt", "StorageError: {path}: what the processes saved is not complete"),
         ("ocdbt.process_1/d/*", "StorageError: {path}/ocdbt.process_1 could not be merged"),
     ],
 )
@@ -163,9 +163,6 @@ def test_a_lost_share_is_told_at_the_end(tmp_path: Path, lost: str, said: str) -
     path = tmp_path / "c"
     found = team_of(2).call(jobs.save_then_lose, str(path), MESH, lost)[0]
     assert found.startswith(said.format(path=path))
-    if "chunk" in said:
-        assert "of process 1 is missing" in found
-        assert "leaf=bf16" in found
     assert not (path / "commit_success.txt").exists()
 
 
@@ -173,8 +170,7 @@ def test_a_data_file_that_got_lost_is_told(tmp_path: Path) -> None:
     """Some values are gone, though the B-tree that names them is there."""
     path = tmp_path / "c"
     found = team_of(2).call(jobs.save_then_cut, str(path), MESH)[0]
-    assert found.startswith(f"StorageError: {path}: the leaf 'large' is not complete: the chunk [1, ")
-    assert "of process 1 should be in ocdbt.process_1/d/" in found
+    assert found.startswith(f"StorageError: {path}: what the processes saved is not complete: the file ocdbt.process_1")
     assert "missing or too short" in found
     assert not (path / "commit_success.txt").exists()
 

@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from flax_ckpt_compat.orbax_backend import writer
 
 from flax_ckpt_compat import checkpoints, errors, restore
 from flax_ckpt_compat._discovery import saved_steps
@@ -20,38 +18,6 @@ from tests.support.saves import names, tree, use_flag
 def save(folder: Path, step: int, **options: Any) -> None:
     """Saves a step as a program does."""
     checkpoints.save_checkpoint(folder, tree(step), step, **options)
-
-
-@pytest.mark.parametrize("lost", ["manifest.ocdbt", "d", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"])
-def test_a_part_that_is_removed_before_it_is_looked_at(
-    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As soon as Orbax's format is written its writer looks for all of its files."""
-    real = writer.commit
-
-    def commit(path: str, *arguments: Any) -> None:
-        real(path, *arguments)
-        shutil.rmtree(os.path.join(path, lost)) if lost == "d" else os.unlink(os.path.join(path, lost))
-
-    monkeypatch.setattr(writer, "commit", commit)
-    with use_flag(True), pytest.raises(errors.StorageError, match=f"{lost}.* was removed while it was written"):
-        save(tmp_path, 1)
-    assert names(tmp_path) == []
-
-
-def test_a_data_file_that_is_removed_before_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that holds values only, so that the index of the database is whole."""
-    real, found = writer.commit, list[str]()
-
-    def commit(path: str, *arguments: Any) -> None:
-        real(path, *arguments)
-        found.extend(sorted(os.listdir(os.path.join(path, "d")), key=lambda name: -os.path.getsize(f"{path}/d/{name}")))
-        os.unlink(os.path.join(path, "d", found[0]))
-
-    monkeypatch.setattr(writer, "commit", commit)
-    with use_flag(True), pytest.raises(errors.StorageError, match=r"d.* was removed while it was written"):
-        checkpoints.save_checkpoint(tmp_path, {"w": np.ones(2**20), "v": np.ones(2**20)}, 1)
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("flag", [False, True])
