@@ -11,8 +11,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._convert import output_writers, safetensors
-from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
+from flax_ckpt_compat._convert import safetensors, writing
+from flax_ckpt_compat._convert.convert_one import convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job, find_jobs
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError
@@ -104,15 +104,7 @@ def convert(
 
 
 def plan(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    to: Any,
-    *,
-    step: Any = None,
-    target: Any = None,
-    transforms: Any = None,
-    item: Any = None,
-    sharding: Any = "drop",
+    src: Any, dst: Any, to: Any, *, step: Any = None, item: Any = None, sharding: Any = "drop", **options: Any
 ) -> list[Job]:
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
@@ -128,8 +120,7 @@ def plan(
     if steps == []:
         raise SettingError("step is an empty list, so nothing would be converted; None converts all steps")
     jobs = find_jobs(source, destination, to, steps)
-    chosen = {"target": target, "transforms": transforms, "items": items, "sharding": sharding}
-    return [dataclasses.replace(job, **chosen) for job in jobs]
+    return [dataclasses.replace(job, items=items, sharding=sharding, **options) for job in jobs]
 
 
 def free_space(destination: str) -> tuple[int, str] | None:
@@ -150,17 +141,19 @@ def _items(item: Any) -> dict[str, str] | None:
     if item is None:
         return None
     named = item if isinstance(item, Mapping) else dict.fromkeys([item] if isinstance(item, str) else item, "")
-    if not named or not all(isinstance(name, str) and name for name in named):
-        raise ArgumentError(
-            f"item is the name of an item, a list of names, or a dict of new names; found {item!r:.100}"
-        )
-    if not all(isinstance(new, str) for new in named.values()):
-        raise ArgumentError(f"the new name of an item is text; found {item!r:.100}")
+    if not named or not all(isinstance(one, str) for pair in named.items() for one in pair) or "" in named:
+        message = "item is the name of an item, a list of names, or a dict of new names"
+        raise ArgumentError(f"{message}; found {item!r:.100}")
     return dict(named)
 
 
 def run(
-    jobs: Sequence[Job], executor: Executor | None, *, dry_run: bool, resume: bool, progress: Progress | None = None
+    jobs: Sequence[Job],
+    executor: Executor | None,
+    *,
+    dry_run: bool,
+    resume: bool,
+    progress: writing.Progress | None = None,
 ) -> Generator[Conversion]:
     """Yield the results of the jobs of a `plan` as they end; other arguments as for `convert`.
 
@@ -171,7 +164,7 @@ def run(
         target, transforms = loaded(jobs[0].target, jobs[0].transforms)
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
-        output_writers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+        writing.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
     do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
         for job in jobs:
@@ -183,10 +176,9 @@ def run(
             try:
                 yield future.result()
             except Exception as error:  # noqa: BLE001  (a worker died, or its job cannot be pickled)
-                job = futures[future]
-                yield Conversion(
-                    job.source, job.destination, "failed", error=f"{job.source}: {type(error).__name__}: {error}"
-                )
+                source, destination = futures[future].source, futures[future].destination
+                message = f"{source}: {type(error).__name__}: {error}"
+                yield Conversion(source, destination, "failed", error=message)
     finally:
         for future in futures:
             future.cancel()

@@ -39,11 +39,6 @@ class Job:
     resume: bool = False  # a result that is there is compared with its source, instead of refused
     dry_run: bool = False  # plan only
 
-    @property
-    def renames(self) -> bool:
-        """Return whether an item gets a name by the caller's choice."""
-        return any((self.items or {}).values())
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
@@ -73,7 +68,6 @@ class Conversion:
     left_out: tuple[str, ...] = ()
 
 
-_SUFFIX = {"safetensors": ".safetensors"}
 # The step of a name that a program gives to steps: the whole name, as of managers, or the longest number after a
 # separator, as in ``checkpoint_-1.5``, ``ckpt-10`` or ``v1.10``. Models and dates have none: ``pi0``, ``2024-05-01``.
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -85,28 +79,37 @@ _DATE = re.compile(r"(?:.*[^0-9])?(?:19|20)\d\d([-_.])(?:0?[1-9]|1[0-2])\1[0-3]?
 def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence[Any] | None) -> list[Job]:
     """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
-    ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a
-    result would be in the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there
-    is no checkpoint, or not the step."""
+    ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a result would be in
+    the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there is no checkpoint,
+    or not the step."""
     listed = source.listed()
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
-    holding = [contents_of(listed.at(one.path), lists_denied=True) for one in found]
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
-    if found == [source] and to in TO_STEPS and wanted:
-        jobs = [_with_step(source, destination, to, _assigned(source, wanted))]
-    elif found == [source] and to not in TO_STEPS:
-        _check_apart(source, destination)
-        jobs = [Job(source.path, destination.path, to)]
+    _check_apart(source, destination)
+    if found == [source]:
+        is_step = to in TO_STEPS
+        step = _assigned(source, wanted) if is_step and wanted else _step_of(source.name.removesuffix(MSGPACK_SUFFIX))
+        jobs = [_as_step(source, destination, step, to) if is_step else Job(source.path, destination.path, to)]
     else:
-        _check_apart(source, destination)
-        top = source.parent if found == [source] else source
-        jobs = [_job(one, destination.sibling(one.parent.path[len(top.path) :]), to) for one in found]
-        jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
-    errors = {one.path: _refusal(one) for one in holding if not one.is_readable}
-    jobs = [dataclasses.replace(job, error=errors.get(job.source, job.error)) for job in jobs]
+        jobs = [_job(one, destination.sibling(one.parent.path[len(source.path) :]), to) for one in found]
+        jobs = _selected(source, jobs, wanted) if wanted else jobs
+    for holding in [contents_of(listed.at(one.path), lists_denied=True) for one in found]:
+        if not holding.is_readable:
+            error = _refusal(holding)
+            jobs = [dataclasses.replace(job, error=error) if job.source == holding.path else job for job in jobs]
     _check_outside(jobs)
-    return _without_collisions(jobs)
+    count = Counter(job.destination for job in jobs if job.error is None)
+    return [
+        _failing(job, f"another checkpoint would be converted to {job.destination} too; convert each alone")
+        if job.error is None and count[job.destination] > 1
+        else job
+        for job in jobs
+    ]
+
+
+def _failing(job: Job, why: str) -> Job:
+    return dataclasses.replace(job, error=f"ArgumentError: {job.source}: {why}")
 
 
 def _assigned(source: Location, wanted: Sequence[Any]) -> float:
@@ -144,18 +147,14 @@ def _is_checkpoint(location: Location) -> bool:
 
 
 def _check_apart(source: Location, destination: Location) -> None:
-    """Raise ArgumentError if the destination is the source, or in it."""
-    if _is_inside(destination, source):
-        message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
-        if _is_inside(source, destination):
+    """Raise ArgumentError if the destination is the source, or in it, also by symbolic links."""
+    for here, there in ((source.path, destination.path), (source.resolve(), destination.resolve())):
+        if here == there:
             message = f"{destination} is both source and destination, and a source is never touched; pass another path"
-        raise ArgumentError(message, path=destination.path)
-
-
-def _is_inside(location: Location, folder: Location) -> bool:
-    """Return whether a path is a folder or in it, also by symbolic links."""
-    pairs = [(location.path, folder.path), (location.resolve(), folder.resolve())]
-    return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
+            raise ArgumentError(message, path=destination.path)
+        if f"{there}/".startswith(f"{here}/"):
+            message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
+            raise ArgumentError(message, path=destination.path)
 
 
 def _job(source: Location, folder: Location, to: str) -> Job:
@@ -164,28 +163,26 @@ def _job(source: Location, folder: Location, to: str) -> Job:
     stem = name.removesuffix(MSGPACK_SUFFIX)
     step = _step_of(stem)
     if to in TO_STEPS:
-        return _with_step(source, folder, to, step)
-    name = stem if to != "msgpack" else name
+        return _as_step(source, folder, step, to)
+    name = name if to == "msgpack" else stem
     name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
-    return Job(source.path, (folder / (name + _SUFFIX.get(to, ""))).path, to, step)
+    return Job(source.path, (folder / (f"{name}.safetensors" if to == "safetensors" else name)).path, to, step)
 
 
 def _step_of(name: str) -> float | None:
     """Return the step that a name records, or None."""
-    if _DATE.fullmatch(name):
-        return None
-    match = _STEP.fullmatch(name) or _AFTER_DOT.fullmatch(name)
+    match = None if _DATE.fullmatch(name) else _STEP.fullmatch(name) or _AFTER_DOT.fullmatch(name)
     return steps.parse_step(match[1]) if match else None
 
 
-def _with_step(source: Location, folder: Location, to: str, step: float | None) -> Job:
+def _as_step(source: Location, folder: Location, step: float | None, to: str) -> Job:
     """Return the job of a result that is a step of Orbax's managers."""
+    job = Job(source.path, folder.path, to, step)
     if step is None or step < 0 or step != int(step):
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with a step that you choose (step=5, --step 5), or to another layout"
-        error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
-        return Job(source.path, folder.path, to, step, error)
-    return Job(source.path, (folder / str(int(step))).path, to, step)
+        return _failing(job, f"{shown}, and managers count whole steps from 0; {remedy}")
+    return dataclasses.replace(job, destination=(folder / str(int(step))).path)
 
 
 def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
@@ -201,15 +198,3 @@ def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> l
             raise CheckpointNotFoundError(message, path=source.path, has_remedy=True)
         chosen += mine
     return list(dict.fromkeys(chosen))
-
-
-def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs, with an error in those whose results would have one name."""
-    count = Counter(job.destination for job in jobs if job.error is None)
-    problem = "ArgumentError: {}: another checkpoint would be converted to {} too; convert each alone"
-    return [
-        dataclasses.replace(job, error=problem.format(job.source, job.destination))
-        if job.error is None and count[job.destination] > 1
-        else job
-        for job in jobs
-    ]

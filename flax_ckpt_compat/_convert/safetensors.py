@@ -6,13 +6,15 @@ Numbers, text, None and empty containers, which the format does not know, are ke
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._convert.stored_trees import in_memory
+from flax_ckpt_compat._convert.stored_trees import kind_of
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafKind
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
@@ -21,46 +23,46 @@ from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.layouts.safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 
+_IN_HEADER = {kind for kind in KIND_OF_TYPE.values() if kind is not LeafKind.COMPLEX}
+
 
 def prepared(tree: Node) -> Node:
-    """Return a tree as the format holds it: numpy's scalars are arrays without axes."""
-    return map_leaves(lambda _, leaf: in_memory(np.asarray(leaf)) if isinstance(leaf, np.generic) else leaf, tree)
+    """Return a tree of leaf handles as the format holds it: numpy's scalars are arrays without axes."""
+
+    def leaf_of(_: Any, leaf: Any) -> Any:
+        return dataclasses.replace(leaf, kind=LeafKind.ARRAY) if kind_of(leaf) is LeafKind.NUMPY_SCALAR else leaf
+
+    return map_leaves(leaf_of, tree)
 
 
 def note_of_others(tree: Node) -> list[str]:
     """Return a note that names what is kept beside the arrays, where other readers do not look."""
-    others = [path for path, leaf in iter_leaves(tree) if _is_plain(leaf)]
-    if not others:
-        return []
-    return [f"numbers, text and None are kept as JSON in the file's header: {one_line(map(show_path, others))}"]
-
-
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or type(leaf) in (bool, int, float, str)
+    others = [show_path(path) for path, leaf in iter_leaves(tree) if leaf is None or kind_of(leaf) in _IN_HEADER]
+    return [f"numbers, text and None are kept as JSON in the file's header: {one_line(others)}"] if others else []
 
 
 def check(tree: Node) -> None:
-    """Raise UnsupportedLeafError or NameCollisionError if the format cannot hold a tree."""
+    """Raise UnsupportedLeafError or NameCollisionError if the format cannot hold a tree of leaf handles."""
     names: dict[str, str] = {}
-    refused = []
+    refused = {}
     for path, leaf in iter_leaves(tree):
-        shown = show_path(path)
-        if names.setdefault(leaf_name(path), shown) != shown:
-            raise NameCollisionError(
-                f"{shown} and {names[leaf_name(path)]} would both be {leaf_name(path)}", leaf=shown
-            )
-        if isinstance(leaf, StoredArray):
+        shown, name = show_path(path), leaf_name(path)
+        kind = kind_of(leaf)
+        if names.setdefault(name, shown) != shown:
+            raise NameCollisionError(f"{shown} and {names[name]} would both be {name}", leaf=shown)
+        if kind is LeafKind.ARRAY and name == METADATA:
+            raise NameCollisionError(f"{shown}: a safetensors file has its own {METADATA}; rename it", leaf=shown)
+        if kind is LeafKind.ARRAY:
             if leaf.dtype.name not in DTYPE_NAMES or leaf.dtype.byteorder == ">":
-                refused.append(f"{shown} ({leaf.dtype})")
-            elif leaf_name(path) == METADATA:
-                raise NameCollisionError(f"{shown}: a safetensors file has its own {METADATA}; rename it", leaf=shown)
-        elif not isinstance(leaf, Branch) and not _is_plain(leaf):
-            refused.append(f"{shown} ({type(leaf).__name__})")
+                refused[shown] = str(leaf.dtype)
+        elif kind is not None and kind not in _IN_HEADER:
+            refused[shown] = kind.value
     if refused:
         raise UnsupportedLeafError(
-            f"a safetensors file cannot hold {one_line(refused)}; it has arrays of {', '.join(DTYPE_NAMES)}. Leave "
-            "them out or cast them with target= and transforms=, or convert to another layout",
-            leaf=refused[0].rpartition(" (")[0],
+            f"a safetensors file cannot hold {one_line(f'{leaf} ({what})' for leaf, what in refused.items())}; it has "
+            f"arrays of {', '.join(DTYPE_NAMES)}. Leave them out or cast them with target= and transforms=, or "
+            "convert to another layout",
+            leaf=next(iter(refused)),
         )
 
 
@@ -75,7 +77,7 @@ def require_library() -> None:
 
 
 def write(path: str, tree: Node) -> None:
-    """Write and sync a file of a tree that `check` accepts; names are key paths joined with dots."""
+    """Write and sync a file of arrays to write and other values; names are key paths joined with dots."""
     from safetensors.numpy import save
 
     arrays, others = dict[str, Any](), list[Any]()

@@ -1,31 +1,31 @@
-"""Describe what a restore with a target and transforms makes of a checkpoint, one leaf at a time."""
+"""Give what a restore with a target and transforms makes of a checkpoint, one leaf at a time."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import stored_trees
 from flax_ckpt_compat._convert.jobs import FILES, Job
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core.backend import (
+    KIND_OF_TYPE,
+    ArraySlice,
+    Format,
+    LeafHandle,
+    LeafKind,
+    Reader,
+    handle_of,
+)
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import (
-    Branch,
-    Container,
-    KeyData,
-    Node,
-    StoredArray,
-    iter_leaves,
-    map_leaves,
-    show_path,
-)
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import execute, policies
 from flax_ckpt_compat._restore.items import plan_all
@@ -33,6 +33,8 @@ from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
+
+_KINDS = {**KIND_OF_TYPE, bytes: LeafKind.BYTES}
 
 
 def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[str]) -> tuple[dict[str, Node], bool]:
@@ -66,7 +68,8 @@ def _is_unchanged(plan: TreePlan) -> bool:
 
 
 def _tree_of(plan: TreePlan) -> Node:
-    leaves = iter([_leaf(plan, leaf) for leaf in plan.single_leaves()])
+    reader = _Computed(plan)
+    leaves = iter([reader.leaf(leaf) for leaf in plan.single_leaves()])
     if plan.target is None:
         return map_leaves(lambda *_: next(leaves), plan.tree)
     state = plan.target.filled(leaves, plan.stored_subtrees, "stored")
@@ -86,19 +89,43 @@ def _node(state: Any, like: Node) -> Node:
     return Branch(children, container)
 
 
-def _leaf(plan: TreePlan, leaf: LeafPlan) -> Any:
-    """Return a leaf to write; its value is computed when it is written, or now if its shape is unknown."""
-    source: Any = leaf.source
-    is_stored = isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY
-    if is_stored and leaf.cast is None:
-        return stored_trees.to_write(source)
-    compute = functools.partial(_compute, plan, leaf)
-    if is_stored or (isinstance(source, Derived) and is_array(source)):
-        return StoredArray(source.shape, np.dtype(leaf.cast or source.dtype), None, compute)
-    value = compute()
-    if isinstance(value, KeyData):
-        return KeyData(value.impl, stored_trees.in_memory(value.data))
-    return StoredArray(value.shape, value.dtype, None, compute) if isinstance(value, np.ndarray) else value
+class _Computed(Reader):
+    """Reader of what a plan makes of stored leaves; arrays are computed each time that they are read."""
+
+    format, places_on_device, keeps_lists, tree = Format.MSGPACK, False, False, None
+
+    def __init__(self, plan: TreePlan):
+        self.location, self._plan = plan.reader.location, plan
+
+    def leaf(self, leaf: LeafPlan) -> Any:
+        """Return the handle of a leaf, that of the source if it is stored as it will be; None for None."""
+        source: Any = leaf.source
+        is_stored = isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY
+        if is_stored and leaf.cast is None:
+            return source
+        compute = functools.partial(_compute, self._plan, leaf)
+        if is_stored or (isinstance(source, Derived) and is_array(source)):
+            return self._handle(LeafKind.ARRAY, source.shape, np.dtype(leaf.cast or source.dtype), compute)
+        value = compute()  # only now, its shape is known
+        if isinstance(value, np.ndarray):
+            return self._handle(LeafKind.ARRAY, value.shape, value.dtype, compute)
+        if isinstance(value, KeyData):
+            return self._handle(LeafKind.PRNG_KEY, value.data.shape, value.data.dtype, lambda: value)
+        kind = LeafKind.NUMPY_SCALAR if isinstance(value, np.generic) else _KINDS.get(type(value))
+        return value if kind is None else self._handle(kind, (), getattr(value, "dtype", None), lambda: value)
+
+    def _handle(self, kind: LeafKind, shape: tuple[int, ...], dtype: Any, compute: Callable[[], Any]) -> LeafHandle:
+        nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
+        return LeafHandle((), kind, tuple(shape), dtype, nbytes, None, self, compute)
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:  # noqa: ARG002
+        """Yield the whole array: to compute a part takes as long."""
+        yield array_boxes.full_box(handle.shape)
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        """See `flax_ckpt_compat._core.backend.Reader.read`."""
+        values = [(one, handle_of(one).locator()) for one in handles]
+        return [value if isinstance(one, LeafHandle) else one.cut(value) for one, value in values]
 
 
 def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:

@@ -159,9 +159,8 @@ class StoredArray:
     dtype: np.dtype[Any]
     sharding: str | None  # its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array
     read: Callable[[], np.ndarray[Any, Any]]  # reads it into host memory
-    handle: Any = None  # its `flax_ckpt_compat._core.backend.LeafHandle`, if it is stored as it is to be written
     chunks: tuple[int, ...] | None = None  # shape of the chunks to write it in, a divisor of `shape`; None for one
-    # Reads a slice of it; there is one if there are ``chunks``.
+    # Reads a slice of it, if there are ``chunks``.
     read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None
 
     @property

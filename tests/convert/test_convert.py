@@ -478,17 +478,17 @@ def test_damage_is_found_before_the_result_gets_its_name(
     damage: Callable[[Path], None], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What changes between writing and publishing fails the conversion, and leaves nothing."""
-    from flax_ckpt_compat._convert import output_writers
+    from flax_ckpt_compat._convert import writing
 
     for step, size in enumerate((3, 3 << 20)):
         flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.float32)}, step=step, format="msgpack")
-    write = output_writers.write
+    write = writing.write
 
     def write_and_damage(temporary: str, *arguments: Any) -> None:
         write(temporary, *arguments)
         damage(Path(temporary))
 
-    monkeypatch.setattr(output_writers, "write", write_and_damage)
+    monkeypatch.setattr(writing, "write", write_and_damage)
     with pytest.raises(errors.ConversionError, match=rf"(?s)2 of 2.*{error}.*{error}"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -529,7 +529,7 @@ def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
     (kept,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
     assert kept.status == "kept"
     (file,) = (tmp_path / "src" / "5" / "notes").glob("metadata*")
-    for text, error in ((b'{"n": 2}', "notes is other JSON"), (b'{"n"', "CorruptCheckpointError")):
+    for text, error in ((b'{"n": 2}', "notes/metadata has other bytes"), (b'{"n"', "CorruptCheckpointError")):
         file.write_bytes(text)
         with pytest.raises(errors.ConversionError, match=error):
             flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
@@ -570,17 +570,17 @@ def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that another process saves again during its conversion fails, and nothing gets its name."""
-    from flax_ckpt_compat._convert import convert_one
+    from flax_ckpt_compat._convert import writing
 
     save = functools.partial(flax_ckpt_compat.save, tmp_path / "src", step=1, format="orbax", overwrite=True)
     save({"n": 1, "w": np.zeros(10)})
-    compare = convert_one.compare
+    compare = writing.compare
 
     def replace_then_compare(*arguments: Any) -> None:
         save({"n": 2, "w": np.zeros(10)})  # the number is read at once, the array again
         compare(*arguments)
 
-    monkeypatch.setattr(convert_one, "compare", replace_then_compare)
+    monkeypatch.setattr(writing, "compare", replace_then_compare)
     with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -589,16 +589,16 @@ def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkey
 @pytest.mark.parametrize("to", ["msgpack", "orbax"])
 def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that saves the step itself during its conversion keeps its own, and the conversion says so."""
-    from flax_ckpt_compat._convert import convert_one
+    from flax_ckpt_compat._convert import writing
 
     flax_ckpt_compat.save(tmp_path / "src", {"n": 1}, step=1, format="orbax")
-    compare = convert_one.compare
+    compare = writing.compare
 
     def save_after_comparing(*arguments: Any) -> None:
         compare(*arguments)
         flax_ckpt_compat.save(tmp_path / "dst", {"n": 2}, step=1, format=to)
 
-    monkeypatch.setattr(convert_one, "compare", save_after_comparing)
+    monkeypatch.setattr(writing, "compare", save_after_comparing)
     with pytest.raises(errors.ConversionError, match="another process has saved a checkpoint of this name meanwhile"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}

@@ -235,10 +235,10 @@ def test_what_only_its_own_handler_reads_is_copied_byte_for_byte_and_noted(step:
     assert [note for note in done.notes if "assets" in note and "vocabulary" in note]
     assert [result.status for result in convert(resume=True)] == ["kept"]
     (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").write_bytes(b"\1" + bytes(range(1, 256)))
-    with pytest.raises(errors.ConversionError, match=r"assets has other bytes in deep/logo\.png"):
+    with pytest.raises(errors.ConversionError, match=r"assets/deep/logo\.png has other bytes"):
         convert(resume=True)
     (tmp_path / "dst" / "5" / "assets" / "deep" / "logo.png").unlink()
-    with pytest.raises(errors.ConversionError, match=r"assets lacks deep/logo\.png"):
+    with pytest.raises(errors.ConversionError, match=r"assets/deep/logo\.png is missing"):
         convert(resume=True)
 
 
@@ -433,7 +433,7 @@ def test_a_note_names_only_what_a_safetensors_file_keeps(tmp_path: Path) -> None
     """A key, for which the conversion fails, is not said to be kept in the header."""
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(5, args=ocp.args.PyTreeSave({"key": jax.random.key(3), "n": 3, "w": MEAN}))
-    with pytest.raises(errors.ConversionError, match=r"cannot hold key \(KeyData\)") as caught:
+    with pytest.raises(errors.ConversionError, match=r"cannot hold key \(prng key\)") as caught:
         converted(tmp_path / "run", tmp_path / "file", "safetensors")
     assert [note for note in caught.value.conversions[0].notes if note.endswith("header: n")]
 
@@ -615,7 +615,7 @@ def test_a_step_that_only_its_own_handlers_read_is_copied(tmp_path: Path, to: An
         assert [one.status for one in convert(resume=True, **step)] == ["kept"]
         file = next(path for path in sorted((result / names[0]).rglob("*")) if path.is_file() and path.stat().st_size)
         file.write_bytes(file.read_bytes() + b" ")
-        with pytest.raises(errors.ConversionError, match=f"{names[0]} has other bytes in"):
+        with pytest.raises(errors.ConversionError, match=rf"{names[0]}/\S+ has other bytes"):
             convert(resume=True, **step)
 
 

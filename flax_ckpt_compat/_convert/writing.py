@@ -1,0 +1,221 @@
+"""Write an output in its layout, and compare what was written with its source, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import zip_longest
+from typing import Any
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._convert import safetensors
+from flax_ckpt_compat._convert.jobs import FILES, Job
+from flax_ckpt_compat._convert.outputs import Output
+from flax_ckpt_compat._convert.stored_trees import to_write
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.backend import Backend, Format
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
+from flax_ckpt_compat._core.local.temporaries import create_directory
+from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
+from flax_ckpt_compat._core.storage_errors import translated, writing
+from flax_ckpt_compat._core.text_formatting import one_line
+from flax_ckpt_compat._core.tree import Node, Path
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
+from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._save.request import write_options
+from flax_ckpt_compat._view import metadata
+from flax_ckpt_compat._view.diff import Comparison, LeafDifference
+from flax_ckpt_compat._view.metadata import StoredLeaves
+
+# Takes numbers of bytes that were written, or compared.
+Progress = Callable[[int], None]
+_PIECE = 8 << 20  # bytes
+_WORDS = {"only in a": "is missing", "only in b": "is new", "values": "has other values"}
+
+
+class DifferentError(CheckpointError):
+    """A result does not hold what its source holds."""
+
+
+def prepare(output: Output, progress: Progress, *, keep_shardings: bool) -> Any:
+    """Validate that the layout can hold an output, and plan its storage; return the argument of `write`."""
+    for item in output.handlers if output.has_items else ():
+        if item in (os.curdir, os.pardir) or not item or "/" in item or "\0" in item:
+            raise UnsupportedLeafError(f"{item!r} cannot be the name of an item, a directory of the step; rename it")
+    if output.to == "safetensors":
+        safetensors.check(output.trees[""])
+    trees = {item: to_write(tree, progress, keep_shardings=keep_shardings) for item, tree in output.trees.items()}
+    return trees if output.to == "safetensors" else {i: (t, _backend(output).prepare(t)) for i, t in trees.items()}
+
+
+def _backend(output: Output) -> Backend:
+    return backend_for(Format.MSGPACK if output.to == "msgpack" else Format.ORBAX)
+
+
+def write(temporary: str, output: Output, prepared: Any, destination: Location) -> None:
+    """Write and sync a checkpoint at a temporary path."""
+    final, options = destination.path, write_options(config.current(), destination)
+    if output.to == "safetensors":
+        with writing(final, temporary, prepared[""]):
+            return safetensors.write(temporary, prepared[""])
+    if "" not in prepared:  # else the backend creates it
+        with translated(final, "written"):
+            create_directory(temporary)
+    for item, (tree, plan) in prepared.items():
+        with writing(final, temporary, tree):
+            _backend(output).write(os.path.join(temporary, item) if item else temporary, plan, options)
+    if output.to not in FILES:
+        with translated(final, "written"):
+            _write_rest(temporary, output)
+    return None
+
+
+def _write_rest(folder: str, output: Output) -> None:
+    """Add what is no tree: files, and the metadata of trees and of the whole."""
+    for name, source in output.files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(path if source is None else os.path.dirname(path), exist_ok=True)
+        if source is not None:
+            with open(path, "xb") as file:
+                file.writelines(_pieces(source))
+    for item in output.custom_of_trees.keys() | output.rich_types.keys():
+        _add_metadata(os.path.join(folder, item, layout.TREE_METADATA), output, item)
+    if output.custom or "" not in output.trees:
+        own = metadata.read_step_metadata(LocalLocation(folder))  # of a tree that is the whole
+        handlers = {item: handler for item, handler in output.handlers.items() if handler}
+        now = time.time_ns()
+        content = {
+            "item_handlers": handlers if output.has_items else handlers.get("", {}),
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": now,
+            "commit_timestamp_nsecs": now,
+            **own,
+            "custom_metadata": output.custom,
+        }
+        write_file(os.path.join(folder, layout.STEP_METADATA), json.dumps(content).encode(), new=False)
+    if output.has_items:
+        for item in output.trees:  # it is that of the step now
+            os.unlink(os.path.join(folder, item, layout.STEP_METADATA))
+        write_file(os.path.join(folder, layout.COMMIT_FILE), layout.COMMITTED)
+    sync_tree(folder)
+
+
+def _add_metadata(path: str, output: Output, item: str) -> None:
+    """Add a user's own metadata, and Orbax's record of tuples and namedtuples, to the metadata of a tree."""
+    with open(path, "rb") as file:
+        content = json.load(file)
+    content["custom_metadata"] = {**output.custom_of_trees.get(item, {}), **(content.get("custom_metadata") or {})}
+    if (rich := output.rich_types.get(item)) is not None:
+        entries = content["tree_metadata"].values()
+        values = {tuple(str(key["key"]) for key in one["key_metadata"]): one["value_metadata"] for one in entries}
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no record of Orbax
+            content["value_metadata_tree"] = json.dumps(_with_values(json.loads(rich), (), values))
+    write_file(path, json.dumps(content).encode(), new=False)
+
+
+def _with_values(node: Any, path: Path, values: dict[Path, Any]) -> Any:
+    """Return Orbax's record of a tree with the leaves that were written: shardings may be left out."""
+    if isinstance(node, list):
+        return [_with_values(child, (*path, str(at)), values) for at, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if not isinstance(node.get("category"), str):
+        return {key: _with_values(child, (*path, key), values) for key, child in node.items()}
+    if node["category"] == "namedtuple":
+        entries = [{**one, "value": _with_values(one["value"], (*path, one["key"]), values)} for one in node["entries"]]
+        return {**node, "entries": entries}
+    if "entries" in node:
+        return {**node, "entries": _with_values(node["entries"], path, values)}
+    return {**node, "data": values[path]}
+
+
+def compare(location: Location, output: Output, progress: Progress) -> None:
+    """Raise DifferentError unless a checkpoint holds exactly this output; ``progress`` takes the bytes compared."""
+    with _reading(location, output) as trees:
+        a, b = StoredLeaves(location.path, ""), StoredLeaves(location.path, "")
+        for leaves, found in (a, {**output.trees, **output.copied}), (b, trees):
+            for name, tree in found.items():
+                leaves.add(tree, (name,) if name else ())
+        differences = [_words(one) for one in Comparison(a, b, None).result(lambda _: progress).differences]
+        # What else an empty node was, not every format keeps.
+        nones = [path for path, what in a.empty.items() if (what == "None") != (b.empty.get(path, what) == "None")]
+        differences += [f"{'/'.join(path)} is {b.empty[path]}, expected {a.empty[path]}" for path in nones]
+    differences += _different_files(location, output)
+    if output.to not in FILES and _has_other_metadata(location, output):
+        differences.append("custom metadata is other JSON")
+    if differences:
+        raise DifferentError(
+            f"{location} does not hold what its source holds: {one_line(differences)}; the source may have been "
+            "replaced meanwhile: convert it again, to another place",
+            path=location.path,
+        )
+
+
+def _words(one: LeafDifference) -> str:
+    return f"{one.path} {_WORDS.get(one.kind) or f'is {one.b}, expected {one.a}'}"
+
+
+@contextmanager
+def _reading(location: Location, output: Output) -> Iterator[dict[str, Node]]:
+    """Open a written checkpoint: item → tree of `LeafHandle`s; the only tree of a layout without items is ''."""
+    if output.to == "safetensors":
+        with closing(SafetensorsReader(location)) as reader:
+            yield {"": reader.tree}
+        return
+    with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
+        opaque = output.handlers.keys() - output.trees.keys() - output.copied.keys()
+        yield {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
+
+
+def _different_files(location: Location, output: Output) -> Iterator[str]:
+    for name, content in output.files.items():
+        copied = location / name
+        if content is None:
+            if not location.is_remote and not copied.isdir():  # stores have no folders
+                yield f"{name}/ is missing"
+        elif not copied.isfile():
+            yield f"{name} is missing"
+        elif any(one != other for one, other in zip_longest(_pieces(content), _pieces(copied))):
+            yield f"{name} has other bytes"
+
+
+def _pieces(content: Location | bytes) -> Iterator[bytes]:
+    size = len(content) if isinstance(content, bytes) else content.size()
+    for start in range(0, size, _PIECE):
+        stop = min(size, start + _PIECE)
+        yield content[start:stop] if isinstance(content, bytes) else content.read(start, stop)
+
+
+def _has_other_metadata(location: Location, output: Output) -> bool:
+    """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
+    found = {item: metadata.custom_of_tree(location / item) for item in output.trees}
+    wanted = {item: output.custom_of_trees.get(item, {}) for item in output.trees}
+    own = metadata.read_step_metadata(location).get("custom_metadata") or {}
+    return json.dumps([found, own], sort_keys=True) != json.dumps([wanted, output.custom], sort_keys=True)
+
+
+def check_kept(location: Location, to: str) -> None:
+    """Raise StorageError if what is there is a file and the layout is a directory, or the reverse."""
+    if location.isdir() == (to in FILES):
+        found, expected = ("a directory", "a file") if to in FILES else ("a file", "a directory")
+        message = f"{location} is {found} of another conversion, and {to!r} writes {expected}; pass another destination"
+        raise StorageError(message, path=location.path)
+
+
+def copy_root_metadata(jobs: Iterable[Job]) -> None:
+    """Copy the root metadata of the managers that these steps are of, where there is none yet."""
+    for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
+        found, final = (of_text(one) / layout.ROOT_METADATA for one in (source, folder))
+        if not found.isfile() or final.exists():
+            continue
+        final.parent.prepare_directory()
+        with final.temporary() as temporary:
+            with translated(final.path, "written"):
+                write_file(temporary, found.read())
+            final.publish(temporary, new=True)
