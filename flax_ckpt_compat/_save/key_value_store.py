@@ -30,7 +30,12 @@ class KeyValueStore:
 
     def __init__(self, path: str):
         """Connect to the store of this job; ``path`` is the checkpoint's, for error messages."""
-        self._path, self._client = path, _client()
+        self._path, self._client = path, _state().client
+        if self._client is None:
+            raise MultiprocessSaveError(
+                f"jax counts {jax.process_count()} processes but has no connection between them; call "
+                "jax.distributed.initialize() in all of them first"
+            )
 
     def set(self, key: str, value: Mapping[str, Any]) -> None:
         """Set a key that has no value yet."""
@@ -68,11 +73,8 @@ class KeyValueStore:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> ProcessTimeoutError:
-        return ProcessTimeoutError(
-            f"{self._path}: process 0, which holds the job's key-value store, does not answer: {error}",
-            path=self._path,
-            absent=(0,),
-        )
+        message = f"{self._path}: process 0, which holds the job's key-value store, does not answer: {error}"
+        return ProcessTimeoutError(message, path=self._path, absent=(0,))
 
 
 def growing(seconds: float, most: float) -> Iterator[float]:
@@ -84,13 +86,13 @@ def growing(seconds: float, most: float) -> Iterator[float]:
 
 def is_connected() -> bool:
     """Return whether this process is connected with others, as one of a job; does not start jax's backends."""
-    return _connection() is not None
+    return _state().client is not None
 
 
 def process_and_count() -> tuple[int, int]:
     """Return this process's index in its job, and the number of processes; does not start jax's backends."""
     state = _state()
-    return getattr(state, "process_id", 0) or 0, getattr(state, "num_processes", 1) or 1
+    return state.process_id or 0, state.num_processes or 1
 
 
 def _state() -> Any:
@@ -98,20 +100,6 @@ def _state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
-
-
-def _connection() -> Any:
-    return getattr(_state(), "client", None)
-
-
-def _client() -> Any:
-    client = _connection()
-    if client is None:
-        raise MultiprocessSaveError(
-            f"jax counts {jax.process_count()} processes but has no connection between them; call "
-            "jax.distributed.initialize() in all of them first"
-        )
-    return client
 
 
 def encode_error(error: BaseException | None) -> dict[str, Any] | None:
@@ -127,12 +115,12 @@ def encode_error(error: BaseException | None) -> dict[str, Any] | None:
 
 def decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
     """Return the error of `encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
-    kind, message, error_path = encoded["kind"], encoded["message"], encoded["path"] or path
-    for own in _SENT_ERRORS:
-        if own.__name__ == kind:
-            error = own(message, path=error_path)
-            error.leaf = encoded["leaf"]
-            if isinstance(error, ProcessTimeoutError):
-                error.absent = tuple(encoded["absent"])
-            return error
-    return MultiprocessSaveError(f"{path}: {message}", path=error_path)
+    message, own_path = encoded["message"], encoded["path"] or path
+    kind = next((kind for kind in _SENT_ERRORS if kind.__name__ == encoded["kind"]), None)
+    if kind is None:
+        return MultiprocessSaveError(f"{path}: {message}", path=own_path)
+    error: CheckpointError = kind(message, path=own_path)
+    error.leaf = encoded["leaf"]
+    if isinstance(error, ProcessTimeoutError):
+        error.absent = tuple(encoded["absent"])
+    return error

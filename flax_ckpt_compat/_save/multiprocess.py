@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core.backend import Backend, ProcessSave, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, ProcessSave
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import multiprocess as uploads
@@ -21,7 +20,7 @@ from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
-from flax_ckpt_compat._save.coordination import Coordinator
+from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Reports
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.tree_agreement import Replicas, TreeSummary
@@ -36,27 +35,36 @@ def save(request: SaveRequest, target: Any) -> None:
     if request.orbax_checkpointer:
         _save_with_checkpointer(request, target, coordinator)
         return
-    own, failed, summary = _OwnSave(request, coordinator, backend_for(request.format), request.options), None, None
-    replicas = Replicas()
+    backend, failed, report = backend_for(request.format), None, dict[str, Any]()
+    tree, replicas, prepared, signature, summary = None, Replicas(), None, _signature(request, backend), None
     try:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
-        own.prepared = own.backend.prepare(tree, coordinator.process)
+        prepared = backend.prepare(tree, coordinator.process)
         summary = TreeSummary(tree)
+        signature += f" and {summary.spread}"
+        report = {"tree": summary.details, "replicas": replicas.digest()}
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
-    staging_json = coordinator.join(
-        failed=failed, signature=_signature(request, own.backend), summary=summary, proposal=replicas.digest(),
-        on_primary=own.begin,
-    )  # fmt: skip
-    if coordinator.agrees and own.backend.splits_replicas:
-        own.options = dataclasses.replace(own.options, writers=replicas.writers())
-    if own.options.meter.is_on:
-        own.nbytes = _own_nbytes(tree, own.options.writers, coordinator.process.index)
+    part = ProcessSave(request.location.temporary_path(), prepared, request.options, coordinator.process)
+    own = _OwnSave(request, coordinator, backend, part)
+
+    def begin(reports: Reports) -> dict[str, Any]:
+        for index, other in sorted(reports.items()):
+            if other["signature"] != signature:
+                hint = "" if summary is None else summary.why_spread_differs(other["tree"])
+                raise coordinator.mismatch(index, other["signature"], signature, hint)
+        trees = {index: other["tree"] for index, other in reports.items()}
+        differs = summary is not None and summary.warn_of_differences(request.path, trees)
+        agrees = not differs and all(other["replicas"] == report["replicas"] for other in reports.values())
+        return {"agrees": agrees, **own.begin()}
+
+    begun = coordinator.barrier(BEGIN, failed=failed, report={"signature": signature, **report}, on_primary=begin)
+    own.join(begun, replicas.writers() if begun["agrees"] and backend.splits_replicas else {}, tree)
     if request.async_manager:
-        own.start(request.async_manager, staging_json)
+        own.start(request.async_manager)
     else:
-        own.write_and_commit(staging_json)
+        own.write_and_commit()
 
 
 def _signature(request: SaveRequest, backend: Backend) -> str:
@@ -68,144 +76,112 @@ def _signature(request: SaveRequest, backend: Backend) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class Staging:
-    """The temporary of one save, as one of its processes sees it; for a save to a store it is local."""
-
-    path: str
-    upload: uploads.Upload | None = None  # of a save to a store
-    publishing: bool = False  # process 0 has begun to publish
-
-    def to_json(self) -> str:
-        """Encode for the other processes' `from_json`."""
-        return json.dumps({"path": self.path, "upload": None if self.upload is None else self.upload.fields()})
-
-    def publish(self, location: Location, *, new: bool) -> None:
-        """Publish what all processes wrote; called in process 0. See `Storage.publish`."""
-        self.publishing = True
-        if self.upload is None:
-            location.publish(self.path, new=new)
-        else:
-            self.upload.publish(self.path, new=new)
-
-    def cleanup(self, is_primary: bool, *, late: bool = False) -> None:
-        """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
-
-        Keep what a store may already count as a checkpoint. ``late``: process 0 gave up before this process finished
-        writing, which may have recreated removed files."""
-        if is_primary or late or self.upload is not None:
-            atomic.remove_temporary(self.path)
-        if is_primary and self.upload is not None and not self.publishing:
-            self.upload.abort()
-
-    def remove_local(self) -> None:
-        """Remove the local temporary of a process other than 0 after a commit to a store."""
-        if self.upload is not None:
-            atomic.remove_temporary(self.path)
-
-    @classmethod
-    def begin(cls, location: Location, *, in_gda_folder: bool) -> Staging:
-        """Choose the temporary; called in process 0."""
-        upload = uploads.begin(location, in_gda_folder=in_gda_folder)
-        return cls(location.temporary_path(), upload)
-
-    @classmethod
-    def from_json(cls, text: str, location: Location, is_primary: bool) -> Staging:
-        """Decode the temporary that process 0 chose for a location."""
-        found = json.loads(text)
-        if found["upload"] is None:
-            return cls(found["path"])
-        upload = uploads.Upload(**found["upload"])
-        return cls(found["path"] if is_primary else location.at(upload.url).temporary_path(), upload)
-
-
-@dataclasses.dataclass(slots=True)
 class _OwnSave:
     """This process's part in a save of several."""
 
     request: SaveRequest
     coordinator: Coordinator
     backend: Backend
-    options: WriteOptions
-    prepared: Any = None
+    part: ProcessSave  # its temporary is process 0's, or for a store a local one of this process
     nbytes: int = 0  # of what this process writes, if that is reported
+    publishing: bool = False  # process 0 has begun to publish
 
-    def begin(self) -> str:
-        """Create the staging area that all processes write to, in process 0; return it as JSON."""
+    @property
+    def is_primary(self) -> bool:
+        """Return whether this is process 0, which commits."""
+        return self.part.process.index == 0
+
+    def begin(self) -> dict[str, Any]:
+        """Create the staging area that all processes write to, in process 0; return what `join` needs to know."""
         request = self.request
         validation.check(request)
         request.directory.prepare_directory()
-        staged = Staging.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
+        upload = uploads.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
+        self.part = dataclasses.replace(self.part, upload=upload)
         try:
-            with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
-                self.backend.begin_multiprocess(self._part(staged))
+            with self._writing():
+                self.backend.begin_multiprocess(self.part)
         except BaseException:
-            staged.cleanup(is_primary=True)
+            self._clean_up()
             raise
-        return staged.to_json()
+        return {"path": self.part.path, "upload": None if upload is None else upload.fields()}
 
-    def _part(self, staged: Staging) -> ProcessSave:
-        return ProcessSave(staged.path, self.prepared, self.options, self.coordinator.process, staged.upload)
+    def join(self, begun: Mapping[str, Any], writers: Mapping[Path, int], tree: Node) -> None:
+        """Take over what process 0 has begun, and which process writes which replicated array."""
+        options = dataclasses.replace(self.part.options, writers=writers)
+        upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
+        path = self.part.path if upload else begun["path"]
+        self.part = dataclasses.replace(self.part, path=path, upload=upload, options=options)
+        if options.meter.is_on:
+            self.nbytes = _own_nbytes(tree, writers, self.part.process.index)
 
     @contextmanager
-    def _writing(self, staged: Staging) -> Iterator[None]:
-        with interrupted_saves.explaining_failures(self.request.location), writing(self.request.path, staged.path):
+    def _writing(self) -> Iterator[None]:
+        explaining = interrupted_saves.explaining_failures(self.request.location)
+        with explaining, writing(self.request.path, self.part.path), jax.transfer_guard_device_to_host("allow"):
             yield
 
-    def start(self, manager: SaveManager, staging_json: str) -> None:
+    def start(self, manager: SaveManager) -> None:
         """Write and commit in the background."""
         started = threading.Event()
 
         def task() -> None:
             started.set()
-            self.write_and_commit(staging_json)
+            self.write_and_commit()
 
         lookup_timeout = _LOOKUP_TIMEOUTS * self.coordinator.timeout
         try:
             async_saves.start(manager, self.request.directory, task, lookup_timeout=lookup_timeout)
         except BaseException as error:
             if not started.is_set():  # the others must not wait for this process
-                self.write_and_commit(staging_json, failed=error)
+                self.write_and_commit(failed=error)
             raise
 
-    def write_and_commit(self, staging_json: str, failed: BaseException | None = None) -> None:
+    def write_and_commit(self, failed: BaseException | None = None) -> None:
         """Write this process's part, unless it has failed; then wait for all, and commit in process 0."""
-        request, staged, is_primary = self.request, None, self.coordinator.process.index == 0
-        meter = self.options.meter
+        request, meter = self.request, self.part.options.meter
         with meter.reporting():
+            if meter.is_on:
+                meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if self.part.upload else 1.0)
             try:
-                staged = Staging.from_json(staging_json, request.location, is_primary)
-                if meter.is_on:
-                    meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if staged.upload else 1.0)
                 if failed is None:
-                    with self._writing(staged), jax.transfer_guard_device_to_host("allow"):
-                        self.backend.write_process_part(self._part(staged))
+                    with self._writing():
+                        self.backend.write_process_part(self.part)
             except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
                 failed = error
-            self._commit(staged, failed)
+            try:
+                self.coordinator.barrier(COMMIT, failed=failed, on_primary=self._commit)
+            except BaseException:
+                self._clean_up()
+                raise
+            if self.part.upload is not None and not self.is_primary:
+                atomic.remove_temporary(self.part.path)
         meter.settle(in_background=request.async_manager is not None)
 
-    def _commit(self, staged: Staging | None, failed: BaseException | None) -> None:
-        """Wait for all processes, and commit in process 0."""
-        request, is_primary = self.request, self.coordinator.process.index == 0
+    def _commit(self, _: Reports) -> None:
+        """Commit what all processes have written, in process 0."""
+        request, path, upload = self.request, self.part.path, self.part.upload
 
-        def commit() -> str:
-            assert staged is not None
-            if self.backend.write_event:
-                monitoring.record_event(self.backend.write_event)
-            with self._writing(staged):
-                self.backend.finish_multiprocess(self._part(staged))
-            validation.publish(request, lambda location, new: staged.publish(location, new=new))
-            retain(request)
-            return ""
+        def publish(location: Location, new: bool) -> None:
+            self.publishing = True
+            (location if upload is None else upload).publish(path, new=new)
 
-        try:
-            self.coordinator.barrier("commit", failed=failed, on_primary=commit)
-        except BaseException:
-            if staged is not None:
-                staged.cleanup(is_primary, late=self.coordinator.is_aborted)
-            raise
-        if not is_primary and staged is not None:
-            staged.remove_local()
+        if self.backend.write_event:
+            monitoring.record_event(self.backend.write_event)
+        with self._writing():
+            self.backend.finish_multiprocess(self.part)
+        validation.publish(request, publish)
+        retain(request)
+
+    def _clean_up(self) -> None:
+        """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
+
+        Keep what a store may already count as a checkpoint. Another process removes what all write to only once
+        process 0 has given up: it may have made anew what that one removed."""
+        if self.is_primary or self.coordinator.is_aborted or self.part.upload is not None:
+            atomic.remove_temporary(self.part.path)
+        if self.is_primary and self.part.upload is not None and not self.publishing:
+            self.part.upload.abort()
 
 
 def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:
@@ -231,15 +207,15 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
     except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
 
-    def begin() -> str:
+    def begin(_: Reports) -> str:
         validation.check(request)
         request.directory.prepare_directory()
         return checkpointer_adapter.written_path(request.path)
 
-    written, is_primary = coordinator.join(failed=failed, on_primary=begin), coordinator.process.index == 0
+    written, is_primary = coordinator.barrier(BEGIN, failed=failed, on_primary=begin), coordinator.process.index == 0
     try:
         checkpointer_adapter.save(request, target, written, is_primary=is_primary)
     except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
     # Only now has process 0 published what replaces something.
-    coordinator.barrier("commit", failed=failed)
+    coordinator.barrier(COMMIT, failed=failed)
