@@ -23,6 +23,10 @@ EXT_COMPLEX = 2
 EXT_NUMPY_SCALAR = 3
 # Only in the files that Orbax up to 0.5.15 put into its directories: a tuple, as one msgpack array.
 EXT_TUPLE = 4
+# Only in memory: what a parsed file has in place of its arrays, and a tuple as a list after a mark.
+REFERENCE = 127
+NO_INDEX = b"\0"
+BEGIN_TUPLE = b"\x92" + msgpack.packb(msgpack.ExtType(REFERENCE, NO_INDEX))
 
 # Flax splits larger arrays into a map of flat pieces with exactly these keys.
 MAX_CHUNK_SIZE = 2**30
@@ -103,13 +107,18 @@ def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> byt
 
 @dataclasses.dataclass(slots=True)
 class ArrayHeader:
-    """Header of an array or numpy scalar."""
+    """Header of an array, numpy scalar or bytes."""
 
-    text: bytes  # bytes before the data, as far as the caller stores them
+    text: bytes  # the part of the payload before the data
     kind: LeafKind  # of the value, like shape and dtype
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] | None
     nbytes: int  # size of the data, in bytes
+
+
+def reference(number: int) -> bytes:
+    """Return what stands for the data of an array."""
+    return b"\xd6" + bytes((REFERENCE,)) + number.to_bytes(4)
 
 
 def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
@@ -161,11 +170,13 @@ def _check_size(shape: list[int], dtype: np.dtype[Any], nbytes: int) -> None:
 
 
 def parse_complex(payload: bytes) -> complex:
-    """Parse ``[real, imaginary]``; raise one of `DECODE_ERRORS` if it is not a complex number."""
-    real, imaginary = msgpack.unpackb(payload)
-    for part in (real, imaginary):
-        if type(part) not in (int, float):
-            raise ValueError(f"{part!r} is not a number")
+    """Parse ``[real, imaginary]``; raise ValueError if it is not a complex number."""
+    try:
+        real, imaginary = msgpack.unpackb(payload)
+    except DECODE_ERRORS as error:
+        raise ValueError(f"{len(payload)} bytes that are not a complex number ({error})") from error
+    if not {type(real), type(imaginary)} <= {int, float}:
+        raise ValueError(f"{real!r:.40} and {imaginary!r:.40}, which are not a complex number")
     return complex(float(real), float(imaginary))
 
 
@@ -189,7 +200,7 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         return None
     if not all(_is(size, LeafKind.INT) for size in sizes):
         return None
-    if not all(_is(chunk, LeafKind.ARRAY) and is_one_range(chunk) and len(chunk.shape) == 1 for chunk in chunks):
+    if not all(_is(chunk, LeafKind.ARRAY) and is_contiguous(chunk) and len(chunk.shape) == 1 for chunk in chunks):
         return None
     shape = tuple(size.locator for size in sizes)
     dtype = chunks[0].dtype
@@ -200,13 +211,19 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
-    found = FileRanges(tuple([chunk.locator.ranges[0] for chunk in chunks]))
+    data = [chunk.locator for chunk in chunks]
+    found: Any = b"".join(data) if type(data[0]) is bytes else FileRanges(tuple([one.ranges[0] for one in data]))
     return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, found)
 
 
 def is_one_range(leaf: LeafHandle) -> bool:
     """Return whether all bytes of a leaf are in one range of the file."""
     return type(leaf.locator) is FileRanges and len(leaf.locator.ranges) == 1
+
+
+def is_contiguous(leaf: LeafHandle) -> bool:
+    """Return whether all bytes of a leaf are in memory, or in one range of the file."""
+    return type(leaf.locator) is bytes or is_one_range(leaf)
 
 
 def _numbered(node: Node) -> list[LeafHandle] | None:

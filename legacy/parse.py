@@ -1,406 +1,238 @@
-"""Parse a msgpack file into a tree of leaf handles; skip array data without decoding it."""
+"""Decode a msgpack file to a tree of leaf handles, with the C unpacker of the msgpack library.
+
+It unpacks small files as they are, and of others the skeleton, in which references stand for arrays.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import NameCollisionError
+from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, from_leaves, show_path
 
 from . import format, gda_read
 from .format import ArrayHeader, FileRanges
 from .read_bytes import Window
+from .scan import Scanner
 
-_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-# Tag of an extension → bytes of its length field.
-_EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
-_FLOAT32, _FLOAT64, _FIRST_INT, _LAST_INT = 0xCA, 0xCB, 0xCC, 0xD3
-# Tag of a number → bytes with the tag; 1 for all others.
-_NUMBER_WIDTHS = dict(zip(range(_FLOAT32, _LAST_INT + 1), (5, 9, 2, 3, 5, 9, 2, 3, 5, 9), strict=True))
-# Values that are decoded at once; for fewer, it takes longer than one by one.
-_MIN_RUN = 16
-# Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
-_PREFIX = 6
-
-
-# Bytes of a text, at least, that is no reason to decode one by one.
-_SHORT_VALUE = 256
-# Of an unpacker that fails at the head of a container, so that no value is decoded twice, and behind arrays and bytes.
-_VALUES_ONLY = dict.fromkeys(("max_array_len", "max_map_len", "max_bin_len", "max_ext_len"), 0)
-_VALUES_ONLY |= {"max_str_len": 2**16, "max_buffer_size": 0, "read_size": 2**10}
-
-
-def _mapping(pairs: list[Any]) -> dict[str, Any]:
-    """Return the dict of names and values by turns; raise ValueError for other keys, or one twice."""
-    found = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    if len(found) * 2 != len(pairs) or set(map(type, found)) != {str}:
-        raise ValueError("a key twice, or one that is not text")
-    return found
-
-
-@dataclasses.dataclass(slots=True)
-class _Frame:
-    """A map or list whose children are being read."""
-
-    branch: Branch
-    remaining: int
-    path: Path
-    is_map: bool
-    in_list: bool
-    int_keys: list[str] = dataclasses.field(default_factory=list)
+_Array = tuple[ArrayHeader, FileRanges]
+_TEXT = frozenset({str})
+_TUPLE = object()  # begins a list that stands for a tuple
+_UNKNOWN = None, b"", 0, -1
+_TOO_DEEP = f"more than {format.MAX_DEPTH} nested containers"
+_ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
 def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
-    """Parse the whole document; raise CorruptCheckpointError, with the byte offset, if it does not decode.
+    """Parse the whole document; raise CorruptCheckpointError if it does not decode.
 
     Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other keys
     that are not text, and duplicate keys, are errors. Only a file ``of_orbax``, part of a directory, may hold tuples.
-    """
-    with naming_damage(window):
-        return _Parser(window, reader, of_orbax).document()
+    The arrays of a file that the window holds whole are the bytes in it."""
+    if len(window.data) == window.size and not of_orbax:
+        with contextlib.suppress(*_ERRORS):  # whatever is wrong, the scanner finds it
+            return _Tree(reader, window.size).of(_unpacked(window.data))
+    with _naming_damage(window):
+        scanner = Scanner(window, of_orbax=of_orbax)
+        scanner.value()
+        rest = window.size - window.base - window.at
+        if rest:
+            raise window.corrupt(f"{rest} bytes behind the end of the document")
+        return _Tree(reader, window.size).of(_unpacked(scanner.skeleton, scanner.found))
+
+
+def parse_stream(window: Window, reader: Reader) -> Node:
+    """Return the tree of a stream of msgpack objects, each a key path and the bytes of a document; see `parse`."""
+    scanner, count = Scanner(window), 0
+    with _naming_damage(window):
+        while window.base + window.at < window.size:
+            scanner.begin_pair()
+            scanner.value()
+            end = scanner.begin_bytes()
+            scanner.value()
+            if window.base + window.at != end:
+                raise window.corrupt(f"a value that ends at another byte than {end}")
+            count += 1
+        values = _unpacked(msgpack.Packer().pack_array_header(2 * count) + scanner.skeleton, scanner.found)
+        tree, leaves = _Tree(reader, window.size), dict[Path, Any]()
+        for names, value in zip(values[::2], values[1::2], strict=True):
+            path = tuple(names) if type(names) is list else (names,)
+            if not _TEXT.issuperset(map(type, path)):
+                raise ValueError("a name in a key path that is not text")
+            if len(path) > format.MAX_DEPTH:
+                raise ValueError(f"a key path of more than {format.MAX_DEPTH} names")
+            if path in leaves:
+                raise ValueError(f"{show_path(path)} twice")
+            tree.add(leaves, path, path, value)
+        tree.finish()
+        return from_leaves(leaves)
 
 
 @contextlib.contextmanager
-def naming_damage(window: Window) -> Iterator[None]:
-    """Raise CorruptCheckpointError for a file that ends in the middle of a value, or text that is not UTF-8."""
+def _naming_damage(window: Window) -> Iterator[None]:
+    """Raise CorruptCheckpointError for what does not decode."""
     try:
         yield
+    except NameCollisionError as error:
+        raise window.corrupt(str(error)) from error
+    except CheckpointError:
+        raise
     except IndexError as error:
         found = "the end of the file in the middle of a value; it is truncated"
         raise window.corrupt(found, window.size - window.base) from error
     except UnicodeDecodeError as error:
         raise window.corrupt(f"text that is not UTF-8 ({error})") from error
+    except msgpack.StackError as error:
+        raise window.corrupt(_TOO_DEEP) from error
+    except ValueError as error:
+        raise window.corrupt(str(error)) from error
 
 
-def parse_stream(window: Window, reader: Reader) -> Node:
-    """Return the tree of all leaves; raise CorruptCheckpointError, with the byte offset, if it does not decode."""
-    with naming_damage(window):
-        return _StreamParser(window, reader).stream()
+def _unpacked(data: bytes | bytearray, found: Sequence[_Array] | None = None) -> Any:
+    """Unpack a document, or a skeleton; its arrays become pairs of a header, and of bytes or of where they are."""
+    # Code and first bytes → header, its bytes, and how long it and the payload are: most arrays share few headers.
+    known: dict[tuple[int, bytes], tuple[ArrayHeader | None, bytes, int, int]] = {}
+
+    def decode(code: int, payload: bytes) -> Any:
+        if found is not None and code == format.REFERENCE:
+            return found[int.from_bytes(payload)] if payload != format.NO_INDEX else _TUPLE
+        key = code, payload[:12]
+        header, text, start, length = known.get(key, _UNKNOWN)
+        if length != len(payload) or not payload.startswith(text):
+            if code == format.EXT_COMPLEX:
+                return format.parse_complex(payload)
+            if code not in (format.EXT_ARRAY, format.EXT_NUMPY_SCALAR):
+                raise ValueError(code)
+            header = format.parse_array_header(code, payload, len(payload))
+            start = len(header.text)
+            known[key] = header, header.text, start, len(payload)
+        return header, payload[start:]
+
+    return msgpack.unpackb(data, ext_hook=decode, object_pairs_hook=_unique, strict_map_key=False)
 
 
-class _Parser:
-    """One pass over one document: a loop with an explicit stack, so that depth costs no Python stack."""
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    try:
+        found = dict(pairs)
+    except TypeError as error:
+        raise ValueError(f"a map key that is neither text nor int ({error})") from error
+    if len(found) != len(pairs):
+        ((name, _),) = collections.Counter([name for name, _ in pairs]).most_common(1)
+        raise ValueError(f"the key {name!r} twice")
+    return found
 
-    def __init__(self, window: Window, reader: Reader, of_orbax: bool = False):
-        self._window = window
-        self._reader = reader
-        self._of_orbax = of_orbax
-        self._stack: list[_Frame] = []
-        self._headers: dict[bytes, ArrayHeader] = {}
-        self._lengths = PathLengths(window.size)
+
+class _Tree:
+    """Replaces unpacked values by handles, and dicts and lists by branches, in place."""
+
+    def __init__(self, reader: Reader, size: int):
+        self._reader, self._lengths = reader, PathLengths(size)
         self._leaf_of = format.maker_of_values(reader)
+        # Branches whose children are still values, with their key paths and whether they are in a list: there, parts of
+        # arrays and of keys stay dicts.
+        self._stack: list[tuple[Path, Branch, bool]] = []
+        self._parts: list[tuple[dict[Any, Any], Any, Path]] = []  # where maps are that hold these parts
 
-    def document(self) -> Node:
-        """Parse one document, which is the whole file."""
-        window = self._window
-        if window.at > window.fresh_until:
-            window.refill()
-        root = self.value(())
-        end = window.base + window.at
-        if end != window.size:
-            raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
-        return root
+    def of(self, document: Any) -> Node:
+        """Return the tree of a document."""
+        root: dict[Any, Any] = {}
+        self.add(root, "", (), document)
+        self.finish()
+        tree: Node = root[""]
+        return tree
 
-    def value(self, path: Path) -> Node:
-        """Parse the value at the window's position, and all in it."""
-        stack = self._stack
-        root = self._value(path, False)
+    def add(self, parent: dict[Any, Any], key: Any, path: Path, value: Any, in_list: bool = False) -> None:
+        """Put the node of a value into its parent; `finish` completes it."""
+        kind = type(value)
+        if kind is dict or kind is list:
+            if not in_list and kind is dict and value.keys() in (format.KEY_KEYS, format.CHUNK_KEYS):
+                self._parts.append((parent, key, path))
+            parent[key] = self._branch(path, value, in_list)
+        elif kind is tuple:
+            header, data = value
+            parent[key] = LeafHandle(
+                path, header.kind, header.shape, header.dtype, header.nbytes, None, self._reader, data
+            )
+        elif kind is str and value.startswith(format.PLACEHOLDER):
+            parent[key] = self._reference(value.removeprefix(format.PLACEHOLDER), path)
+        else:
+            parent[key] = self._leaf_of(path, value)
+
+    def finish(self) -> None:
+        """Complete all branches that were added."""
+        stack, reader, numbers, add = self._stack, self._reader, format.NUMBERS, self.add
         while stack:
-            frame = stack[-1]
-            if frame.remaining:
-                self._fill(frame)
-                continue
-            stack.pop()
-            leaf = self._close(frame)
-            if leaf is not None and stack:
-                stack[-1].branch.children[frame.path[-1]] = leaf
-            elif leaf is not None:
-                root = leaf
-        return root
-
-    def _fill(self, frame: _Frame) -> None:
-        """Read children until one of them is a container or none remain."""
-        children, is_map, stack, window = frame.branch.children, frame.is_map, self._stack, self._window
-        depth, parent, headers = len(stack), frame.path, self._headers
-        while frame.remaining:
-            frame.remaining -= 1
-            if window.at > window.fresh_until:
-                window.refill()
-            name = self._key(frame) if is_map else str(len(children))
-            path = (*parent, name)
-            # Fast path: most arrays of a checkpoint share few headers.
-            data, at = window.data, window.at
-            header = headers.get(data[at : at + _PREFIX])
-            if (
-                header is not None
-                and data.startswith(header.text, at)
-                and window.base + at + len(header.text) + header.nbytes <= window.size
-            ):
-                children[name] = self._handle(header, at, path)
-                continue
-            children[name] = self._value(path, frame.in_list)
-            if len(stack) != depth:
-                return
-
-    def _close(self, frame: _Frame) -> LeafHandle | None:
-        """Return the leaf that a complete map encodes, or None."""
-        branch = frame.branch
-        if frame.int_keys:
-            branch.int_keys = frozenset(frame.int_keys)
-        # Flax joins chunked arrays inside maps only, never inside msgpack lists.
-        if frame.in_list:
-            return None
-        if branch.children.keys() == format.KEY_KEYS:
-            return format.prng_key(branch, frame.path)
-        try:
-            return format.chunked_array(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
-        except ValueError as error:
-            raise self._window.corrupt(f"{error} in {show_path(frame.path)}") from None
-
-    def _key(self, frame: _Frame) -> str:
-        window = self._window
-        start = window.at
-        tag = window.data[start]
-        if 0xA0 <= tag <= 0xBF:
-            end = start + 1 + (tag & 0x1F)
-            name = str(window.data[start + 1 : end], "utf-8")
-            window.at = end
-        elif 0xD9 <= tag <= 0xDB:
-            name = self._text(tag)
-        elif tag <= 0x7F or tag >= 0xE0 or _FIRST_INT <= tag <= _LAST_INT:
-            name = str(self._scalar(tag))
-            frame.int_keys.append(name)
-        else:
-            raise window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
-        if name in frame.branch.children:
-            raise window.corrupt(f"the key {name!r} twice in {show_path(frame.path)}")
-        return name
-
-    def _value(self, path: Path, in_list: bool) -> Node:
-        tag = self._window.data[self._window.at]
-        if 0x80 <= tag <= 0x9F or 0xDC <= tag <= 0xDF:
-            return self._container(tag, path, in_list)
-        if tag in _EXT_WIDTHS:
-            return self._extension(tag, path, in_list)
-        return self._native(tag, path)
-
-    def _extension(self, tag: int, path: Path, in_list: bool) -> Node:
-        window = self._window
-        data, at = window.data, window.at
-        width = _EXT_WIDTHS[tag]
-        length = int.from_bytes(data[at + 1 : at + 1 + width]) if width else _FIXEXT[tag]
-        code = data[at + 1 + width]
-        window.at = at + 2 + width
-        if code in (format.EXT_ARRAY, format.EXT_NUMPY_SCALAR):
-            return self._array(at, code, length, path)
-        if code == format.EXT_COMPLEX:
-            payload = window.take(length)
+            parent, branch, in_list = stack.pop()
+            children = branch.children
+            for key, value in children.items():
+                # Fast paths: almost all are arrays or numbers.
+                kind, path = type(value), (*parent, key)
+                if kind is tuple:
+                    header, data = value
+                    children[key] = LeafHandle(
+                        path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
+                    )
+                elif (number := numbers.get(kind)) is not None:
+                    children[key] = LeafHandle(path, number[0], (), None, number[1], None, reader, value)
+                elif value is not None:
+                    add(children, key, path, value, in_list)
+        for holder, key, path in reversed(self._parts):
+            branch = holder[key]
+            is_key = branch.children.keys() == format.KEY_KEYS
             try:
-                return self._leaf(LeafKind.COMPLEX, 16, path, format.parse_complex(payload))
-            except format.DECODE_ERRORS as error:
-                raise window.corrupt(f"{length} bytes that are not a complex number: {error}") from error
-        if code == format.EXT_TUPLE and self._of_orbax:
-            return self._tuple(length, path, in_list)
-        raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
+                leaf = (format.prng_key if is_key else format.chunked_array)(branch, path)
+            except ValueError as error:
+                raise ValueError(f"{error} in {show_path(path)}") from None
+            holder[key] = branch if leaf is None else leaf
 
-    def _tuple(self, length: int, path: Path, in_list: bool) -> Branch:
-        window = self._window
-        window.end_of(length)
-        tag = window.data[window.at]
-        if not (0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD)):
-            raise window.corrupt(f"a tuple in {show_path(path)} that is not a msgpack array (0x{tag:02x})")
-        branch = self._container(tag, path, in_list)
-        branch.container = Container.TUPLE
+    def _branch(self, path: Path, values: Any, in_list: bool) -> Branch:
+        if len(path) >= format.MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        if type(values) is list:
+            return self._sequence(path, values)
+        self._lengths.add(path, len(values))
+        int_keys = frozenset[str]()
+        if not _TEXT.issuperset(map(type, values)):
+            values, int_keys = _named(values, path)
+        branch = None if int_keys else format.run_of(values, path, self._leaf_of)
+        if branch is None:
+            branch = Branch(values, int_keys=int_keys)
+            self._stack.append((path, branch, in_list))
         return branch
 
-    def _array(self, start: int, code: int, length: int, path: Path) -> LeafHandle:
-        """Parse an array whose extension header starts at ``start``."""
-        window = self._window
-        window.end_of(length)
-        head = window.data[window.at : window.at + min(length, format.MAX_HEADER)]
-        try:
-            header = format.parse_array_header(code, head, length)
-        except format.DECODE_ERRORS as error:
-            reason = str(error) or type(error).__name__
-            raise window.corrupt(f"an array that does not decode in {show_path(path)}: {reason}") from error
-        header.text = window.data[start : window.at] + header.text
-        self._headers[header.text[:_PREFIX]] = header
-        return self._handle(header, start, path)
-
-    def _handle(self, header: ArrayHeader, start: int, path: Path) -> LeafHandle:
-        """Return the array whose header starts at ``start``, and move the window past its data."""
-        window = self._window
-        data_at = start + len(header.text)
-        window.at = data_at + header.nbytes
-        kind, shape, dtype, nbytes = header.kind, header.shape, header.dtype, header.nbytes
-        found = FileRanges(((window.base + data_at, nbytes),))
-        return LeafHandle(path, kind, shape, dtype, nbytes, None, self._reader, found)
-
-    def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
-        window = self._window
-        if tag <= 0x9F:
-            count, is_map = tag & 0x0F, tag <= 0x8F
-            window.at += 1
-        else:
-            count, is_map = self._length(2 << (tag & 1)), tag >= 0xDE
-        # Every child and every key takes at least one byte, so reject a count that cannot fit into the file.
-        if window.base + window.at + count * (1 + is_map) > window.size:
-            raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")
-        if len(self._stack) >= format.MAX_DEPTH:
-            raise window.corrupt(f"more than {format.MAX_DEPTH} nested containers")
-        try:
-            self._lengths.add(path, count)
-        except ValueError as error:
-            raise window.corrupt(str(error)) from None
-        if count >= _MIN_RUN and not self._of_orbax:
-            run = self._run(count, path, is_map)
-            if run is not None:
-                return run
-        branch = Branch({}) if is_map else Branch({}, Container.LIST)
-        self._stack.append(_Frame(branch, count, path, is_map, in_list or not is_map))
+    def _sequence(self, path: Path, values: list[Any]) -> Branch:
+        container = Container.LIST
+        if values and values[0] is _TUPLE:
+            container, values = Container.TUPLE, values[1]
+            if type(values) is not list:
+                raise ValueError(f"a tuple in {show_path(path)} that is not a msgpack array")
+        self._lengths.add(path, len(values))
+        branch = format.run_of(values, path, self._leaf_of) if container is Container.LIST else None
+        if branch is None:
+            branch = Branch(dict(zip(map(str, range(len(values))), values, strict=True)), container)
+            self._stack.append((path, branch, True))
         return branch
-
-    def _run(self, count: int, path: Path, is_map: bool) -> Branch | None:
-        """Decode all children of a container, whose header was read, if they are Python values; else return None."""
-        window, values, wanted = self._window, list[Any](), count * (1 + is_map)
-        unpacker = msgpack.Unpacker(**_VALUES_ONLY)
-        try:
-            for piece in window.ahead():
-                unpacker.feed(piece)
-                found = list(itertools.islice(unpacker, wanted - len(values)))
-                values += found
-                if len(values) == wanted:
-                    branch = format.run_of(_mapping(values) if is_map else values, path, self._leaf_of)
-                    if branch is not None:
-                        window.skip(unpacker.tell())
-                    return branch
-                if not found and len(piece) > _SHORT_VALUE:
-                    break  # the bytes are a part of an array, or long text
-        except format.DECODE_ERRORS:  # `_fill` finds out what is wrong, if anything is
-            pass
-        return None
-
-    def _native(self, tag: int, path: Path) -> LeafHandle | None:
-        window = self._window
-        if 0xA0 <= tag <= 0xBF or 0xD9 <= tag <= 0xDB:
-            text = self._text(tag)
-            if text.startswith(format.PLACEHOLDER):
-                return self._reference(text.removeprefix(format.PLACEHOLDER), path)
-            return self._leaf(LeafKind.STR, len(text), path, text)
-        if 0xC4 <= tag <= 0xC6:
-            length = self._length(1 << (tag - 0xC4))
-            offset = window.base + window.at
-            window.at = window.end_of(length)
-            return self._leaf(LeafKind.BYTES, length, path, FileRanges(((offset, length),)))
-        if tag == 0xC1:
-            raise window.corrupt("the byte 0xc1, which msgpack never uses")
-        value = self._scalar(tag)
-        return None if value is None else self._leaf(*format.NUMBERS[type(value)], path, value)
 
     def _reference(self, subpath: str, path: Path) -> LeafHandle:
         array = gda_read.locate(self._reader.location, subpath, path)
-        handle = self._leaf(LeafKind.ARRAY, array.nbytes, path, array)
-        handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
-        return handle
-
-    def _leaf(self, kind: LeafKind, nbytes: int, path: Path, value: Any) -> LeafHandle:
-        return LeafHandle(path, kind, (), None, nbytes, None, self._reader, value)
-
-    def _text(self, tag: int) -> str:
-        window = self._window
-        if tag <= 0xBF:
-            window.at += 1
-            return str(window.take(tag & 0x1F), "utf-8")
-        return str(window.take(self._length(1 << (tag - 0xD9))), "utf-8")
-
-    def _scalar(self, tag: int) -> Any:
-        """Read nil, a bool or a number."""
-        if tag <= 0x7F or tag >= 0xE0:
-            self._window.at += 1
-            return tag if tag <= 0x7F else tag - 0x100
-        width = _NUMBER_WIDTHS.get(tag, 1)
-        return msgpack.unpackb(self._header_bytes(width))
-
-    def _length(self, width: int) -> int:
-        """Read the tag and a length field of ``width`` bytes."""
-        return int.from_bytes(self._header_bytes(1 + width)[1:])
-
-    def _header_bytes(self, length: int) -> bytes:
-        window = self._window
-        found = window.data[window.at : window.at + length]
-        if len(found) < length:
-            raise IndexError("the file ends")
-        window.at += length
-        return found
+        return LeafHandle(
+            path, LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, None, self._reader, array, in_gda_folder=True
+        )
 
 
-# The header of an object in a stream, and those of bytes.
-_PAIR = 0x92
-_BINS = range(0xC4, 0xC7)
-
-
-class _StreamParser(_Parser):
-    """One pass over a stream of msgpack objects, each a key path and the bytes of a document, as EasyLM writes it."""
-
-    def stream(self) -> Node:
-        window, leaves, lengths = self._window, dict[Path, Node](), PathLengths(self._window.size)
-        while window.base + window.at < window.size:
-            if window.at > window.fresh_until:
-                window.refill()
-            path, end = self._key_path(), self._end()
-            if path in leaves:
-                raise window.corrupt(f"{show_path(path)} twice")
-            try:
-                lengths.add(path, 1)
-            except ValueError as error:
-                raise window.corrupt(str(error)) from None
-            leaves[path] = self.value(path)
-            if window.base + window.at != end:
-                raise window.corrupt(f"a value of {show_path(path)} that ends at another byte than {end}")
-        try:
-            return from_leaves(leaves)
-        except NameCollisionError as error:
-            raise window.corrupt(str(error)) from None
-
-    def _key_path(self) -> Path:
-        """Read the beginning of an object, and its key path: a list of names, or one name."""
-        window = self._window
-        if window.data[window.at] != _PAIR:
-            raise window.corrupt("an object that is no pair of a key path and bytes")
-        window.at += 1
-        tag = window.data[window.at]
-        if 0x90 <= tag <= 0x9F:
-            window.at += 1
-            count = tag & 0x0F
-        elif tag == 0xDC:
-            count = self._length(2)
-        else:
-            return (self._name(),)
-        if count > format.MAX_DEPTH:
-            raise window.corrupt(f"a key path of more than {format.MAX_DEPTH} names")
-        return tuple([self._name() for _ in range(count)])
-
-    def _name(self) -> str:
-        window = self._window
-        tag = window.data[window.at]
-        if not (0xA0 <= tag <= 0xBF or 0xD9 <= tag <= 0xDB):
-            raise window.corrupt(f"a name in a key path that is not text (0x{tag:02x})")
-        return self._text(tag)
-
-    def _end(self) -> int:
-        """Read the header of the bytes of a leaf; return where they end in the file."""
-        window = self._window
-        tag = window.data[window.at]
-        if tag not in _BINS:
-            raise window.corrupt(f"a leaf that is not bytes (0x{tag:02x})")
-        length = self._length(1 << (tag - _BINS.start))
-        if window.at > window.fresh_until:
-            window.refill()
-        return window.base + window.end_of(length)
+def _named(values: dict[Any, Any], path: Path) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return a dict with names for its keys, and which of them were ints."""
+    for key in values:
+        if type(key) not in (str, int):
+            raise ValueError(f"a map key in {show_path(path)} that is neither text nor int ({key!r:.40})")
+    named = {str(key): value for key, value in values.items()}
+    int_keys = frozenset([str(key) for key in values if type(key) is int])
+    if len(named) != len(values):
+        raise ValueError(f"the key {next(name for name in values if name in int_keys)!r} twice in {show_path(path)}")
+    return named, int_keys

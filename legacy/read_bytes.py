@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -23,7 +22,6 @@ _CACHE_LIMIT = 64 * 2**20  # bytes
 _AT_ONCE = 64  # requests, most of them for some kB
 _SLACK = 512  # bytes around a likely next read, because names differ in length
 _SAME = 64  # bytes by which two distances differ that count as equal, for the same reason
-_FIRST_AHEAD = 512  # bytes
 _REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
 
 
@@ -187,6 +185,8 @@ class Window:
 
     def refill(self) -> None:
         """Move the window to the current position: small after a skip, growing otherwise."""
+        if self.base + self.at > self.size:
+            raise IndexError("the file ends")
         skipped, sizes = self.at - len(self.data), self._sizes
         self._step = sizes.smallest if skipped > sizes.read_over else min(self._step * sizes.growth, sizes.largest)
         self.base += self.at
@@ -203,24 +203,11 @@ class Window:
             self.refill()
         return piece
 
-    def ahead(self) -> Iterator[bytes]:
-        """Yield the bytes from the current position on, in growing pieces, without moving the window."""
-        at, step = self.at, _FIRST_AHEAD
-        while at < len(self.data):
-            yield self.data[at : at + step]
-            at, step = at + step, 4 * step
-        offset, step = self.base + max(self.at, len(self.data)), self._sizes.smallest
-        while offset < self.size:
-            step = min(step * self._sizes.growth, self._sizes.largest)
-            piece = self._pread(min(step, self.size - offset), offset)
-            offset += len(piece)
-            yield piece
-
-    def skip(self, length: int) -> None:
-        """Move past bytes that came from `ahead`."""
-        self.at += length
+    def tag(self) -> int:
+        """Return the first byte of the next value, which the window holds with all before the value's data."""
         if self.at > self.fresh_until:
             self.refill()
+        return self.data[self.at]
 
     def end_of(self, length: int) -> int:
         """Return the position after the next ``length`` bytes; raise if the file has fewer."""

@@ -26,7 +26,6 @@ from .checksummed_file import ChecksummedObject, open_checksums, truncated
 from .format import FileRanges, is_one_range
 from .parse import parse, parse_stream
 from .read_bytes import File, MsgpackSource, StoredObject, Window, open_source
-from .unpack_small_files import unpack
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
@@ -68,10 +67,7 @@ class MsgpackReader(Reader):
             if self._sums is not None:
                 self._sums.verify_data(data)
         window = Window(source, data)
-        if is_stream:
-            return parse_stream(window, self)
-        unpacked = unpack(data, self) if data and not of_orbax else None
-        return unpacked or parse(window, self, of_orbax=of_orbax)
+        return parse_stream(window, self) if is_stream else parse(window, self, of_orbax=of_orbax)
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
         """See `flax_ckpt_compat._core.backend.Reader.boxes`."""

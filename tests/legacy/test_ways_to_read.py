@@ -40,8 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "by windows": {"reader._WHOLE": 0},
     "by windows that end anywhere": _sizes(3000),
     "by windows over all": _sizes(8192, 2**30),
-    "value by value": {"reader._WHOLE": 0, "parse._MIN_RUN": 2**40},
-    "by runs alone": {"reader._WHOLE": 0, "parse._MIN_RUN": 1, "reader._SMALL": 40},
+    "by single reads": {"reader._WHOLE": 0, "reader._SMALL": 40},
 }
 
 
@@ -183,7 +182,7 @@ _ARRAY = _ext(1, (2,), "int32", bytes(8))
 # Two arrays of the same header, after which more of them are read in a loop of their own.
 _TWO = b"\x83\xa1a" + _ARRAY + b"\xa1b" + _ARRAY
 _HOSTILE = {
-    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, f"byte {len(_TWO)}: .*UTF-8"),
+    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, "UTF-8"),
     "third key twice": (_TWO + b"\xa1b" + _ARRAY, "'b' twice"),
     "third array cut": (_TWO + b"\xa1c" + _ARRAY[:-1], "truncated"),
     "no third key": (_TWO, "truncated"),
@@ -423,27 +422,6 @@ def test_rules_add_to_a_run(format: Any, tmp_path: Path) -> None:
     assert fingerprint(restored) == fingerprint({"n": {**values, "w": np.ones(2), "v": 5}})
     kept = flax_ckpt_compat.restore(tmp_path, transforms=[rules.rename("n", "m")])
     assert fingerprint(kept["m"]) == fingerprint(values)
-
-
-def test_no_value_is_decoded_at_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists in lists, each with some numbers before it: the work is that of the file, not of file and depth."""
-    given = list[int]()
-    ahead = read_bytes.Window.ahead
-
-    def counted(window: read_bytes.Window) -> Any:
-        for piece in ahead(window):
-            given.append(len(piece))
-            yield piece
-
-    monkeypatch.setattr(read_bytes.Window, "ahead", counted)
-    use("by windows", monkeypatch)
-    document: Any = [0] * 20
-    for _ in range(150):
-        document = [*([1] * 60), document, *([2] * 60)]
-    path = tmp_path / "file"
-    path.write_bytes(_packed({"a": document}))
-    BACKEND.open(location_of(path))
-    assert sum(given) < 30 * path.stat().st_size
 
 
 @pytest.mark.parametrize("before", [0, 3, 1000])
