@@ -26,10 +26,11 @@ _COMMANDS = {  # with what the help of all commands says of each, for which none
     "show": "Show the tree of a checkpoint.",
     "verify": "Find damaged checkpoints.",
 }
+_FUNCTIONS = {"clean": "removing.clean", "rm": "removing.rm"}  # where it is not `command` of the file of that name
 
 
 class _LazyGroup(click.Group):
-    """Click group that imports a subcommand's module on use, for its attribute ``command``."""
+    """Click group that imports a subcommand's module on use, for its command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
         return list(_COMMANDS)
@@ -45,7 +46,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
+        file, _, function = _FUNCTIONS.get(cmd_name, f"{cmd_name}.command").partition(".")
+        command: click.Command = getattr(import_module(f"{__name__}.{file}"), function)
         return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:

@@ -17,18 +17,16 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._view.metadata import Begin, Count
     from flax_ckpt_compat._view.report import Line, Report, Table
 
-_Found = TypeVar("_Found")
 FOUND, INTERRUPTED, CLOSED_PIPE = 1, 130, 141
 # Libraries of stores, and absl for what they and TensorFlow's file functions say.
 _TALKATIVE = ("absl", "adlfs", "aiobotocore", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
@@ -61,17 +59,6 @@ class Command(click.Command):
             for line in self._examples.strip().splitlines():
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; tell how to pass a step that stands behind them."""
-        ctx.allow_extra_args = True  # refused here instead
-        extra = super().parse_args(ctx, args)
-        if extra and not ctx.resilient_parsing:
-            options = {option for parameter in self.params for option in parameter.opts}
-            is_step = len(extra) == 1 and "--step" in options and extra[0].replace(".", "", 1).isdecimal()
-            remedy = f"; for that step, pass --step {extra[0]}" if is_step else ""
-            ctx.fail(f"Got unexpected extra argument{'s' * (len(extra) > 1)} ({' '.join(extra)}){remedy}")
-        return extra
-
     def invoke(self, ctx: click.Context) -> None:
         """Run the command; translate what it raises."""
         debug = ctx.params.pop("debug")
@@ -88,12 +75,11 @@ class Command(click.Command):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:  # noqa: BLE001  (reported)
-            if _is_full_disk(error):
-                _discard_output()
+            message = _paragraph(error)
             if debug:
                 traceback.print_exc()
                 sys.exit(FailedError.exit_code)
-            raise FailedError(_paragraph(error)) from None
+            raise FailedError(message) from None
 
 
 def print_report(report: Report, *, as_json: bool) -> bool:
@@ -160,21 +146,6 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
         yield begin
 
 
-def remove_all(found: Sequence[_Found], remove: Callable[[_Found], bool], *, err: bool = False) -> bool:
-    """Remove what was listed, each by itself; print the failures and how many are gone; return whether any is left."""
-    from flax_ckpt_compat._core.errors import StorageError
-
-    left = 0
-    for one in found:
-        try:
-            left += not remove(one)
-        except StorageError as error:
-            left += 1
-            echo(f"Error: {error}", err=True)
-    echo(f"Removed {len(found) - left} of {len(found)}.", err=err)
-    return left > 0
-
-
 def tell_passed_over(path: str, found: Collection[str]) -> None:
     """Name the files below a path that are read by their own path only, which no search of a directory finds."""
     from flax_ckpt_compat._core.location import of_text
@@ -187,20 +158,15 @@ def tell_passed_over(path: str, found: Collection[str]) -> None:
         echo(f"Passed over: {hints.some(others)}. Such files are read by their own path: pass it.", err=True)
 
 
-def may_remove(*, yes: bool, dry_run: bool, as_json: bool = False) -> bool:
-    """Return whether to remove what was listed; ask, unless an option answers."""
-    if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
-        raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
-    return not dry_run and (yes or click.confirm("Remove them?"))
-
-
 def is_terminal(stream: IO[Any] | None) -> bool:
     """Return whether a standard stream, None if it is closed, is a terminal."""
     return stream is not None and stream.isatty()
 
 
 def _paragraph(error: Exception) -> str:
+    """Return what is said of an error; of a full disk for the output, nothing more is written to it."""
     from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+    from flax_ckpt_compat._core.storage_errors import FULL_DISK
     from flax_ckpt_compat._core.text_formatting import printable
 
     text = printable(f"{type(error).__name__}: {error}")
@@ -208,17 +174,10 @@ def _paragraph(error: Exception) -> str:
         return f"{text}. Pass a checkpoint, or a directory of checkpoints."
     if isinstance(error, CheckpointError):
         return text
-    if _is_full_disk(error):
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        _discard_output()
         return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
-
-
-def _is_full_disk(error: Exception) -> TypeGuard[OSError]:
-    """Return whether the output could not be written; where a checkpoint cannot, it is an error of ours."""
-    from flax_ckpt_compat._core.errors import CheckpointError
-    from flax_ckpt_compat._core.storage_errors import FULL_DISK
-
-    return isinstance(error, OSError) and error.errno in FULL_DISK and not isinstance(error, CheckpointError)
 
 
 @contextmanager
@@ -239,21 +198,18 @@ def _discard_output() -> None:
         os.close(null)
 
 
+class FilePath(click.Path):
+    """A path or URL, for which shells complete names of files.
+
+    An empty one is refused: that of a variable which is not set would stand for the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value or self.fail("the path is empty; write . for the working directory", param, ctx)
+
+
 def path_argument(name: str, **options: Any) -> Callable[[Any], Any]:
-    """Return an argument that is a path, for which shells complete names of files; an empty one is refused."""
-    return click.argument(name, shell_complete=complete_files, **{"callback": _not_empty, **options})
-
-
-def _not_empty(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Refuse the path of a variable that is not set: as the working directory it would be cleaned, or converted."""
-    if "" in (value if isinstance(value, tuple) else (value,)):
-        raise click.BadParameter("the path is empty; write . for the working directory", ctx, param)
-    return value
-
-
-def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Tell the shell to complete names of files; click completes nothing for arguments that are text."""
-    return [CompletionItem(incomplete, type="file")]
+    """Return an argument that is a path."""
+    return click.argument(name, type=FilePath(), **options)
 
 
 def json_option(what: str) -> Callable[[Any], Any]:

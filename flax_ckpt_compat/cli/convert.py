@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -79,7 +80,6 @@ flax-ckpt convert runs/5 out --to manager --step 5 --item state=default
     show_default=True,
     help="drop: results restore on any machine. keep: they record the devices of the source.",
 )
-@click.option("--all", "every", is_flag=True, help="All checkpoints, as without --step.")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Function that returns the saved state, for its containers.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to apply, with the target's structure.")
 @click.option(
@@ -101,7 +101,6 @@ def command(
     items: Sequence[str],
     workers: int,
     *,
-    every: bool,
     dry_run: bool,
     resume: bool,
     as_json: bool,
@@ -124,8 +123,6 @@ def command(
 
     Exit code 0: all converted. 1: some could not be, or lack something. 2: refused. 130: interrupted.
     """
-    if every and steps:
-        raise click.UsageError("--all and --step contradict each other; leave one out")
     chosen_items = _items(items)
     for name in filter(None, (options["target"], options["transforms"])):
         load_name(name)  # a wrong name is refused once, not for each checkpoint
@@ -148,10 +145,10 @@ def command(
 
 def _items(words: Sequence[str]) -> dict[str, str] | None:
     """Return the old and new names of ``--item``."""
-    pairs = [(name, new, equals) for name, equals, new in (word.partition("=") for word in words)]
-    if bad := [name for name, new, equals in pairs if not name or (equals and not new)]:
+    pairs = [word.partition("=") for word in words]
+    if bad := [name for name, equals, new in pairs if not name or (equals and not new)]:
         raise click.UsageError(f"--item takes NAME or NAME=NEW, not {bad[0]}=")
-    return {name: new for name, new, _ in pairs} or None
+    return {name: new for name, _, new in pairs} or None
 
 
 def _converted(
@@ -170,9 +167,7 @@ def _converted(
             raise KeyboardInterrupt
         count(nbytes)
 
-    with ExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(workers)) if workers > 1 else None
-        stack.callback(stopped.set)  # first, as the executor waits for its threads
+    with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as executor:
         try:
             count(0, f"0/{len(jobs)}")
             for result in convert.run(jobs, executor, progress=progress, **options):
@@ -180,75 +175,62 @@ def _converted(
                 count(0, f"{len(results)}/{len(jobs)}")
                 show(result)
         except KeyboardInterrupt:
-            stopped.set()
             done = sum(result.error is None for result in results.values())
             echo(f"{done} of {len(jobs)} converted; go on with --resume", err=True)
             raise
+        finally:  # before the executor waits for its threads
+            stopped.set()
     return [results[job.source] for job in jobs]
 
 
 def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: bool) -> Report:
     """Return what is shown of the results, each of which is printed already unless nothing was written."""
     lines = list(map(_line, results)) if dry_run else []
-    for (note,), source in _first_sources(results, lambda result: [(text,) for text in result.notes]):
-        lines.append(Line(printable(f"Note: {source}: {note}"), hang=2, is_note=True))
-    lines.append(Line(_summary(results, seconds, dry_run=dry_run)))
-    free, space = _space(results) if dry_run else (None, "")
-    lines += [Line(printable(space), hang=2)] if space else []
-    errors = [str(one.error) for one in results if one.error is not None]
+    notes = _with_sources([(result, note) for result in results for note in result.notes])
+    lines += [Line(printable(f"Note: {note}"), hang=2, is_note=True) for note in notes]
+    counts = Counter(result.status for result in results)
+    summary = ", ".join(f"{counts[status]} {status}" for status in _STATUSES if counts[status])
+    nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
+    if dry_run:
+        lines.append(Line(f"{summary}: {format_size(nbytes)}. Nothing was written."))
+    elif counts["converted"]:
+        rate = format_size(int(nbytes / max(seconds, 1e-3)))
+        lines.append(Line(f"{summary}: {format_size(nbytes)} in {seconds:.0f} s ({rate}/s)"))
+    else:
+        lines.append(Line(f"{summary}."))
+    rows = [{"bytes": result.nbytes} | dataclasses.asdict(result) for result in results]
+    if counts["planned"]:
+        free, space = _space(next(one.destination for one in results if one.status == "planned"), nbytes)
+        lines += [Line(printable(space), hang=2)] * bool(space)
+        rows = [row | {"free_bytes": free} for row in rows]
+    errors = [one.error for one in results if one.error is not None]
     written, remedy = "would be written" if dry_run else "written", _REMEDIES.get(to, "The source has them: keep it.")
-    for what, source in _first_sources(results, lambda result: [result.left_out] * bool(result.left_out)):
-        errors.append(f"{source}: {written} without: {'; '.join(what)}. {remedy}")
-    rows = [_as_json(result) | ({"free_bytes": free} if dry_run else {}) for result in results]
-    problems = [Line(printable(f"Error: {error}"), hang=2) for error in errors]
+    lacks = [(one, f"{written} without: {'; '.join(one.left_out)}. {remedy}") for one in results if one.left_out]
+    problems = [Line(printable(f"Error: {error}"), hang=2) for error in [*errors, *_with_sources(lacks)]]
     return Report(lines, lambda: rows, problems, found=bool(problems))
 
 
-def _first_sources(
-    results: Sequence[Conversion], facts_of: Callable[[Conversion], Sequence[tuple[str, ...]]]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each fact about some results once, with the first source that it is about and the number of the others."""
-    sources: dict[tuple[str, ...], list[str]] = {}
-    for result in results:
-        for fact in facts_of(result):
-            sources.setdefault(fact, []).append(result.source)
-    for fact, (first, *others) in sources.items():
-        yield fact, f"{first} (and {len(others)} more)" if others else first
+def _with_sources(facts: Sequence[tuple[Conversion, str]]) -> list[str]:
+    """Return each fact once, after the first source that it is about and the number of the others."""
+    sources: dict[str, list[str]] = {}
+    for result, fact in facts:
+        sources.setdefault(fact, []).append(result.source)
+    more = {fact: f" (and {len(found) - 1} more)" if len(found) > 1 else "" for fact, found in sources.items()}
+    return [f"{found[0]}{more[fact]}: {fact}" for fact, found in sources.items()]
 
 
-def _space(results: Sequence[Conversion]) -> tuple[int | None, str]:
-    """Return the bytes that are free where planned results go, and a line that says so; None if nothing tells."""
+def _space(destination: str, nbytes: int) -> tuple[int | None, str]:
+    """Return the bytes that are free where results go, and a line that says so; None if nothing tells."""
     from flax_ckpt_compat._convert import convert
 
-    planned = [result for result in results if result.status == "planned"]
-    found = convert.free_space(planned[0].destination) if planned else None
+    found = convert.free_space(destination)
     if found is None:
         return None, ""
-    (free, folder), nbytes = found, sum(result.nbytes for result in planned)
-    short = "NOT ENOUGH: " if nbytes > free else ""
-    return free, (
-        f"Space: {short}about {format_size(nbytes)}, and {format_size(free)} are free in {folder}; "
-        "nothing of the source is removed."
-    )
-
-
-def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
-    counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
-    shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    if not counts["converted"] and not dry_run:
-        return f"{shown}."
-    nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
-    text = f"{shown}: {format_size(nbytes)}"
-    if dry_run:
-        return f"{text}. Nothing was written."
-    return f"{text} in {seconds:.0f} s ({format_size(int(nbytes / max(seconds, 1e-3)))}/s)"
+    free, folder = found
+    text = f"about {format_size(nbytes)}, and {format_size(free)} are free in {folder}"
+    return free, f"Space: {'NOT ENOUGH: ' * (nbytes > free)}{text}; nothing of the source is removed."
 
 
 def _line(result: Conversion) -> Line:
     size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
     return Line(printable(f"{result.status} {result.source} → {result.destination}{size}"), hang=2)
-
-
-def _as_json(result: Conversion) -> dict[str, Any]:
-    fields = dataclasses.asdict(result)
-    return {"bytes": fields.pop("nbytes")} | fields

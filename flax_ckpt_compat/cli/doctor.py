@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import click
 
 from flax_ckpt_compat import __version__
-from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
 from flax_ckpt_compat._discovery import hints
@@ -43,50 +46,28 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     its setting does not take, or a PATH does not exist or cannot be listed.
     """
     problems: list[str] = []
-    settings = _settings(problems)
-    flax = _flax(problems)  # first, whether the shim is active
-    sections = {"Flax": flax, "Versions": _versions(problems), "Settings": settings}
+    flax = {"flax.training.checkpoints": _shim, "flax_use_orbax_checkpointing": _flag}
+    sections = {
+        "Flax": {name: _tried(look, problems) or "failed" for name, look in flax.items()},
+        "Versions": _versions(problems),
+        "Settings": _tried(_settings, problems) or {"all": "cannot be read"},
+    }
     if paths:
-        sections["Paths"] = {path: _listed(path, problems) for path in paths}
+        sections["Paths"] = {path: _tried(functools.partial(_listed, path), problems) or "failed" for path in paths}
     lines = []
     for title, values in sections.items():
         lines += [Line(title, "bold"), *(Line(f"  {name:<28} {value}", hang=31) for name, value in values.items())]
-    shown = [Line(f"Problem: {problem}", "red", hang=2) for problem in problems]
+    shown = [Line(f"Problem: {printable(problem)}", "red", hang=2) for problem in dict.fromkeys(problems)]
     return print_report(Report(lines, lambda: sections, shown, found=bool(problems)), as_json=as_json)
 
 
-def _settings(problems: list[str]) -> dict[str, str]:
-    """Return the settings that differ from their defaults; a wrong one in the environment fails the import of all."""
+def _tried(look: Callable[[], Any], problems: list[str]) -> Any:
+    """Return what a look finds; None if it fails, which is a problem."""
     try:
-        from flax_ckpt_compat import config
-    except SettingError as error:
-        problems.append(printable(str(error)))
-        return {"all": "cannot be read"}
-    settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
-    changed = {name: str(value) for name, value in settings.items() if value != defaults[name]}
-    return changed or {"all": "defaults"}
-
-
-def _versions(problems: list[str]) -> dict[str, str]:
-    found = {"flax-ckpt-compat": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
-    found["platform"] = platform.platform()
-    for name in (*_NEEDED, *_OPTIONAL):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-            if name in _NEEDED:
-                problems.append(f"{name} is not installed: pip install {name}")
-    return found
-
-
-def _flax(problems: list[str]) -> dict[str, str]:
-    try:
-        is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
-        return {"flax.training.checkpoints": _shim(), "flax_use_orbax_checkpointing": f"{_flag()} ({is_set})"}
-    except Exception as error:  # noqa: BLE001 - reported
-        problems.append(f"{type(error).__name__} when Flax was imported: {error}")
-        return {}
+        return look()
+    except Exception as error:  # noqa: BLE001  (reported)
+        problems.append(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+        return None
 
 
 def _shim() -> str:
@@ -101,25 +82,37 @@ def _shim() -> str:
 
 
 def _flag() -> str:
-    try:
-        from flax_ckpt_compat import config
-    except SettingError:  # reported with the settings
-        return "not read"
-    return str(config.use_orbax_format())
+    from flax_ckpt_compat import config  # its import fails for a wrong variable, as that of the whole library does
+
+    is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
+    return f"{config.use_orbax_format()} ({is_set})"
 
 
-def _listed(url: str, problems: list[str]) -> str:
-    try:
-        location = of_text(url)
-        if not location.isdir():
-            if location.isfile():
-                return "a file"
-            if location.is_remote:
-                return "reachable; nothing there"
-            beside = hints.beside(location)
-            problems.append(f"{printable(url)} does not exist{'; ' + beside if beside else ''}")
-            return "does not exist"
+def _settings() -> dict[str, str]:
+    """Return the settings that differ from their defaults."""
+    from flax_ckpt_compat import config
+
+    settings, defaults = dataclasses.asdict(config.current()), dataclasses.asdict(config.Settings())
+    return {name: str(value) for name, value in settings.items() if value != defaults[name]} or {"all": "defaults"}
+
+
+def _versions(problems: list[str]) -> dict[str, str]:
+    found = {"flax-ckpt-compat": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    found["platform"] = platform.platform()
+    for name in (*_NEEDED, *_OPTIONAL):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+            problems += [f"{name} is not installed: pip install {name}"] * (name in _NEEDED)
+    return found
+
+
+def _listed(url: str) -> str:
+    location = of_text(url)
+    if location.isdir():
         return f"reachable, {counted(len(location.listdir()), 'name')}"
-    except Exception as error:  # noqa: BLE001 - reported
-        problems.append(printable(f"{url} cannot be listed: {error}"))
-        return f"{type(error).__name__}"
+    if location.is_remote or location.isfile():
+        return "a file" if location.isfile() else "reachable; nothing there"
+    beside = hints.beside(location)
+    raise CheckpointNotFoundError(f"{url} does not exist{'; ' + beside if beside else ''}", path=url)

@@ -7,46 +7,28 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps, walk
 from flax_ckpt_compat._discovery.contents import State
-from flax_ckpt_compat._save.interrupted_saves import Leftover, in_folder
+from flax_ckpt_compat._save.interrupted_saves import in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 from flax_ckpt_compat._view.report import Line, Report, Table
 
 from ._command_base import Command, FailedError, json_option, path_argument, prefix_option, print_report
 
-# The prefix ends in a separator: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
+# A separator ends the prefix: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
 # ckpt-3 belongs to the prefix.
-_NUMBERED = re.compile(r"(.*?[^0-9A-Za-z])[-+]?\d[\d.eE+-]*", re.DOTALL)
-_RIGHT = {"step", "leaves", "size", "age"}
-_NO_VALUE = "-"
+_NUMBERED = re.compile(r"(?:|.*?[^0-9A-Za-z])([-+]?\d[\d.eE+-]*)", re.DOTALL)
+_RIGHT = ("step", "leaves", "size", "age")
 _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
-
-
-class Row(NamedTuple):
-    """A checkpoint."""
-
-    record: CheckpointRecord  # by names and sizes
-    saved: datetime.datetime | None  # modification time of its file or directory, if known
-    leaves: int | None = None  # how many it has, if it was opened
-    problem: str | None = None  # why it cannot be opened, or None
-
-
-class Folder(NamedTuple):
-    """A directory."""
-
-    shown: str  # its path in the caller's form
-    rows: list[Row]
-    strangers: list[Row]  # what is named like a checkpoint and is none
-    left: list[Leftover]  # what interrupted saves left
-    others: Sequence[str] = ()  # names of some checkpoints of prefixes that are not listed
+Entry = dict[str, Any]  # what JSON has of a checkpoint, of what is only named like one, or of a leftover
 
 
 @click.command(
@@ -74,82 +56,93 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     """
     checkpoint_dir = saved_steps.checkpoint_dir(directory, prefix)
     denied: list[StorageError] = []
+    others: list[str] = []
     if recursive and checkpoint_dir.directory.isdir():
-        folders = _folders_below(checkpoint_dir, denied, leaves=leaves)
+        found = dict(_below(checkpoint_dir, denied, leaves=leaves))
     else:
-        folder = _folder(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)
-        others = not_found.of_other_prefixes(checkpoint_dir) if folder.rows else ()
-        listed = {os.path.basename(row.record.path) for row in folder.rows}  # the steps of a manager, too
-        folders = [folder._replace(others=[name for name in others if name not in listed])]
-    has_any = any(one.rows or one.strangers for one in folders)
-    # Raises for what is not a directory of checkpoints.
-    empty_reason = None if has_any else _empty_reason(checkpoint_dir, recursive=recursive)
-    lines = _lines(folders, empty_reason, recursive=recursive, leaves=leaves)
-    print_report(Report(lines, lambda: [one for folder in folders for one in _as_json(folder)]), as_json=as_json)
+        entries = _entries(checkpoint_dir.directory, iter_checkpoints(directory, prefix), leaves=leaves)
+        found = {checkpoint_dir.shown: entries}
+        if any(entry["kind"] == "checkpoint" for entry in entries):
+            listed = {os.path.basename(entry["path"]) for entry in entries}  # the steps of a manager, too
+            others = [name for name in not_found.of_other_prefixes(checkpoint_dir) if name not in listed]
+    lines: list[Line | Table] = []
+    for shown, entries in found.items():
+        if recursive:
+            lines.append(Line(("\n" if lines else "") + printable(f"{shown}:", one_line=True)))
+        lines += _lines(shown, entries, leaves=leaves)
+    if all(entry["kind"] == "leftover" for entries in found.values() for entry in entries):
+        # Raises for what is not a directory of checkpoints.
+        lines.insert(0, Line(printable(_empty_reason(checkpoint_dir, recursive=recursive))))
+    if others:
+        text = f"Also here, with other prefixes: {', '.join(others)}; --recursive lists all."
+        lines.append(Line(printable(text, one_line=True)))
+    print_report(Report(lines, lambda: [entry for entries in found.values() for entry in entries]), as_json=as_json)
     if denied:
         raise FailedError(printable("\n".join(map(str, denied))))
 
 
-def _folder(checkpoint_dir: saved_steps.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool) -> Folder:
-    """Return a directory with these checkpoints; with ``leaves``, open them."""
-    rows = [_row(record, leaves=leaves) for record in records]
-    path = checkpoint_dir.directory
-    return Folder(
-        checkpoint_dir.shown,
-        [row for row in rows if row.record.format != UNKNOWN_FORMAT],
-        [row for row in rows if row.record.format == UNKNOWN_FORMAT],
-        list(in_folder(path)) if path.isdir() else [],
-    )
-
-
-def _folders_below(root: saved_steps.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
-    """Return a directory and those below it that hold anything to list, with checkpoints of every prefix.
-
-    ``denied`` is as for `walk.folders_below`."""
-    folders = []
-    for path, found in walk.folders_below(root.directory, denied):
-        inside = os.path.relpath(path.path, root.directory.path)
+def _below(
+    root: saved_steps.CheckpointDir, denied: list[StorageError], *, leaves: bool
+) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield a directory, and each below it, that holds anything to list; ``denied`` is as for `walk.folders_below`."""
+    for folder, found in walk.folders_below(root.directory, denied):
+        inside = os.path.relpath(folder.path, root.directory.path)
         shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
-        folder = _folder(saved_steps.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
-        if folder.rows or folder.strangers or folder.left:
-            folders.append(folder)
-    return folders
+        records = (_record(one.unlisted(), os.path.join(shown, one.name)) for one in found)
+        if entries := _entries(folder, filter(None, records), leaves=leaves):
+            yield shown, entries
 
 
-def _records(path: Location, shown: str, found: Sequence[Location]) -> list[CheckpointRecord]:
-    """Return the records of a directory with these checkpoints: those of their prefixes, and others by themselves."""
-    if not found:
-        return []
-    names = {one.name for one in found}
-    matches = filter(None, map(_NUMBERED.fullmatch, names))
-    prefixes = {match[1] for match in matches if not match[1].startswith(walk.DEFAULT_PREFIX)}
-    records = dict[str, CheckpointRecord]()
-    for prefix in (walk.DEFAULT_PREFIX, *sorted(prefixes)):
-        for record in iter_checkpoints(shown, prefix):
-            records.setdefault(os.path.basename(record.path), record)
-    return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]
-
-
-def _single(path: Location, shown: str, name: str) -> CheckpointRecord:
-    full = (path / name).unlisted()
-    found = contents.contents_of(full)
-    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if full.isdir() else "msgpack"
+def _record(location: Location, shown: str) -> CheckpointRecord | None:
+    """Return the record of a checkpoint of any prefix; None if it is gone."""
+    found = contents.contents_of(location)
+    match = _NUMBERED.fullmatch(location.name)
+    step = steps.parse_step(match[1]) if match else None
+    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if location.isdir() else "msgpack"
+    nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
     why = f"not a checkpoint: {found.why}" if found.state is State.FOREIGN else found.why or None
-    return CheckpointRecord(None, os.path.join(shown, name), format, full.total_size(), found.is_complete, why)
+    is_gone = found.state is State.ABSENT
+    return None if is_gone else CheckpointRecord(step, shown, format, nbytes, found.is_complete, why)
 
 
-def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
-    row = Row(record, _saved(record.path))
-    if not leaves or not record.complete:
-        return row
+def _entries(folder: Location, records: Iterable[CheckpointRecord], *, leaves: bool) -> list[Entry]:
+    """Return what a directory holds: these checkpoints, what is only named like one, and leftovers."""
+    found = sorted((_entry(record, leaves=leaves) for record in records), key=lambda one: str(one["kind"]))
+    for one in in_folder(folder) if folder.isdir() else ():
+        why = "; ".join(filter(None, (one.what, one.kept)))
+        found.append({"kind": "leftover", "path": one.location.path, "nbytes": one.nbytes, "why": why})
+    return found
+
+
+def _entry(record: CheckpointRecord, *, leaves: bool) -> Entry:
+    """Return a checkpoint, by names and sizes; with ``leaves``, open it to count them."""
+    count, damage = _count(record.path) if leaves and record.complete else (None, None)
+    saved = _saved(record.path)
+    return {
+        "kind": "stranger" if record.format == UNKNOWN_FORMAT else "checkpoint",
+        "name": os.path.basename(record.path),
+        "step": record.step,
+        "path": record.path,
+        "format": record.format,
+        "leaves": count,
+        "nbytes": record.nbytes,
+        "saved": saved and saved.isoformat(timespec="seconds"),
+        "complete": record.complete and damage is None,
+        "why": record.why or damage,
+        "damage": damage,
+    }
+
+
+def _count(path: str) -> tuple[int | None, str | None]:
+    """Return how many leaves a checkpoint has, or why it cannot be opened."""
     from flax_ckpt_compat._discovery.opening import Opened
     from flax_ckpt_compat._view.metadata import leaves_of
 
     try:
-        with closing(Opened(of_text(record.path), verify=False)) as opened:
-            return row._replace(leaves=len(leaves_of(opened).leaves))
+        with closing(Opened(of_text(path), verify=False)) as opened:
+            return len(leaves_of(opened).leaves), None
     except CheckpointError as error:
-        return row._replace(problem=str(error))
+        return None, str(error)
 
 
 def _saved(path: str) -> datetime.datetime | None:
@@ -180,81 +173,43 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
     return str(absent) if is_all else f"{absent}; --recursive lists all below it"
 
 
-def _as_json(folder: Folder) -> list[dict[str, Any]]:
-    checkpoints = [("checkpoint", row) for row in folder.rows] + [("stranger", row) for row in folder.strangers]
-    found: list[dict[str, Any]] = [
-        {
-            "kind": kind,
-            "name": os.path.basename(record.path),
-            "step": record.step,
-            "path": record.path,
-            "format": record.format,
-            "leaves": leaves,
-            "nbytes": record.nbytes,
-            "saved": saved and saved.isoformat(timespec="seconds"),
-            "complete": record.complete and problem is None,
-            "why": record.why or problem,
-        }
-        for kind, (record, saved, leaves, problem) in checkpoints
-    ]
-    left = (
-        {"kind": "leftover", "path": one.location.path, "nbytes": one.nbytes, "why": one.what} for one in folder.left
-    )
-    return [*found, *left]
-
-
-def _lines(
-    folders: Sequence[Folder], empty_reason: str | None, *, recursive: bool, leaves: bool
-) -> Iterator[Line | Table]:
-    if empty_reason is not None:
-        yield Line(printable(empty_reason))
-    for number, folder in enumerate(folders):
-        if recursive:
-            yield Line(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
-        if folder.rows:
-            yield _table(folder.rows, leaves=leaves)
-        apart: dict[str, list[tuple[str, int, str | None]]] = {
-            "Cannot be opened": [
-                (row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem
-            ],
-            "Named like checkpoints": [(one.path, one.nbytes, one.why) for one, *_ in folder.strangers],
-            f"Left by interrupted saves (flax-ckpt clean {folder.shown})": [
-                (one.location.path, one.nbytes, "; ".join(filter(None, (one.what, one.kept)))) for one in folder.left
-            ],
-        }
-        for heading, found in apart.items():
-            yield from [Line(printable(f"{heading}:", one_line=True), hang=2)] * bool(found)
-            for path, nbytes, what in found:
-                text = f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}"
-                yield Line(printable(text, one_line=True), hang=4)
-        if folder.others:
-            names = ", ".join(folder.others)
-            yield Line(printable(f"Also here, with other prefixes: {names}; --recursive lists all.", one_line=True))
-
-
-def _table(rows: Sequence[Row], *, leaves: bool) -> Table:
-    headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
-    cells = [[cells[heading] for heading in headings] for cells in map(_cells, rows)]
-    right = {number for number, heading in enumerate(headings) if heading in _RIGHT}
-    styles = [None if row.record.complete and row.problem is None else "yellow" for row in rows]
-    return Table(headings, cells, right, styles, spare={headings.index("saved")})
-
-
-def _cells(row: Row) -> dict[str, str]:
-    """Return heading → text."""
-    record, saved, leaves, problem = row
-    state = "complete" if record.complete else f"incomplete: {record.why}"
-    cells = {
-        "step": _NO_VALUE if record.step is None else str(record.step),
-        "format": record.format,
-        "leaves": _NO_VALUE if leaves is None else str(leaves),
-        "size": format_size(record.nbytes),
-        "saved": saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_VALUE,
-        "age": _age(saved) if saved else _NO_VALUE,
-        "state": state if problem is None else "cannot be opened",
-        "name": os.path.basename(record.path),
+def _lines(shown: str, entries: Sequence[Entry], *, leaves: bool) -> Iterator[Line | Table]:
+    """Yield the table of a directory's checkpoints, and what is told apart from it."""
+    rows = [one for one in entries if one["kind"] == "checkpoint"]
+    if rows:
+        cells = [_cells(one) for one in rows]
+        headings = [name for name in cells[0] if leaves or name != "leaves"]
+        right = {number for number, name in enumerate(headings) if name in _RIGHT}
+        styles = [None if one["complete"] else "yellow" for one in rows]
+        texts = [[row[name] for name in headings] for row in cells]
+        yield Table(headings, texts, right, styles, spare={headings.index("saved")})
+    apart = {
+        "Cannot be opened": [one for one in rows if one["damage"]],
+        "Named like checkpoints": [one for one in entries if one["kind"] == "stranger"],
+        f"Left by interrupted saves (flax-ckpt clean {shown})": [one for one in entries if one["kind"] == "leftover"],
     }
-    return {heading: printable(cell, one_line=True) for heading, cell in cells.items()}
+    for heading, found in apart.items():
+        yield from [Line(printable(f"{heading}:", one_line=True), hang=2)] * bool(found)
+        for one in found:
+            text = f"  {format_size(one['nbytes']):>8}  {os.path.basename(one['path'])}: {one['why']}"
+            yield Line(printable(text, one_line=True), hang=4)
+
+
+def _cells(entry: Entry) -> dict[str, str]:
+    """Return heading → text."""
+    saved = entry["saved"] and datetime.datetime.fromisoformat(entry["saved"])
+    state = f"incomplete: {entry['why']}" if not entry["damage"] else "cannot be opened"
+    cells = {
+        "step": entry["step"],
+        "format": entry["format"],
+        "leaves": entry["leaves"],
+        "size": format_size(entry["nbytes"]),
+        "saved": saved and saved.astimezone().isoformat(" ")[: len("2026-01-01 00:00:00")],
+        "age": saved and _age(saved),
+        "state": "complete" if entry["complete"] else state,
+        "name": entry["name"],
+    }
+    return {name: "-" if cell is None else printable(str(cell), one_line=True) for name, cell in cells.items()}
 
 
 def _age(saved: datetime.datetime) -> str:

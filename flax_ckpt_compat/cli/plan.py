@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, checkpoint_options, complete_files, json_option, path_argument, print_report
+from ._command_base import Command, FilePath, checkpoint_options, json_option, path_argument, print_report
 
 
 @click.command(
@@ -27,7 +27,7 @@ flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
     is_flag=True,
     help="Preview restore_checkpoint, which warns of other shapes and kinds, instead of restore.",
 )
-@click.option("--html", metavar="FILE", shell_complete=complete_files, help="Write the plan as a page of HTML instead.")
+@click.option("--html", metavar="FILE", type=FilePath(), help="Write the plan as a page of HTML instead.")
 @checkpoint_options
 @json_option("a JSON object with a row for each leaf")
 def command(

@@ -1,28 +1,23 @@
 """Define ``flax-ckpt run``: run an unmodified program with our functions in ``flax.training.checkpoints``.
 
-Python itself runs the program, with a folder on ``PYTHONPATH`` whose ``sitecustomize`` installs them.
-"""
+Python itself runs the program, with a folder on ``PYTHONPATH`` whose ``sitecustomize`` installs them."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import click
 
-from ._command_base import path_argument
-
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pythonpath")
+_PROGRAM = "(SCRIPT | -m MODULE | -c CODE) [ARGS]..."
 _EXAMPLES = """\b
 Examples:
   flax-ckpt run train.py --workdir runs/a
   flax-ckpt run -m package.train --workdir runs/a
   PYTHONPATH="$(flax-ckpt run --pythonpath)" ./start.sh
 """
-# With these, Python ignores PYTHONPATH; the scripts of some installers have them.
-_IGNORE_ENVIRONMENT = {"-E", "-I"}
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)*t?)?")
 
 
@@ -36,9 +31,7 @@ class _RunCommand(click.Command):
 
 @click.command(cls=_RunCommand, options_metavar="", epilog=_EXAMPLES)
 @click.option("--pythonpath", is_flag=True, help="Print the folder to put on PYTHONPATH instead, and exit.")
-@path_argument(
-    "program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...", callback=None
-)
+@click.argument("program", nargs=-1, type=click.Path(readable=False), metavar=_PROGRAM)
 def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     """Run a program unchanged, with the shim installed.
 
@@ -49,37 +42,15 @@ def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     if pythonpath:
         click.echo(_FOLDER)
         return
-    script = program[1:] if program[:1] == ("--",) else program
-    if script[:1] in ((), ("-",)):
+    script = next((word for word in program if word != "--"), "-")
+    if script == "-":
         raise click.UsageError("a script file or -m MODULE is needed; a program typed on standard input cannot be run")
-    if _is_interpreter(script[0]):
+    if _INTERPRETER.fullmatch(os.path.basename(script)):
         raise click.UsageError(
-            f"leave out {script[0]}: the script runs with {sys.executable}; for another Python, put the folder that "
+            f"leave out {script}: the script runs with {sys.executable}; for another Python, put the folder that "
             "`flax-ckpt run --pythonpath` prints on its PYTHONPATH"
         )
-    if program in (("-m",), ("-c",)):
-        raise click.UsageError(f"{program[0]} needs {'the name of a module' if program[0] == '-m' else 'a program'}")
-    if program[0].startswith("-") and program[0] != "--" and not program[0].startswith(("-m", "-c")):
-        raise click.NoSuchOption(
-            program[0], message=f"No such option: {program[0]} (the program's options go after its name)"
-        )
+    if program[0] != "--" and re.match(r"-(?![mc])", program[0]):
+        raise click.UsageError(f"No such option: {program[0]} (the program's options go after its name)")
     path = os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))
-    words = [sys.executable, *_python_options(), *program]
-    os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})  # noqa: S606
-
-
-def _is_interpreter(script: str) -> bool:
-    """Return whether a script is Python, by its name; a plain file, or a folder with ``__main__``, is a program."""
-    if not _INTERPRETER.fullmatch(os.path.basename(script)):
-        return False
-    if os.path.isdir(script):
-        return not any(os.path.isfile(os.path.join(script, f"__main__.{kind}")) for kind in ("py", "pyc"))
-    return os.access(script, os.X_OK) or not os.path.exists(script)
-
-
-def _python_options() -> list[str]:
-    """Return the options of this Python, such as ``-u`` and ``-X dev``."""
-    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    if getattr(sys.stdout, "write_through", False):
-        options.append("-u")
-    return [option for option in options if option not in _IGNORE_ENVIRONMENT]
+    os.execve(sys.executable, [sys.executable, *program], {**os.environ, "PYTHONPATH": path})  # noqa: S606

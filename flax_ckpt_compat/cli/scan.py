@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import itertools
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,7 +18,7 @@ from flax_ckpt_compat._scan.findings import CHANGE, CHECK, KINDS, NOTHING, Findi
 from flax_ckpt_compat._scan.fix import fix
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, FailedError, echo, print_report
+from ._command_base import Command, FailedError, echo, print_lines, print_report
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 _HEADINGS = {
@@ -53,16 +51,14 @@ def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, ve
     Exit code 0 if nothing has to change, 1 if something has, 2 if a file of CODE cannot be read.
     """
     report = scan(code)
-    if do_fix and not as_json:
-        is_fixed = _fix(report, yes=yes)
+    if do_fix and not as_json and _fix(report, yes=yes):
         report = scan(code)
-        left = [_where(found) for found in report.findings if found.kind == "import" and found.cell is None]
-        if is_fixed and left:
+        if left := [_where(found) for found in report.findings if found.kind == "import"]:
             echo(
                 f"Still Flax's own module, so not this library: {', '.join(left)}. "
                 "Put `import flax_ckpt_compat; flax_ckpt_compat.install()` before these lines."
             )
-    print_report(Report(lines_of(report, verbose=verbose), functools.partial(_to_json, report)), as_json=as_json)
+    print_report(Report(_lines(report, verbose=verbose), lambda: _to_json(report)), as_json=as_json)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
     has_changes = any(found.action == CHANGE for found in report.findings)
@@ -73,62 +69,47 @@ def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, ve
 
 def _fix(report: ScanReport, *, yes: bool) -> bool:
     """Show the changes as a diff and write them, each file at once; return whether none is left to write."""
-    changed: dict[Path, str] = {}
+    changed: dict[str, str] = {}
     for path in dict.fromkeys(found.path for found in report.findings if found.cell is None):
         with tokenize.open(path) as file:
             before = file.read()
         if (after := fix(before)) != before:
-            changed[Path(path)] = after
-            for line in difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm=""):
-                click.secho(line, fg=_COLORS.get(line[0]), bold=line.startswith(("---", "+++")))
-    if any(found.cell for found in report.findings):
-        echo(
-            "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."
-        )
+            changed[path] = after
+            diff = difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm="")
+            print_lines(Line(line, _COLORS.get(line[0]), hang=None) for line in diff)
     if changed and not (yes or click.confirm(f"Write {len(changed)} files?")):
         return False
-    for name, text in changed.items():
-        _replace(name, text)
+    for path, text in changed.items():  # in its encoding, with its mode and line ends
+        with open(path, "rb") as raw:
+            encoding, begin = tokenize.detect_encoding(raw.readline)
+            newline = "\r\n" if b"\r\n" in b"".join([*begin, raw.read()]) else "\n"
+        with click.open_file(path, "w", encoding=encoding, atomic=True) as file:
+            file.write(text.replace("\n", newline))
     return True
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file in its encoding and with its mode and line ends, atomically."""
-    with path.open("rb") as file:
-        encoding, _ = tokenize.detect_encoding(file.readline)
-    newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
-    with click.open_file(str(path), "w", encoding=encoding, atomic=True) as file:
-        file.write(text.replace("\n", newline))
-
-
-def lines_of(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
+def _lines(report: ScanReport, *, verbose: bool) -> Iterator[Line]:
     """Yield the findings by what they ask for, then by kind; if ``verbose``, also each place that needs nothing."""
-    kinds = list(KINDS)
+    numbers = Counter(one.action for one in report.findings)
     for action, (heading, style) in _HEADINGS.items():
-        found = sorted((one for one in report.findings if one.action == action), key=lambda one: kinds.index(one.kind))
-        if found:
-            yield Line(heading, f"bold {style}")
-        for kind, places in itertools.groupby(found, key=lambda one: one.kind):
-            yield from _of_kind(kind, list(places), list_all=verbose or action != NOTHING)
+        yield from [Line(heading, f"bold {style}")] * bool(numbers[action])
+        for kind, about in KINDS.items():
+            found = [one for one in report.findings if (one.kind, one.action) == (kind, action)]
+            if not found:
+                continue
+            yield Line(f"  {about.title} ({kind}, {len(found)})", "bold", hang=4)
+            for word, text in [("flag on", about.happens), ("instead", about.remedy)]:
+                yield from [Line(f"    {word}: {text}", hang=8)] * bool(text)
+            for one in found if verbose or action != NOTHING else ():
+                yield Line(f"      {_where(one)}  {one.code}", hang=None)
     for path, reason in report.unreadable:
         yield Line(f"Not read: {path}: {reason}", "yellow", hang=2)
-    numbers = {action: sum(one.action == action for one in report.findings) for action in _HEADINGS}
-    uses = (
-        f"{counted(len(report.findings), 'use')} in {len({one.path for one in report.findings})}; "
-        f"{numbers[CHANGE]} to change, {numbers[CHECK]} to look at"
-    )
+    uses = "no use of flax.training.checkpoints"
+    if report.findings:
+        uses = f"{counted(len(report.findings), 'use')} in {len({one.path for one in report.findings})}"
+        uses += f"; {numbers[CHANGE]} to change, {numbers[CHECK]} to look at"
     unread = f", {len(report.unreadable)} not read" if report.unreadable else ""
-    uses = uses if report.findings else "no use of flax.training.checkpoints"
     yield Line(f"{counted(report.files, 'file')}; {uses}{unread}.")
-
-
-def _of_kind(kind: str, places: list[Finding], *, list_all: bool) -> Iterator[Line]:
-    about = KINDS[kind]
-    yield Line(f"  {about.title} ({kind}, {len(places)})", "bold", hang=4)
-    for word, text in [("flag on", about.happens), ("instead", about.remedy)]:
-        if text:
-            yield Line(f"    {word}: {text}", hang=8)
-    yield from (Line(f"      {_where(place)}  {place.code}", hang=None) for place in (places if list_all else []))
 
 
 def _where(finding: Finding) -> str:

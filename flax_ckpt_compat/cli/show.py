@@ -8,8 +8,8 @@ import click
 
 from ._command_base import (
     Command,
+    FilePath,
     checkpoint_options,
-    complete_files,
     json_option,
     path_argument,
     print_report,
@@ -41,7 +41,7 @@ flax-ckpt show gs://bucket/runs/a --json
 @click.option(
     "--html",
     metavar="FILE",
-    shell_complete=complete_files,
+    type=FilePath(),
     help="Write a page instead: a treemap of sizes above the tree. Needs plotly.",
 )
 @json_option("a JSON object with all leaves")

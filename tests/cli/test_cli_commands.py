@@ -177,26 +177,6 @@ def test_no_color(line: str, tree_of_runs: Path) -> None:
     assert "\x1b" not in terminal.raw(words, str(tree_of_runs), environment)[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show", "runs", "100"), "(100); for that step, pass --step 100"),
-        (("plan", "runs", "1.5"), "(1.5); for that step, pass --step 1.5"),
-        (("diff", "a", "b", "7"), "(7); for that step, pass --step 7"),
-        (("convert", "a", "b", "7", "--to", "orbax"), "(7); for that step, pass --step 7"),
-        (("show", "runs", "more"), "unexpected extra argument (more)\n"),
-        (("show", "runs", "1", "2"), "unexpected extra arguments (1 2)\n"),
-        (("ls", "runs", "100"), "unexpected extra argument (100)\n"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_a_step_behind_the_path(arguments: tuple[str, ...], message: str) -> None:
-    """A number too many is answered with the option for it, where there is one."""
-    result = CliRunner().invoke(cli.main, arguments)
-    assert result.exit_code == 2
-    assert result.stderr.endswith(message) or f"{message}\n" in result.stderr, result.stderr
-
-
 @pytest.fixture
 def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory ``runs`` with one run of two steps, an empty directory and a foreign file."""
