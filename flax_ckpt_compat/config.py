@@ -55,7 +55,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
-from flax_ckpt_compat._core.local import safe_open
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.progress import Callback
 
 __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
@@ -264,7 +264,7 @@ def defaults(settings: Settings) -> Iterator[Settings]:
         _defaults.reset(token)
 
 
-safe_open.follows_links = lambda: current().links == "follow"
+presence.follows_links = lambda: current().links == "follow"
 
 
 def use_orbax_format() -> bool:

@@ -21,8 +21,7 @@ from flax_ckpt_compat._core.byte_reads import (
     read_runs,
 )
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
-from flax_ckpt_compat._core.local import file_checksums
-from flax_ckpt_compat._core.local.file_checksums import FileChecksums
+from flax_ckpt_compat._core.local.local_file import FileChecksums, recorded_checksums
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
 
@@ -33,7 +32,7 @@ def open_checksums(source: MsgpackSource) -> ChecksummedFile | None:
     """Return the recorded checksums of a file; None if there are none."""
     if not isinstance(source, File):
         return None
-    sums = file_checksums.recorded(source.fileno())
+    sums = recorded_checksums(source.fileno())
     return None if sums is None else ChecksummedFile(source, sums)
 
 
@@ -102,7 +101,7 @@ class ChecksummedFile:
 
     def _damaged(self, run: Run) -> ChecksumError:
         path = self._source.path
-        if file_checksums.recorded(self._source.fileno()) != self._sums:
+        if recorded_checksums(self._source.fileno()) != self._sums:
             return self._changed()
         leaves = dict.fromkeys(show_path(part.owner) for part in run.reads)
         shown = ", ".join(map(repr, list(leaves)[:4])) + (", …" if len(leaves) > 4 else "")

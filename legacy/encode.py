@@ -13,7 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.checksums import BlockSums
-from flax_ckpt_compat._core.local import file_checksums, new_file
+from flax_ckpt_compat._core.local import local_file, new_file
 from flax_ckpt_compat._core.local.new_file import NewFile
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import translated
@@ -116,7 +116,7 @@ class _Writer:
         self._flush()
         if self._sums is not None:
             self._file.write_rest()
-            file_checksums.record(self._file.descriptor, self._sums.encoded())
+            local_file.record_checksums(self._file.descriptor, self._sums.encoded())
 
     def _put_numbers(self, children: dict[str, Any]) -> None:
         """Write names and numbers, many at once."""

@@ -34,7 +34,7 @@ from flax_ckpt_compat._core.errors import (
     MissingPathError,
     StorageError,
 )
-from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
+from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA

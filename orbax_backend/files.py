@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import presence, syncing
-from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
+from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated

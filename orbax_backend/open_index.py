@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
 from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_existing, refuse_escape

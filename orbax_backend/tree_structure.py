@@ -16,7 +16,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import Memo
-from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Path, PathLengths, show_path
 

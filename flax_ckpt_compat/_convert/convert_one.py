@@ -16,7 +16,7 @@ from flax_ckpt_compat._convert.outputs import Output, output_of
 from flax_ckpt_compat._convert.writing import Progress
 from flax_ckpt_compat._core.arguments import load_name, load_value
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
+from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import LocalLocation, of_text
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened

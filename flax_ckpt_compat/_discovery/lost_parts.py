@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import foreign, formats
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler

@@ -10,7 +10,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend
-from flax_ckpt_compat._core.local.safe_open import occupy_standard_streams
+from flax_ckpt_compat._core.local.presence import occupy_standard_streams
 from flax_ckpt_compat._core.location import LocalLocation, Location
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
 from flax_ckpt_compat._core.storage import Listing

@@ -281,7 +281,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
         "_core.checksums.BLOCK_BYTES": unit,
         "_core.byte_reads._DIRECT_FROM": direct, "_core.byte_reads._THREADS_FROM_BYTES": 500,
         "legacy.reader._SMALL": 40, "legacy.reader.PIECE_BYTES": 70,
-        "_core.local.file_checksums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])),
+        "_core.local.local_file._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])),
         "legacy.reader._WHOLE": 0,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -308,7 +308,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
 @pytest.mark.usefixtures("in_windows")
 def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large files several units share a recorded checksum, which is compared once all of them were read."""
-    monkeypatch.setattr("flax_ckpt_compat._core.local.file_checksums._MAX_BLOCKS", 2)
+    monkeypatch.setattr("flax_ckpt_compat._core.local.local_file._MAX_BLOCKS", 2)
     write(path, LARGE)
     assert len(os.getxattr(path, ATTRIBUTE)) < 50
     assert fingerprint(load(path)) == fingerprint(LARGE)

@@ -8,7 +8,6 @@ synced, and then its contents go. So no crash and no power loss leaves a part of
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import time
@@ -109,20 +108,13 @@ def is_empty(path: str) -> bool:
 @contextmanager
 def locked(directory: str) -> Iterator[None]:
     """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
-    with translated(directory):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     end = time.monotonic() + _LOCK_SECONDS
-    try:
-        with suppress(OSError):  # no locks here
-            while time.monotonic() < end:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_POLL_SECONDS)
-        yield
-    finally:
-        temporaries.unlock(descriptor)
+    while True:
+        with temporaries.locked_if_free(directory) as is_free:
+            if is_free is not False or time.monotonic() > end:
+                yield
+                return
+        time.sleep(_POLL_SECONDS)
 
 
 def discard(directory: str, names: Iterable[str]) -> dict[str, StorageError]:

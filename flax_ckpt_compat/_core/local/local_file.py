@@ -1,21 +1,37 @@
-"""Read ranges of a local file, open as a descriptor: a rename replaces its name, not its bytes."""
+"""Read ranges of a local file, open as a descriptor: a rename replaces its name, not its bytes. Record its checksums.
+
+Formats that have no room for checksums have them in an extended attribute, which moves with the file; ``cp -a`` copies
+it. It is ignored once size or modification time of the file differ from those that it records: another program may
+have written into the file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+import struct
 import weakref
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.local.safe_open import open_regular
+from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core.local.presence import open_regular
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import translated
 
 MAPPED_FROM = 32 * 2**10  # bytes, below which a copy costs no more than the page faults
+_ATTRIBUTE = "user.flax_ckpt_compat.checksums"
+_VERSION = 1
+# Version, algorithm, bytes of a unit, units of a block; size in bytes and modification time in ns of the file.
+_HEADER = struct.Struct("<B7sIIQq")
+_OWN_SUM = struct.Struct("<I")
+# ext4 has 4 KiB for all attributes of a file.
+_MAX_BLOCKS = 256
 
 
 class LocalFile(Source):
@@ -63,8 +79,30 @@ class LocalFile(Source):
         return at - offset
 
     def map(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-        """Map ranges (offset and length); see `map_regions`."""
-        return map_regions(self._fd, ranges)
+        """Map ranges (offset and length) as writable uint8 arrays over one mapping, which outlives this object.
+
+        Return None for ranges to read instead: empty ones, those beyond the end of the file or overlapping another one,
+        and all if the system cannot map the file. Writing to an array changes neither the file nor another range.
+        Truncating the file while an array is alive kills the process that touches it."""
+        views: list[np.ndarray[Any, Any] | None] = [None] * len(ranges)
+        size, last, chosen = os.fstat(self._fd).st_size, 0, list[int]()
+        for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+            offset, length = ranges[number]
+            if length and last <= offset and offset + length <= size:
+                chosen.append(number)
+                last = offset + length
+        if not chosen:
+            return views
+        first = ranges[chosen[0]][0]
+        try:
+            with os.fdopen(self._fd, "rb", closefd=False) as file:
+                whole = np.asarray(np.memmap(file, np.uint8, "c", first, (last - first,)))
+        except (OSError, ValueError):
+            return views
+        for number in chosen:
+            offset, length = ranges[number]
+            views[number] = whole[offset - first : offset - first + length]
+        return views
 
     def close(self) -> None:
         """Close the file."""
@@ -72,28 +110,46 @@ class LocalFile(Source):
         self._fd = -1
 
 
-def map_regions(fd: int, regions: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any] | None]:
-    """Map regions (offset and length) of a file as writable uint8 arrays over one mapping.
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileChecksums:
+    """Recorded checksums of a file."""
 
-    Return None for regions to read instead: empty ones, those beyond the end of the file or overlapping another region,
-    and all if the system cannot map the file. Writing to an array changes neither the file nor another region.
-    Truncating the file while an array is alive kills the process that touches it. The descriptor may be closed
-    afterwards; each mapping has one of its own."""
-    size = os.fstat(fd).st_size
-    views: list[np.ndarray[Any, Any] | None] = [None] * len(regions)
-    chosen, first, last = [], size, 0
-    for number in sorted(range(len(regions)), key=regions.__getitem__):
-        offset, length = regions[number]
-        if length and last <= offset and offset + length <= size:
-            chosen.append(number)
-            first, last = min(first, offset), offset + length
+    size: int  # of the file, in bytes
+    units_per_block: int  # a block is so many units, of `checksums.BLOCK_BYTES`
+    blocks: tuple[int, ...]  # of each block, the checksum of the checksums of its units
+    crc: checksums.Crc
+
+
+def record_checksums(descriptor: int, units: bytes) -> None:
+    """Record the checksums of a written file's units; do nothing where there are no attributes.
+
+    Sync the file after this, and write no more to it."""
+    if not hasattr(os, "setxattr"):
+        return
+    per_block = max(1, -(-len(units) // checksums.SUM_BYTES // _MAX_BLOCKS))
+    step = per_block * checksums.SUM_BYTES
+    blocks = [checksums.CRCS[checksums.ALGORITHM](units[at : at + step]) for at in range(0, len(units), step)]
+    with suppress(OSError):  # an attribute is optional: no support, no space for it, not allowed
+        status = os.fstat(descriptor)
+        algorithm = checksums.ALGORITHM.encode()
+        header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
+        content = header + struct.pack(f"<{len(blocks)}I", *blocks)
+        os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(zlib.crc32(content)))
+
+
+def recorded_checksums(descriptor: int) -> FileChecksums | None:
+    """Return the recorded checksums of an open file; None if there are none, or the file was changed since."""
+    if not hasattr(os, "getxattr"):
+        return None
     try:
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            whole = np.asarray(np.memmap(file, np.uint8, "c", first, (last - first,))) if chosen else None
-    except (OSError, ValueError):
-        return views
-    for number in chosen:
-        offset, length = regions[number]
-        assert whole is not None
-        views[number] = whole[offset - first : offset - first + length]
-    return views
+        content, status = os.getxattr(descriptor, _ATTRIBUTE), os.fstat(descriptor)
+        content, own_sum = content[: -_OWN_SUM.size], content[-_OWN_SUM.size :]
+        version, algorithm, unit, per_block, size, mtime_ns = _HEADER.unpack_from(content)
+        blocks = struct.unpack(f"<{(len(content) - _HEADER.size) // 4}I", content[_HEADER.size :])
+        crc = checksums.CRCS[algorithm.rstrip(b"\0").decode()]
+    except (OSError, struct.error, KeyError, ValueError):
+        return None
+    is_known = (version, unit) == (_VERSION, checksums.BLOCK_BYTES) and own_sum == _OWN_SUM.pack(zlib.crc32(content))
+    is_same = (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
+    is_whole = per_block and len(blocks) == -(-size // (per_block * checksums.BLOCK_BYTES))
+    return FileChecksums(size, per_block, blocks, crc) if is_known and is_same and is_whole else None

@@ -97,32 +97,26 @@ class _FileOfPages(NewFile):
         self._is_direct = True
         self._buffer = memory.empty_pages(_BUFFER)
         self._filled = 0
-        # Whole pages that are next in the file, and where in the buffer those begin that come after them.
-        self._ready: list[memoryview] = []
-        self._start = 0
 
     def write(self, pieces: list[memoryview]) -> None:
         for piece in pieces:
-            self._add(piece)
+            head = -self._filled % memory.PAGE
+            if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
+                self._copy(piece)
+                continue
+            end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
+            self._copy(piece[:head])
+            self._write_pages([piece[head:end]])
+            self._copy(piece[end:])
         pieces.clear()
-        self._write_pages()
 
     def write_rest(self) -> None:
+        end = self._filled // memory.PAGE * memory.PAGE
+        rest = bytes(self._buffer[end : self._filled])
+        self._filled = end
+        self._write_pages([])
         self._end_direct()
-        super().write([self._buffer[: self._filled].data] if self._filled else [])
-        self._filled = 0
-
-    def _add(self, piece: memoryview) -> None:
-        """Take whole pages of a large piece as they are, if they are pages of the file too; copy the rest."""
-        head = -self._filled % memory.PAGE
-        if len(piece) < _UNCOPIED_FROM or (memory.address_of(piece) + head) % memory.PAGE:
-            self._copy(piece)
-            return
-        end = head + (len(piece) - head) // memory.PAGE * memory.PAGE
-        self._copy(piece[:head])
-        self._ready += [self._buffer[self._start : self._filled].data, piece[head:end]]
-        self._start = self._filled
-        self._copy(piece[end:])
+        super().write([memoryview(rest)] if rest else [])
 
     def _copy(self, piece: memoryview) -> None:
         while piece:
@@ -131,23 +125,19 @@ class _FileOfPages(NewFile):
             self._filled += len(part)
             piece = piece[len(part) :]
             if self._filled == _BUFFER:
-                self._write_pages()
+                self._write_pages([])
 
-    def _write_pages(self) -> None:
-        """Write what is ready, and the whole pages in the buffer; the rest becomes its beginning."""
-        end = self._filled // memory.PAGE * memory.PAGE
-        self._ready.append(self._buffer[self._start : end].data)
-        ready, self._ready = [piece for piece in self._ready if piece], []
+    def _write_pages(self, more: list[memoryview]) -> None:
+        """Write the pages in the buffer, and those that come after them."""
+        pages = [piece for piece in (self._buffer[: self._filled].data, *more) if piece]
+        self._filled = 0
         try:
-            super().write(ready)
+            super().write(pages)
         except OSError as error:
             if error.errno not in _REFUSALS or not self._is_direct:
                 raise
             self._end_direct()
-            super().write(ready)  # what is left of it
-        rest = self._filled - end
-        self._buffer[:rest] = self._buffer[end : self._filled]
-        self._filled, self._start = rest, 0
+            super().write(pages)  # what is left of it
 
     def _end_direct(self) -> None:
         """Write through the cache from now on."""

@@ -1,19 +1,30 @@
-"""Look up local paths; raise StorageError if stat fails for any reason but absence, where `os.path` returns False.
+"""Look up local paths, and open only regular files; raise StorageError if stat fails for any reason but absence.
 
-A path that is wrongly reported as absent would be replaced, removed as a leftover, or left out of a save.
+`os.path` returns False then: a path that is wrongly reported as absent would be replaced, removed as a leftover, or
+left out of a save. A pipe would block its reader for ever, and a link may lead to any file of the user.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.storage_errors import storage_error
 
 # Nothing is there, or the file system does not accept the name. ESTALE is not among them: Linux looks a stale name up
 # again, so that what is stale then is the mount, or the directory that the name is in.
 CANNOT_BE_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ}
+# In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
+_SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
+_STANDARD = (0, 1, 2)
+_MAX_SHOWN = 300  # characters of a name
+# Returns whether the user trusts links out of a checkpoint; `flax_ckpt_compat.config` puts its setting here.
+follows_links: Callable[[], bool] = bool  # which is False
 
 
 def mode(path: str, *, follow: bool = True) -> int:
@@ -67,3 +78,101 @@ def files_below(directory: str) -> list[str]:
         for folder, _, files in os.walk(directory)
         for name in files
     ]
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading and return its descriptor; raise OSError for anything else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise StorageError(f"{path}: expected a regular file, found {_described(kind)}", path=path, errno=errno.EINVAL)
+
+
+def _described(kind: int) -> str:
+    return {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(kind), "a device")
+
+
+def stays_inside(relative: str) -> bool:
+    """Return whether a relative path stays below its directory, as far as names tell."""
+    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
+
+
+class ContainedFiles:
+    """The files of one local checkpoint's directory, which may itself be a link; caches what was checked."""
+
+    def __init__(self, path: str):
+        self._path = path
+        root = os.path.realpath(path)
+        snapshot = _SNAPSHOT.fullmatch(root)
+        self._roots = [root, *([os.path.realpath(f"{snapshot[1]}/blobs")] if snapshot else [])]
+        self._folders: set[str] = set()
+        self._follows_links = follows_links()
+
+    def check(self, relative: str) -> int | None:
+        """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
+
+        Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
+        checkpoint's directory, unless the setting ``links`` is "follow"."""
+        shown = relative if len(relative) <= _MAX_SHOWN else f"{relative[:_MAX_SHOWN]}…"
+        wrong = f"{self._path}: its file {shown!r}"
+        try:
+            self._check_folders(relative)
+            self._check_link(relative)
+            status = os.stat(f"{self._path}/{relative}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno in CANNOT_BE_THERE:
+                message = f"{wrong} cannot be a file's path ({error.strerror})"
+                raise CorruptCheckpointError(message, path=self._path) from error
+            raise storage_error(f"{self._path}/{relative}", error, "read") from error
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size
+        if not stat.S_ISDIR(status.st_mode):
+            message = f"{wrong} is {_described(status.st_mode)}, where a regular file was expected"
+            raise CorruptCheckpointError(message, path=self._path)
+        return None
+
+    def check_folder(self, folder: str) -> dict[str, int]:
+        """Check all files directly in a directory, and return their sizes by name."""
+        names = os.listdir(os.path.join(self._path, folder))
+        sizes = {name: self.check(f"{folder}/{name}" if folder else name) for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _check_folders(self, relative: str) -> None:
+        folder = relative.rpartition("/")[0]
+        if folder and folder not in self._folders:
+            self._check_folders(folder)
+            self._check_link(folder)
+            self._folders.add(folder)
+
+    def _check_link(self, relative: str) -> None:
+        path = f"{self._path}/{relative}"
+        if self._follows_links or not stat.S_ISLNK(os.lstat(path).st_mode):
+            return
+        real = os.path.realpath(path)
+        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
+            raise StorageError(
+                f"{self._path}: its file {relative!r:.300} is a link to {real}, outside its directory, and is not "
+                "followed. If you trust it, copy it with the files that its links lead to (cp -rL) and restore that, "
+                "or follow the links: flax_ckpt_compat.config.update(links='follow')",
+                path=self._path,
+            )
+
+
+def occupy_standard_streams() -> None:
+    """Open the null device for the descriptors 0, 1 and 2 where they are closed, as for some daemons.
+
+    Otherwise the next file gets one of these, and what native libraries log is written into it."""
+    for descriptor in _STANDARD:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            with suppress(OSError):  # there may be no null device, as in a changed root
+                opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+                if opened not in _STANDARD:  # another thread was faster
+                    os.close(opened)

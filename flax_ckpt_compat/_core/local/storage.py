@@ -6,12 +6,11 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
-from flax_ckpt_compat._core.local.safe_open import open_regular
+from flax_ckpt_compat._core.local.presence import open_regular
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Source
 
@@ -79,8 +78,11 @@ class LocalLocation(Location):
         for folder, _, names in os.walk(self.path, onerror=_raise_failure):
             files += [os.path.join(folder, name) for name in names]
         for file in files:
-            with suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link that leads nowhere
+            try:
                 total += os.stat(file).st_size
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
         return total
 
     def stored_crc32c(self) -> None:

@@ -95,7 +95,6 @@ def make_directory(path: str) -> None:
         for new in reversed(missing):  # os.makedirs calls itself for each
             with suppress(FileExistsError):
                 os.mkdir(new)
-        os.makedirs(path, exist_ok=True)
         for new in missing:
             sync_directory(os.path.dirname(new))
 

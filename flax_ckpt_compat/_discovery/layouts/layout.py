@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
-from flax_ckpt_compat._core.local.safe_open import stays_inside
+from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
 JSON_ITEM = "metadata"
