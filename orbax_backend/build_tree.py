@@ -61,15 +61,13 @@ class _Builder:
     def order_sequences(self) -> None:
         """Order the children of sequences by index."""
         for path, (branch, _) in self.branches.items():
-            if branch.container is Container.LIST:
-                expected = [str(index) for index in range(len(branch.children))]
-                if branch.children.keys() != set(expected):
-                    raise corrupt(
-                        self._file,
-                        f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}, "
-                        f"expected 0 to {len(expected) - 1}",
-                    )
-                branch.children = {index: branch.children[index] for index in expected}
+            if branch.container is not Container.LIST:
+                continue
+            expected = [str(index) for index in range(len(branch.children))]
+            if branch.children.keys() != set(expected):
+                found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
+                raise corrupt(self._file, f"{found}, expected 0 to {len(expected) - 1}")
+            branch.children = {index: branch.children[index] for index in expected}
 
     def annotate(self, path: Path, annotation: ContainerType) -> None:
         """Apply an annotation to a branch, or to a node without values."""

@@ -1,9 +1,9 @@
-"""Compare the files of a directory with its tree: what belongs to no leaf, and what contradicts the arrays."""
+"""Compare the files of a directory with its tree: what belongs to no leaf."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Inspection
@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.tree import Path
 from .decode_leaves import may_be_key_data
 from .files import list_names, read_json
 from .open_index import Index
-from .tree_structure import Structure, arrays_listed, is_unlisted
+from .tree_structure import Structure, implementations_in, is_unlisted
 from .zarr import ArrayInfo
 
 _FILES = {
@@ -37,30 +37,25 @@ def inspect(
     location: Location, structure: Structure, index: Index | None, infos: Mapping[str, ArrayInfo]
 ) -> Inspection:
     """Compare the files in a directory; ``infos`` is stored name → metadata of every array."""
-    damaged, contradictions = [], {}
+    damaged: tuple[str, ...] = ()
     try:
-        contradictions = dict(_contradictions(location, structure, infos))
+        for file in list_names(location / layout.ARRAY_METADATAS):
+            implementations_in(location / layout.ARRAY_METADATAS, file)
         read_json(location, layout.SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
-        damaged.append(str(error))
+        damaged = (str(error),)
     unexpected = [*_strange_files(location, infos), *_orphans(structure, index)]
-    return Inspection(tuple(unexpected), contradictions, tuple(damaged))
+    return Inspection(tuple(unexpected), dict(_unlisted_keys(structure, infos)), damaged)
 
 
 def _strange_files(location: Location, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
     """Yield the files that are not part of the format, and chunk files outside of their arrays' grids."""
     arrays = {layout.key_prefix(name): info for name, info in infos.items()}
     for file in sorted(location.files_below()):
-        if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):
-            continue
-        if not any(_is_part(arrays[prefix], file[len(prefix) :]) for prefix in _prefixes(file) if prefix in arrays):
+        ends = [0, *(match.end() for match in re.finditer("/", file))]
+        parts = (_is_part(arrays[file[:end]], file[end:]) for end in ends if file[:end] in arrays)
+        if not (file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file) or any(parts)):
             yield file
-
-
-def _prefixes(file: str) -> Iterator[str]:
-    yield ""
-    for match in re.finditer("/", file):
-        yield file[: match.end()]
 
 
 def _is_part(info: ArrayInfo, key: str) -> bool:
@@ -86,41 +81,9 @@ def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
                 yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"
 
 
-def _contradictions(
-    location: Location, structure: Structure, infos: Mapping[str, ArrayInfo]
-) -> Iterator[tuple[Path, str]]:
-    """Yield key path and problem of leaves whose shapes in JSON files do not fit their array."""
-    listed = _listed(location / layout.ARRAY_METADATAS)
+def _unlisted_keys(structure: Structure, infos: Mapping[str, ArrayInfo]) -> Iterator[tuple[Path, str]]:
+    """Yield key path and problem of possible PRNG keys that ``array_metadatas`` does not list."""
     for entry in structure.entries:
         info = infos.get(entry.name)
-        if info is None:
-            continue
-        if is_unlisted(structure, entry) and may_be_key_data(info.dtype, info.shape):
+        if info is not None and is_unlisted(structure, entry) and may_be_key_data(info.dtype, info.shape):
             yield entry.path, f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"
-        if entry.write_shape is not None and not _fits(entry.write_shape, info):
-            yield entry.path, _problem(f"the write_shape {entry.write_shape} in {layout.TREE_METADATA}", info)
-        for file, chunks in listed.get(entry.name, ()):
-            if chunks is not None and chunks != list(info.chunks):
-                yield entry.path, _problem(f"the chunk_shape {chunks} in {layout.ARRAY_METADATAS}/{file}", info)
-
-
-def _fits(write_shape: object, info: ArrayInfo) -> bool:
-    """Return whether what was written at once is a part of the array, and at least a chunk."""
-    if not isinstance(write_shape, list) or len(write_shape) != len(info.shape):
-        return False
-    sides = zip(info.chunks, write_shape, info.shape, strict=True)
-    return all(type(side) is int and chunk <= max(1, side) and side <= length for chunk, side, length in sides)
-
-
-def _problem(what: str, info: ArrayInfo) -> str:
-    array = f"{info.dtype.name}{list(info.shape)} in chunks of {list(info.chunks)}"
-    return f"{what} contradicts the stored array, {array}; restore the files from a backup"
-
-
-def _listed(folder: Location) -> Mapping[str, Sequence[tuple[str, object]]]:
-    """Return stored name → every file that lists it, and the chunk shape that it gives."""
-    found: dict[str, list[tuple[str, object]]] = {}
-    for file in list_names(folder):
-        for name, chunks, _ in arrays_listed(folder, file):
-            found.setdefault(name, []).append((file, chunks))
-    return found

@@ -48,7 +48,8 @@ class LeafDescriptions:
     def handles(self) -> list[Node]:
         """Return a handle for each entry of the structure, or None or an empty container; warn of what is doubtful."""
         leaves = list(map(self._leaf, self._structure.entries))
-        self._warn_of_lost_keys(leaves)
+        if self._structure.annotations is None:
+            self._warn_of_lost_keys(leaves)
         self._warn_of_shared_names()
         return leaves
 
@@ -99,14 +100,12 @@ class LeafDescriptions:
                 return None
         annotation = None
         if structure.annotations is not None:
-            annotation = structure.annotations.leaves.get(name)
+            annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
         elif value_type == UNKNOWN and name in structure.shardings:
             value_type = layout.JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
         alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
         stored = self._stored.get(alike)
         if stored is None:
-            if annotation is None and structure.annotations is not None:
-                annotation = _UNANNOTATED
             stored = self._stored[alike] = self._describe(entry, value_type, text, zarr3, annotation)
         return stored
 
@@ -115,13 +114,10 @@ class LeafDescriptions:
     ) -> StoredLeaf:
         try:
             info = parse_array_metadata(text, zarr3)
+            return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
         except ValueError as error:
             key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
             raise corrupt_leaf(self._path, entry, f"{key!r}: {error}") from error
-        try:
-            return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
-        except ValueError as error:
-            raise corrupt_leaf(self._path, entry, str(error)) from error
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
         impl = self._structure.key_impls.get(entry.name)
@@ -137,8 +133,6 @@ class LeafDescriptions:
 
     def _warn_of_lost_keys(self, leaves: Sequence[Node]) -> None:
         """Warn of possible PRNG keys that ``array_metadatas``, the only file to tell them from arrays, lacks."""
-        if self._structure.annotations is not None:
-            return
         doubtful = []
         for entry, leaf in zip(self._structure.entries, leaves, strict=True):
             if not isinstance(leaf, LeafHandle) or not is_unlisted(self._structure, entry):

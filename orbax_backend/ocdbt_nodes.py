@@ -151,12 +151,12 @@ class _Columns:
     def varint(self) -> int:
         """Return the next number: 7 bits a byte, lowest first."""
         number = 0
-        for shift in range(0, 70, 7):
-            byte = self.take(1)[0]
-            number |= (byte & 0x7F) << shift
+        for count, byte in enumerate(self._data[self._at : self._at + 10]):
+            number |= (byte & 0x7F) << 7 * count
             if byte < 0x80 and number < 1 << 64:
+                self._at += count + 1
                 return number
-        raise ValueError(f"a number of 64 bits was expected before byte {self._at}, found a longer one")
+        raise ValueError(f"a number of 64 bits was expected at byte {self._at}, found a longer one or the end")
 
     def varints(self, count: int) -> list[int]:
         """Return a column of numbers."""

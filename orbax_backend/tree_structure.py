@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Path, PathLengths, show_path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
@@ -28,7 +27,6 @@ from .type_annotations import ContainerType, TypeAnnotations, parse_annotations,
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
-_DATABASE_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _KINDS = frozenset([layout.SEQUENCE_KEY, layout.DICT_KEY])
 _key_of, _kind_of = operator.itemgetter("key"), operator.itemgetter("key_type")
 
@@ -79,12 +77,9 @@ class Structure:
             return value
         keystr = show_path(entry.path)
         what = "the file is missing" if self.strings is None else "it has no such text"
-        raise errors.CorruptCheckpointError(
-            f"{self.location / layout.STRINGS}: the leaf {keystr!r} is a str kept in this file, but {what}; "
-            f"restore the file from a backup",
-            path=self.location.path,
-            leaf=keystr,
-        )
+        error = corrupt(self.location / layout.STRINGS, f"the leaf {keystr!r} is a str kept in this file, but {what}")
+        error.leaf = keystr
+        raise error
 
 
 def read_structure(
@@ -100,10 +95,7 @@ def read_structure(
     ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
     ``_METADATA`` lacks, and is not read.
     """
-    read_ahead(
-        location,
-        (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS])),
-    )
+    read_ahead(location, [layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
     file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
     fields = metadata or {}
     annotations = parse_annotations(fields.get("custom_metadata"), file.path)
@@ -117,7 +109,9 @@ def read_structure(
     if metadata is not None:
         entries = _parse_entries(file, metadata)
     elif separator is not None:
-        entries = _named_entries(_names_of_arrays(location), separator)
+        paths = {name: tuple(name.split(separator)) for name in _names_of_arrays(location)}
+        kinds = (layout.DICT_KEY,)
+        entries = [_untyped_entry(path, kinds * len(path), None, name) for name, path in paths.items()]
     else:
         entries = _infer_entries(location, aggregate, use_ocdbt)
     has_array = (
@@ -144,8 +138,8 @@ def _holds_database(location: Location) -> bool:
     """Return whether arrays are in a database, by its manifest or, if that is lost, its other files."""
     if (location / layout.MANIFEST).isfile():
         return True
-    nodes = list_names(location / layout.DATA_DIRECTORY)
-    return any(map(_DATABASE_FILE.fullmatch, nodes)) or bool(process_databases(location))
+    names = list_names(location / layout.DATA_DIRECTORY)
+    return any(re.fullmatch(layout.DATA_FILE_PATTERN, name) for name in names) or bool(process_databases(location))
 
 
 def _parse_entries(file: Location, metadata: dict[str, Any]) -> list[LeafEntry]:
@@ -175,18 +169,12 @@ def _infer_entries(location: Location, aggregate: Aggregate | None, use_ocdbt: b
     """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
     if aggregate is not None:
         return [_untyped_entry(*leaf, aggregate.folders.get(leaf[0])) for leaf in aggregate.leaves]
-    try:
-        if holds_array_folder(location) or (use_ocdbt and holds_array(location)):
+    with contextlib.suppress(errors.CorruptCheckpointError):
+        folder = location / layout.SINGLE_ARRAY  # of array items without OCDBT
+        in_folder = any((folder / name).isfile() for name in layout.ARRAY_METADATA_FILES)
+        if in_folder or (use_ocdbt and holds_array(location)):
             return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
-    except errors.CorruptCheckpointError as error:
-        raise _missing_structure(location) from error
     raise _missing_structure(location)
-
-
-def _named_entries(names: list[str], separator: str) -> list[LeafEntry]:
-    paths = [tuple(name.split(separator)) for name in names]
-    kinds = ((layout.DICT_KEY,) * len(path) for path in paths)
-    return [_untyped_entry(*leaf) for leaf in zip(paths, kinds, itertools.repeat(None), names)]
 
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None, name: str | None = None) -> LeafEntry:
@@ -210,18 +198,16 @@ def is_unlisted(structure: Structure, entry: LeafEntry) -> bool:
     return is_recent and structure.annotations is None and entry.name not in structure.key_impls
 
 
-def arrays_listed(folder: Location, file: str) -> list[tuple[str, Any, str | None]]:
-    """Return name, chunk shape and PRNG implementation of the arrays that a file of ``array_metadatas`` lists."""
+def implementations_in(folder: Location, file: str) -> dict[str, str | None]:
+    """Return name → PRNG implementation, or None, of the arrays that a file of ``array_metadatas`` lists."""
     try:
         arrays = [one["array_metadata"] for one in (read_json(folder, file) or {})["array_metadatas"]]
         impls = [(array.get("ext_metadata") or {}).get("random_key_impl") for array in arrays]
-        return [
-            (str(array["param_name"]), array.get("chunk_shape"), impl if isinstance(impl, str) else None)
-            for array, impl in zip(arrays, impls, strict=True)
-        ]
+        names = [str(array["param_name"]) for array in arrays]
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it does not decode ({error!r}), but only it tells PRNG keys from arrays"
         raise corrupt(folder / file, what) from error
+    return {name: impl if isinstance(impl, str) else None for name, impl in zip(names, impls, strict=True)}
 
 
 def _read_key_impls(location: Location, entries: list[LeafEntry]) -> dict[str, str | None]:
@@ -232,7 +218,7 @@ def _read_key_impls(location: Location, entries: list[LeafEntry]) -> dict[str, s
     for file in list_names(directory):
         if listed and listed <= impls.keys():
             break
-        impls.update({name: impl for name, _, impl in arrays_listed(directory, file)})
+        impls |= implementations_in(directory, file)
     return impls
 
 
@@ -254,24 +240,16 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
 
 def _names_of_arrays(location: Location) -> list[str]:
     """Return the names of all arrays, which spell key paths: keys of the directory's database, or paths of folders."""
-    if (location / layout.MANIFEST).isfile():
-        keys = open_database(location).keys()
-        files = [key.decode("utf-8", "surrogateescape") for key in keys]
-    else:
-        files = location.files_below()
-    split = (file.rpartition("/") for file in files)
-    names = sorted({folder for folder, _, file in split if folder and file in layout.ARRAY_METADATA_FILES})
-    lengths = PathLengths(sum(map(len, files)))
     try:
-        for name in names:
-            name.encode()
-            lengths.add((name,), 1)
-    except ValueError as error:
+        if (location / layout.MANIFEST).isfile():
+            files = list(map(bytes.decode, open_database(location).keys()))
+        else:
+            files = location.files_below()
+            "".join(files).encode()
+    except UnicodeError as error:
         raise corrupt(location, f"its arrays have names that no tree can have ({error!r:.200})") from error
-    return names
-
-
-_ARRAY_HANDLER = "ArrayCheckpointHandler"
+    split = (file.rpartition("/") for file in files)
+    return sorted({folder for folder, _, file in split if folder and file in layout.ARRAY_METADATA_FILES})
 
 
 def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
@@ -289,25 +267,18 @@ def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: 
         items = _handlers(location.parent)
         own = items.get(location.name) if isinstance(items, dict) else items
     if isinstance(own, str):
-        return own.endswith("." + _ARRAY_HANDLER)
+        return own.endswith(".ArrayCheckpointHandler")
     return not use_ocdbt and "store_array_data_equal_to_fill_value" in metadata
-
-
-def holds_array_folder(location: Location) -> bool:
-    """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
-    return any((location / layout.SINGLE_ARRAY / name).isfile() for name in layout.ARRAY_METADATA_FILES)
 
 
 def is_typed_key(location: Location) -> bool:
     """Return whether the array of a directory is the data of a typed PRNG key; raise if its metadata is damaged."""
-    item = location.parent
     if location.name != layout.JAX_KEY:
         return False
-    metadata = read_json(item, layout.JAX_KEY_METADATA)
-    typed = metadata.get("typed") if metadata is not None else None
+    typed = (read_json(location.parent, layout.JAX_KEY_METADATA) or {}).get("typed")
     if not isinstance(typed, bool):
-        what = "is missing" if metadata is None else "does not"
-        raise corrupt(item / layout.JAX_KEY_METADATA, f"it should say whether the PRNG key is typed, but {what}")
+        file = location.parent / layout.JAX_KEY_METADATA
+        raise corrupt(file, "it is missing, or does not say whether the PRNG key is typed")
     return typed
 
 
@@ -325,8 +296,7 @@ def implementation(width: int) -> tuple[str, bool]:
 
 def _handlers(location: Location) -> Any:
     """Return the handlers in a directory's step metadata: '' if it predates them, None without the file."""
-    try:
+    with contextlib.suppress(errors.CorruptCheckpointError):
         metadata = read_json(location, layout.STEP_METADATA)
-    except CorruptCheckpointError:
-        return None
-    return metadata.get("item_handlers", "") if metadata is not None else None
+        return None if metadata is None else metadata.get("item_handlers", "")
+    return None

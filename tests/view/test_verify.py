@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
-from flax_ckpt_compat.orbax_backend import inspection, zarr
 
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, config, errors, verify
@@ -201,31 +200,6 @@ def test_strange_files_and_orphans(tmp_path: Path) -> None:
     assert one.unexpected == (".DS_Store", "d/note.txt", "a.kernel (an array of no leaf)")
     assert {leaf.path for leaf in one.leaves} == LEAVES - {"a/kernel"}
     assert (report.state, report.ok, report.damaged, report.verified) == ("unverified", False, False, False)
-
-
-def test_metadata_that_contradicts_the_array(tmp_path: Path) -> None:
-    """A leaf whose shapes in two files do not fit together is damaged."""
-    path = of_orbax(tmp_path / "ckpt")
-    file = path / "array_metadatas" / "process_0"
-    if not file.exists():
-        pytest.skip("this release of Orbax writes no array_metadatas")
-    metadata = json.loads(file.read_text())
-    metadata["array_metadatas"][0]["array_metadata"]["chunk_shape"] = [2]
-    file.write_text(json.dumps(metadata))
-    (leaf,) = [leaf for leaf in only(path).leaves if leaf.state == "damaged"]
-    assert leaf.path == "a/bias"
-    assert "chunk_shape [2] in array_metadatas/process_0 contradicts" in leaf.why
-
-
-@pytest.mark.parametrize(
-    ("write_shape", "fits"),
-    [([6, 4], True), ([3, 4], True), ([2, 4], False), ([7, 4], False), ([6], False), (6, False)],
-)
-def test_what_was_written_at_once(write_shape: Any, fits: bool) -> None:
-    """It is a part of the array, and at least one of its chunks."""
-    described = b'{"zarr_format": 2, "dtype": "<f4", "shape": [6, 4], "chunks": [3, 4]}'
-    info = zarr.parse_array_metadata(described, zarr3=False)
-    assert inspection._fits(write_shape, info) == fits
 
 
 def test_orphans_beside_msgpack(tmp_path: Path) -> None:
