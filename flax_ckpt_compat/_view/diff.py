@@ -7,14 +7,13 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
 from flax_ckpt_compat._core import arguments, backend
-from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 from flax_ckpt_compat._core.location import Location, as_text
@@ -33,7 +32,7 @@ from flax_ckpt_compat._view.metadata import (
     uncounted,
     wait_for_pending_saves,
 )
-from flax_ckpt_compat._view.report import Line, Report, _Shown
+from flax_ckpt_compat._view.report import Line, Report, _Shown, json_number
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _MARKS = {"only in a": "-", "only in b": "+"}
@@ -90,67 +89,54 @@ class Diff(_Shown):
 
 def report(found: Diff) -> Report:
     """Return what is shown of a `Diff`."""
-    return Report(_lines(found), functools.partial(to_json, found), found=not found.same)
+    return Report(_lines(found), functools.partial(_to_json, found), found=not found.same)
 
 
 def _lines(found: Diff) -> Iterator[Line]:
+    """Yield the checkpoints, a line for each difference, or for those of numbered layers, and the counts."""
     for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
         yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
-    yield from lines_of(found.differences)
-    yield Line(_summary(found))
-
-
-def lines_of(differences: Sequence[LeafDifference]) -> Iterator[Line]:
-    """Yield a line for each difference, or for those of numbered layers; the first character is -, + or ~."""
-    by_path = {one.path: one for one in differences}
-    rows = [Row((one.path,), (one.kind, _types(one))) for one in differences]
+    by_path = {one.path: one for one in found.differences}
+    rows = [Row((one.path,), (one.kind, _types(one))) for one in found.differences]
     folded = fold_with_members(rows) if len(rows) > _FOLD_FROM else [(row, [row]) for row in rows]
     for row, members in folded[:_MAX_LINES]:
         kind, types = row.detail
-        numbers = numbers_of([by_path[member.names[0]].values for member in members])
+        numbers = _numbers([by_path[member.names[0]].values for member in members])
         text, mark = ": ".join(filter(None, (types, numbers))), _MARKS.get(kind, "~")
         yield Line(printable(f"{mark} {row.names[0]}   {text}{row.note}", one_line=True), _COLORS[mark], hang=4)
     if left := sum(row.count for row, _ in folded[_MAX_LINES:]):
         yield Line(f"… and {left} more leaves: see .differences, or --json", hang=4)
+    words = [f"{count_of_leaves(found.identical)} identical"]
+    words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
+    for kind, count in Counter(one.kind for one in found.differences).items():
+        words.append(f"{count} {kind if kind.startswith('only') else f'of other {kind}'}")
+    yield Line(", ".join(words) + ".")
 
 
 def _types(one: LeafDifference) -> str:
     return one.a or one.b if one.kind.startswith("only") else one.a if one.a == one.b else f"{one.a} → {one.b}"
 
 
-def numbers_of(values: Sequence[Values | None]) -> str:
+def _numbers(values: Sequence[Values | None]) -> str:
     """Return how values differ: the elements of all, and the largest differences of any."""
     there = [one for one in values if one is not None]
-    if not there:
-        return ""
     other, size, nan = (sum(getattr(one, name) for one in there) for name in ("other_values", "size", "only_one_nan"))
     if not other:
         return "the same values, of other bits (-0.0, NaN)" if any(one.other_bits for one in there) else ""
-    absolute = [one.max_abs for one in there if one.max_abs is not None]
-    relative = [one.max_rel for one in there if one.max_rel is not None]
-    if size == len(there) and not nan and len(there) == 1:  # a scalar, whose values are shown
+    if size == len(there) == 1 and not nan:  # a scalar, whose values are shown
         return ""
     words = [f"{other} of {size} elements"]
-    words += [f"max {name} {max(found):.3g}" for name, found in (("abs", absolute), ("rel", relative)) if found]
+    for name in ("abs", "rel"):
+        if known := [most for one in there if (most := getattr(one, f"max_{name}")) is not None]:
+            words.append(f"max {name} {max(known):.3g}")
     return ", ".join([*words, f"{nan} NaN in one only"] if nan else words)
 
 
-def _summary(found: Diff) -> str:
-    """Return the last line: how many leaves are equal, and how many differ in what."""
-    kinds = Counter(one.kind for one in found.differences)
-    words = [f"{count_of_leaves(found.identical)} identical"]
-    words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
-    words += [f"{count} {kind if kind.startswith('only') else f'of other {kind}'}" for kind, count in kinds.items()]
-    return ", ".join(words) + "."
-
-
-def to_json(found: Diff) -> dict[str, Any]:
-    """Return a `Diff` as what JSON holds; infinite numbers are texts."""
+def _to_json(found: Diff) -> dict[str, Any]:
+    """Return a `Diff` as what JSON holds."""
     differences = [dataclasses.asdict(one) for one in found.differences]
     for one in differences:
-        for name, value in (one["values"] or {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                one["values"][name] = str(value)
+        one["values"] = one["values"] and {name: json_number(value) for name, value in one["values"].items()}
     return {**dataclasses.asdict(found), "same": found.same, "differences": differences}
 
 
@@ -200,18 +186,11 @@ def diff(
 
 
 def run(
-    path_a: str | os.PathLike[str],
-    path_b: str | os.PathLike[str],
-    step: SupportsFloat | str | None,
-    prefix: str,
-    item: str | None,
-    rtol: float | None,
-    atol: float | None,
-    begin: Begin = uncounted,
+    a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, atol: Any, begin: Begin = uncounted
 ) -> Diff:
     """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
-    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (path_a, path_b))
+    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     wait_for_pending_saves(first)
     wait_for_pending_saves(second)
@@ -221,8 +200,7 @@ def run(
             both = [files.enter_context(closing(_opened(each, name))) for each in (one, other)]
             if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
                 raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
-            a, b = map(leaves_of, both)
-            return Comparison(a, b, tolerance).result(begin)
+            return Comparison(*map(leaves_of, both), tolerance).result(begin)
 
     def with_first(one: Location) -> Diff:
         return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
@@ -249,93 +227,76 @@ def _tolerance(name: str, value: Any) -> float:
 
 
 class Comparison:
-    """The comparison of two open checkpoints."""
+    """The comparison of two open checkpoints; ``tolerance`` is rtol and atol, or None to compare bits."""
 
     def __init__(self, a: StoredLeaves, b: StoredLeaves, tolerance: tuple[float, float] | None):
         self._a, self._b, self._tolerance = a, b, tolerance
         self._found: dict[Path, LeafDifference] = {}
-        self._tolerated = 0
+        self._tolerated = set[Path]()
         self._count: Count
 
     def result(self, begin: Begin) -> Diff:
         """Compare; ``begin`` is that of `metadata`."""
         a, b = self._a, self._b
-        self._compare_structure()
-        pairs = [(path, handle, b.leaves[path]) for path, handle in a.leaves.items() if path in b.leaves]
+        here: dict[Path, LeafHandle | str] = {**a.leaves, **a.empty}
+        there: dict[Path, LeafHandle | str] = {**b.leaves, **b.empty}
+        for path in dict.fromkeys([*here, *there]):
+            self._compare_types(path, here.get(path), there.get(path))
+        common = [path for path in a.leaves if path in b.leaves]
+        pairs = [(path, a.leaves[path], b.leaves[path]) for path in common if path not in self._found]
         self._count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
         in_parallel(self._compare_batch, list(_batches(pairs)), _AT_ONCE)
-        order = {path: number for number, path in enumerate([*a.leaves, *a.empty, *b.leaves, *b.empty])}
-        found = tuple(self._found[path] for path in sorted(self._found, key=order.__getitem__))
-        same = sum(path not in self._found for path, _, _ in pairs) - self._tolerated
-        return Diff(a.path, b.path, (a.format, b.format), same, self._tolerated, found)
+        found = tuple(self._found[path] for path in dict.fromkeys([*here, *there]) if path in self._found)
+        same = sum(path not in self._found for path in common) - len(self._tolerated)
+        return Diff(a.path, b.path, (a.format, b.format), same, len(self._tolerated), found)
 
-    def _compare_structure(self) -> None:
-        a, b = self._a, self._b
-        here: dict[Path, Any] = {**a.leaves, **a.empty}
-        there: dict[Path, Any] = {**b.leaves, **b.empty}
-        # The formats do not keep alike what an empty node was.
-        same_format = bool(a.format) and a.format == b.format
-        for path, node in here.items():
-            other = there.get(path)
-            if other is None:
-                self._note(path, "only in a", describe(node), "")
-            elif (path in a.empty) != (path in b.empty) or (path in a.empty and same_format and node != other):
-                self._note(path, "type", describe(node), describe(other))
-        for path, node in there.items():
-            if path not in here:
-                self._note(path, "only in b", "", describe(node))
+    def _compare_types(self, path: Path, a: LeafHandle | str | None, b: LeafHandle | str | None) -> None:
+        """Note a leaf or empty node that is only in one checkpoint, or cannot be compared by its values."""
+        if a is None or b is None:
+            kind: Kind = "only in b" if a is None else "only in a"
+        elif isinstance(a, LeafHandle) and isinstance(b, LeafHandle):
+            if a.shape == b.shape:
+                return
+            kind = "shape"
+        else:
+            # The formats do not keep alike what an empty node was.
+            same_format = bool(self._a.format) and self._a.format == self._b.format
+            if isinstance(a, str) and isinstance(b, str) and (a == b or not same_format):
+                return
+            kind = "type"
+        self._note(path, kind, describe(a), describe(b))
 
     def _note(self, path: Path, kind: Kind, a: str, b: str, values: Values | None = None) -> None:
         self._found[path] = LeafDifference(show_path(path), kind, a, b, values)
 
     def _compare_batch(self, batch: Sequence[_Pair]) -> None:
         if len(batch) == 1:
-            self._compare_large(*batch[0])
+            self._compare(batch[0], _parts(*batch[0][1:]))
             return
-        firsts, seconds = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
-        for (path, a, b), first, second in zip(batch, firsts, seconds, strict=True):
-            self._compare(path, a, b, [(first, second)])
-            self._count(a.nbytes)
+        ours, theirs = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
+        for pair, one, other in zip(batch, ours, theirs, strict=True):
+            self._compare(pair, [(one, other)])
 
-    def _compare_large(self, path: Path, a: LeafHandle, b: LeafHandle) -> None:
-        if a.kind is not LeafKind.ARRAY or b.kind is not LeafKind.ARRAY or a.shape != b.shape or not a.nbytes:
-            self._compare(path, a, b, ((read_all([a])[0], read_all([b])[0]) for _ in range(a.shape == b.shape)))
-            self._count(a.nbytes)
-            return
-        # Chunks that decode only as a whole make fewer boxes.
-        boxes = min((list(one.reader.boxes(one, _PART)) for one in (a, b)), key=len)
-        self._compare(path, a, b, (self._read_both(a, b, box) for box in boxes))
-
-    def _read_both(self, a: LeafHandle, b: LeafHandle, box: Box) -> tuple[Any, Any]:
-        first, second = (read_all([ArraySlice(one, box)])[0] for one in (a, b))
-        self._count(first.nbytes)
-        return first, second
-
-    def _compare(self, path: Path, a: LeafHandle, b: LeafHandle, values: Any) -> None:
-        """Compare a leaf; ``values`` are pairs of its values, or of slices."""
-        if a.shape != b.shape:
-            self._note(path, "shape", describe(a), describe(b))
-            return
-        found = Values(*(self._tolerance or (0.0, 0.0)))
-        shown, is_other = (describe(a), describe(b)), False
+    def _compare(self, pair: _Pair, values: Iterable[tuple[Any, Any]]) -> None:
+        """Compare two leaves; ``values`` are those of both, or of their slices."""
+        path, a, b = pair
+        found, is_other = Values(*(self._tolerance or ())), False
+        shown = describe(a), describe(b)
         for one, other in values:
-            impls = {value.impl for value in (one, other) if isinstance(value, KeyData)}
-            one, other = (value.data if isinstance(value, KeyData) else value for value in (one, other))
-            if isinstance(one, str | bytes) or isinstance(other, str | bytes):
-                is_other |= type(one) is not type(other) or one != other
+            if isinstance(one, str | bytes | KeyData) or isinstance(other, str | bytes | KeyData):
+                is_other |= not _same(one, other)
             else:
                 found.add(np.asarray(one), np.asarray(other))
-            # Of keys, no number is near another one.
-            is_other |= len(impls) > 1 or (bool(impls) and not np.array_equal(one, other))
             if not a.shape:
                 shown = _with_value(shown[0], one), _with_value(shown[1], other)
+            self._count(getattr(one, "nbytes", a.nbytes))
         numbers = found if found.other_bits else None
         if not _same_type(a, b):
             self._note(path, "type", *shown, numbers)
         elif is_other or (found.other_bits if self._tolerance is None else found.outside):
             self._note(path, "values", *shown, numbers)
         elif found.other_bits:
-            self._tolerated += 1
+            self._tolerated.add(path)
 
 
 def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
@@ -343,6 +304,26 @@ def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     left = iter(pairs)
     for batch in backend.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs], _PART):
         yield [next(left) for _ in batch]
+
+
+def _parts(a: LeafHandle, b: LeafHandle) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of two leaves, or those of slices of two arrays."""
+    if a.kind is b.kind is LeafKind.ARRAY and a.nbytes:
+        # Chunks that decode only as a whole make fewer boxes.
+        boxes = min((list(one.reader.boxes(one, _PART)) for one in (a, b)), key=len)
+        yield from ((a.reader.read([ArraySlice(a, box)])[0], b.reader.read([ArraySlice(b, box)])[0]) for box in boxes)
+    else:
+        yield a.read(), b.read()
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether texts, bytes, or PRNG keys and their data are the same: no key is near another one."""
+    if not (isinstance(one, KeyData) or isinstance(other, KeyData)):
+        return type(one) is type(other) and bool(one == other)
+    (impl, data), (impl_of_other, others) = (
+        (key.impl, key.data) if isinstance(key, KeyData) else (None, key) for key in (one, other)
+    )
+    return (None in (impl, impl_of_other) or impl == impl_of_other) and np.array_equal(data, others)
 
 
 def _same_type(a: LeafHandle, b: LeafHandle) -> bool:

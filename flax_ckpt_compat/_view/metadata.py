@@ -59,9 +59,9 @@ def _empty(node: Node) -> str:
     return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
 
 
-def describe(node: LeafHandle | str) -> str:
+def describe(node: LeafHandle | str | None) -> str:
     """Return the type of a leaf: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node, what it is."""
-    return node if isinstance(node, str) else _type(node.kind, node.shape, node.dtype)
+    return _type(node.kind, node.shape, node.dtype) if isinstance(node, LeafHandle) else node or ""
 
 
 @functools.lru_cache(maxsize=1024)  # numpy takes microseconds to name a dtype, and thousands of leaves share few

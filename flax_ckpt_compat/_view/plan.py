@@ -18,7 +18,7 @@ from flax_ckpt_compat._restore import common_causes
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
-from flax_ckpt_compat._restore.policies import refusals
+from flax_ckpt_compat._restore.policies import refusals, refused_by_flax_name
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
@@ -137,8 +137,10 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         unused_nbytes += sum(size for _, leaf in idle for size in needs(leaf).values())
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     nbytes, trees = sum(needed.values()), tuple(plans.items.values())
-    refusal = _refusal(plans)
-    return Plan(opened.path, opened.format, tuple(leaves), tuple(unused), nbytes, *refusal, unused_nbytes, _plans=trees)
+    raises, why = _refusal(plans)
+    succeeds = raises is not None and not any(map(refused_by_flax_name, trees))
+    lists = tuple(leaves), tuple(unused)
+    return Plan(opened.path, opened.format, *lists, nbytes, raises, why, unused_nbytes, succeeds, _plans=trees)
 
 
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
@@ -151,10 +153,10 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     return None, ""
 
 
-def _source(handle: LeafHandle, item: Path, owners: Owners) -> str:
-    """Return the key path of a stored leaf in the whole checkpoint."""
-    owner = owners.get(handle.reader)
-    return show_path((*(item if owner is None else (owner,)), *handle.path))
+def _sources(source: Any, item: Path, owners: Owners) -> tuple[str, ...]:
+    """Return the key paths of the stored leaves of a source in the whole checkpoint."""
+    items = [((owners[one.reader],) if one.reader in owners else item, one.path) for one in handles_of(source)]
+    return tuple(show_path((*item, *path)) for item, path in items)
 
 
 def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[PlannedLeaf]:
@@ -178,7 +180,7 @@ def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[Plan
 
 def _planned_subtree(path: Path, stored: Node, item: Path, owners: Owners) -> PlannedLeaf:
     leaves = [leaf for _, leaf in iter_leaves(stored)]
-    sources = tuple(_source(handle, item, owners) for leaf in leaves for handle in handles_of(leaf))
+    sources = tuple(name for leaf in leaves for name in _sources(leaf, item, owners))
     how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
     nbytes = sum(size for leaf in leaves for size in needs(leaf).values())
     return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
@@ -195,17 +197,10 @@ def _planned(leaf: LeafPlan, item: Path, owners: Owners, origin: str) -> Planned
             shape, dtype = ((), leaf.cast) if hasattr(target, "shape") else (None, None)
         elif source.kind is not LeafKind.NUMPY_SCALAR:
             wanted = shape, dtype = None, None
-    is_cast = dtype is not None and leaf.cast is not None
-    return PlannedLeaf(
-        name,
-        "computed" if isinstance(source, Derived) else "checkpoint",
-        tuple(_source(handle, item, owners) for handle in handles_of(source)),
-        source.how if isinstance(source, Derived) else "",
-        shape,
-        leaf.cast if is_cast else dtype,
-        *wanted,
-        sum(needs(source).values()),
-    )
+    dtype = dtype if dtype is None or leaf.cast is None else leaf.cast
+    origin, how = ("computed", source.how) if isinstance(source, Derived) else ("checkpoint", "")
+    sources, nbytes = _sources(source, item, owners), sum(needs(source).values())
+    return PlannedLeaf(name, origin, sources, how, shape, dtype, *wanted, nbytes)
 
 
 def _kept_leaf(path: str, leaf: Any, why: str, origin: str = "target") -> PlannedLeaf:

@@ -116,7 +116,7 @@ class _Shown:
         printer.text(str(self))
 
 
-def to_json(number: float | None) -> float | str | None:
+def json_number(number: float | None) -> float | str | None:
     """Return a number as JSON holds it: NaN and infinities are texts."""
     return str(number) if isinstance(number, float) and not math.isfinite(number) else number
 

@@ -31,7 +31,7 @@ from flax_ckpt_compat._view.metadata import (
     uncounted,
     wait_for_pending_saves,
 )
-from flax_ckpt_compat._view.report import Line, Report, Table, to_json
+from flax_ckpt_compat._view.report import Line, Report, Table, json_number
 
 _AT_ONCE = 2
 _HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
@@ -150,7 +150,7 @@ class _Subtree:
     @property
     def type(self) -> str:
         """Return the type of a leaf."""
-        return "" if self.leaf is None else describe(self.leaf)
+        return describe(self.leaf)
 
 
 def _tree_of(contents: Contents) -> _Subtree:
@@ -319,7 +319,7 @@ def _leaf_to_json(contents: Contents, path: Path) -> dict[str, Any]:
     shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
     if contents.stats is not None:
         stats = contents.stats.get(path)
-        shown["stats"] = stats and dict(zip(_NUMBERS, map(to_json, _five(stats)), strict=True))
+        shown["stats"] = stats and dict(zip(_NUMBERS, map(json_number, _five(stats)), strict=True))
     return shown
 
 

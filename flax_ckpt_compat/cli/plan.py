@@ -59,7 +59,7 @@ def command(
     policies = _policies_of_flax(rules) if as_flax else {}
     found = plan_restore(path, state, step=step, prefix=prefix, item=item, transforms=rules, **policies)
     if as_flax:
-        found = dataclasses.replace(found, function="restore_checkpoint")
+        found = dataclasses.replace(found, function="restore_checkpoint", flax_succeeds=False)
     if html is not None:
         report.write_page(html, found.path, [report.html(plan_report.report(found))])
         click.echo(f"Wrote {html}.", err=True)

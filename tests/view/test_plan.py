@@ -260,29 +260,24 @@ def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
     for plan in (without, renamed):
         lines = str(plan).splitlines()[1:]
         assert len(lines) <= 30
-    first = str(without).splitlines()
+    first, second = ([" ".join(line.split()) for line in str(plan).splitlines()] for plan in (without, renamed))
     # 12 blocks of 16 arrays, 6 of 16 and 10 of 4 values of 8 bytes, three times.
-    size = "39.2 kB"
-    assert first[1] == f"  10 from the checkpoint, 576 missing ({size}),"
-    assert first[2] == f"  576 stored but not used ({size})"
-    assert first[3] == "restore raises MissingLeavesError." and first[4].startswith("These rules would map it")
-    assert "params/layer_{0..11}/… MISSING (192 leaves)" in [" ".join(line.split()) for line in first]
+    assert first[1] == "10 from the checkpoint, 576 missing (39.2 kB), 576 stored but not used (39.2 kB)"
+    assert first[2] == "restore raises MissingLeavesError." and first[3].startswith("These rules would map it")
+    assert "opt_state/mu/layer_{0..11}/attention/… MISSING (96 leaves)" in first
     assert first[-1].startswith("Stored, but not used: params/block_{0..11}/… (192 leaves)")
-    second = [" ".join(line.split()) for line in str(renamed).splitlines()]
-    assert "params/layer_{0..11}/… params/block_{0..11}/… (96 leaves)" in second
     assert "opt_state/mu/layer_{0..11}/attention/… opt_state/mu/block_{0..11}/attn/… (96 leaves)" in second
-    title = f"{first[0]}; {first[1].strip()} {first[2].strip()}"
-    assert repr(without) == f"<Plan {title}; raises MissingLeavesError>"
+    assert repr(without) == f"<Plan {first[0]}; {first[1]}; raises MissingLeavesError>"
 
 
 def test_the_title_counts_what_differs(flag: bool, tmp_path: Path) -> None:
     """Leaves that are missing, have another shape or dtype, or are not used, each with its bytes."""
     checkpoints.save_checkpoint(tmp_path, {"a": np.ones((2, 3), "f4"), "b": np.ones(3, "f4"), "x": np.ones(7, "f4")}, 1)
     plan = plan_restore(tmp_path, {"a": np.ones((2, 4), "f4"), "b": np.ones(3), "c": np.ones((5, 2), "f4")})
-    assert str(plan).splitlines()[:3] == [
+    assert str(plan).splitlines()[:2] == [
         f"{tmp_path / 'checkpoint_1'} ({'orbax' if flag else 'msgpack'}): 36 B to read",
-        "  2 from the checkpoint, 1 missing (40 B), 1 of another shape (24 B),",
-        "  1 of another dtype (12 B), 1 stored but not used (28 B)",
+        "  2 from the checkpoint, 1 missing (40 B), 1 of another shape (24 B), 1 of another dtype (12 B), "
+        "1 stored but not used (28 B)",
     ]
     assert "(2, 3) float32, target (2, 4)" in str(plan) and "(3,) float32, target float64" in str(plan)
 
@@ -367,15 +362,6 @@ def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
     assert again == plan and again.missing == plan.missing and again.suggestion is None
     assert str(again) == str(plan) == str(pickle.loads(pickle.dumps(again)))
     assert "transforms = [" in str(again)
-
-
-def test_a_plan_that_travels_says_what_restore_checkpoint_does(tmp_path: Path) -> None:
-    """Where restore raises and restore_checkpoint warns, a pickled plan says so, too."""
-    save(tmp_path, {"w": np.ones(3)}, step=1)
-    plan = plan_restore(tmp_path, {"w": np.ones(4)})
-    again = pickle.loads(pickle.dumps(plan))
-    assert again.flax_succeeds and "restore_checkpoint warns" in str(again)
-    assert str(again) == str(plan)
 
 
 def test_rules_for_several_items(tmp_path: Path) -> None:
