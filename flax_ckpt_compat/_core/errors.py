@@ -1,36 +1,5 @@
 """Define the errors that do not depend on flax.
 
-CheckpointError
-├── CheckpointNotFoundError(ValueError, FileNotFoundError)   no checkpoint where one was asked for
-├── IncompleteCheckpointError(ValueError)    it exists, but its writer never finished
-├── UnrecognizedFormatError(ValueError)      it exists, but is not a checkpoint; says what it looks like
-├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
-│   └── ChecksumError                        it decodes, but its bytes are not those that were saved
-├── ReplacedError(ValueError)                another checkpoint took its path while it was read
-├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
-├── UnusedLeavesError(ValueError)            the target lacks stored leaves that must not be dropped
-├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
-├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
-├── DtypeMismatchError(TypeError, ValueError)   an array cannot be cast to the target's dtype
-├── TransformError(ValueError)               a transform or rule that is invalid, or does not fit this checkpoint
-├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
-├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
-├── CheckpointerError(ValueError)            the given ``orbax_checkpointer``, or a manager, cannot save or restore this
-├── NameCollisionError(ValueError)           two key paths with one stored name
-├── ArgumentError(TypeError, ValueError)     an invalid step, ``keep``, prefix, path, flag or function
-├── SettingError(ValueError)                 an unknown setting, or a value it does not take
-├── ConversionError(ValueError)              some checkpoints could not be converted
-├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
-│   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
-├── MultiprocessRestoreError(RuntimeError)   processes that restore together could not exchange what they read
-├── ForkedProcessError                       this process was forked after TensorStore was used, which allows none
-├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
-└── StorageError(OSError)                    the file system or object store refused
-    ├── MissingPathError(FileNotFoundError)   a file or folder is not there, or was removed meanwhile
-    ├── PermissionDeniedError(PermissionError)   the system refused access
-    ├── CleanupError                         the checkpoint was saved; an older one could not be removed
-    └── ConcurrentWriteError                 another process writes or removes the same checkpoint in a store
-
 Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
 re-exports all of these. Each class inherits the built-in that callers of Flax already catch.
 """

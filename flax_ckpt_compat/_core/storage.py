@@ -63,6 +63,7 @@ class Listing:
 
 # What is read with the request that opens a file.
 HEAD_BYTES = 64 * 2**10
+SHORT_HEAD = 32  # bytes, enough to tell a msgpack tree from most other files
 
 
 class Source(abc.ABC):
@@ -179,9 +180,9 @@ class Location(abc.ABC):
 
     # Listings.
 
-    @abc.abstractmethod
     def listed(self) -> Self:
         """Return this location with a listing that covers it, the one it has or a new one; on a disk itself."""
+        return self
 
     def unlisted(self) -> Self:
         """Return this location without a listing: it asks its storage again."""
@@ -232,9 +233,9 @@ class Location(abc.ABC):
     def open_file(self) -> Source:
         """Open one version of this file, to read parts of it."""
 
-    @abc.abstractmethod
     def head(self) -> bytes:
-        """Return the first 32 bytes of this file, fewer of a shorter one; one request in a store if it has more."""
+        """Return the first bytes of this file, fewer of a shorter one; one request in a store if it has more."""
+        return self.read(0, SHORT_HEAD)
 
     @abc.abstractmethod
     def size(self) -> int:
@@ -244,39 +245,39 @@ class Location(abc.ABC):
     def total_size(self) -> int:
         """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
 
-    @abc.abstractmethod
     def stored_crc32c(self) -> int | None:
         """Return the CRC-32C of this file that the storage reports, or None."""
+        return None
 
     @abc.abstractmethod
     def version(self) -> bytes:
         """Return bytes that change when this file is replaced, equal on all machines that share it."""
 
-    @abc.abstractmethod
     def identity(self) -> tuple[int, int, int] | None:
-        """Return device, inode and time of change; None if nothing is here, and in stores, where folders have none."""
+        """Return device, inode and time of change; None if nothing is here, and in stores, which have none."""
+        return None
 
     @abc.abstractmethod
     def watch(self) -> Callable[[], bool]:
         """Return a function that returns whether the checkpoint here was replaced since its listing, or since now."""
 
-    @abc.abstractmethod
     def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
+        return self.path
 
     @abc.abstractmethod
     def why_too_long(self) -> str | None:
         """Return why no checkpoint can have a path of this length, or None if one can."""
 
-    @abc.abstractmethod
     def can_hold_checkpoint(self) -> bool:
         """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
+        return True
 
     # Checkpoints: how they come and go as a whole.
 
-    @abc.abstractmethod
-    def why_unfinished(self, names: Collection[str]) -> str | None:
+    def why_unfinished(self, names: Collection[str]) -> str | None:  # noqa: ARG002
         """Return why this folder, which has these names, is incomplete by the rules of its storage, or None."""
+        return None
 
     @abc.abstractmethod
     def holds_nothing(self) -> bool:
@@ -286,17 +287,16 @@ class Location(abc.ABC):
     def prepare_directory(self) -> None:
         """Create this folder of checkpoints, and remove what dead writers left in it."""
 
-    @abc.abstractmethod
     def leftovers(self) -> dict[str, bool]:
-        """Return the names in this folder with something that dead writers left → whether all of it goes."""
+        """Return the names in this folder of a store with something that dead writers left → whether all of it goes."""
+        return {}
 
-    @abc.abstractmethod
-    def remove_leftovers(self, names: Collection[str]) -> None:
+    def remove_leftovers(self, names: Collection[str]) -> None:  # noqa: B027
         """Remove what dead writers left under these names of this folder, unless somebody writes there by now."""
 
-    @abc.abstractmethod
-    def restore_set_aside(self, names: Collection[str]) -> list[str]:
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
         """Put back checkpoints among these names that a dead writer had set aside; return their names."""
+        return []
 
     @abc.abstractmethod
     def temporary_path(self) -> str:

@@ -11,18 +11,15 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    StorageError,
-    is_of_handler,
-    storage_error_of,
-)
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, storage_error_of
 from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
+_DENIED = (errno.EACCES, errno.EPERM)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
-    errno.EACCES: "check the permissions of {folder}",
-    errno.EPERM: "check the permissions of {folder}",
+    **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
+    **dict.fromkeys(FULL_DISK, "free space, or remove files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
     errno.ENFILE: "the machine has too many files open; close some",
@@ -30,17 +27,14 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of this path is no directory; check the path",
     errno.ELOOP: "a part of this path is a link that leads to itself; check the path",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
+    errno.ENAMETOOLONG: "shorten the path, to which up to 255 bytes are added while it is written",
+    errno.EXDEV: "on overlayfs, a directory of a container's image cannot be replaced: save to another directory, or "
+    "remove this one first",
 }
-# FAT, exFAT and NTFS refuse these characters in names, with one of these errors; so do SMB servers.
-_NOT_ON_WINDOWS = re.compile(r'[<>:"\\|?*]')
-_REFUSED_NAME = (errno.EINVAL, errno.ENOENT)
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
-_MARGIN = 2**20  # bytes
+_MARGIN, _BLOCK = 2**20, 512  # bytes; of `st_blocks`, whatever the blocks of the file system are (POSIX)
 _LOOKS = ("found", "listed", "read")
-_CHECK_PATH = "check the path, and the disk or network file system that it is on"
 
 
 class translated:  # noqa: N801  (a function that returns a context; each look-up enters one, so it is no generator)
@@ -73,33 +67,19 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     ``doing`` completes "could not be …"."""
     if isinstance(error, StorageError):
         return error
-    number = _number_of(error)
-    message = f"{path} could not be {doing}: " if doing else f"{path}: "
-    message += str(getattr(error, "strerror", None) or error)
-    if number in _DENIED:
-        message += f"; check the permissions of it and of {os.path.dirname(path)}"
-    elif number in _REMEDIES:
-        message += f"; {_REMEDIES[number].format(folder=os.path.dirname(path))}"
-    elif number in FULL_DISK:
-        message += "; free space, or, where there is some, remove files (df -i), or save to another directory"
-    elif number == errno.EXDEV:
-        message += (
-            "; on overlayfs, a directory of a lower layer, such as that of a container's image, cannot be replaced: "
-            "save to another directory, or remove this one first"
-        )
-    elif number == errno.ENAMETOOLONG:
-        message += "; shorten the path, to which up to 255 bytes are added while it is written"
-    elif doing in _LOOKS and "://" not in path:
-        is_gone = number == errno.ENOENT
-        message += f"; {'it was removed meanwhile, or was never there' if is_gone else _CHECK_PATH}"
-    elif doing:
-        message += "; check the disk's space and permissions"
-        if "://" in path:
-            message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
+    number, folder = _number_of(error), os.path.dirname(path)
+    what = f"{path} could not be {doing}" if doing else path
+    if number in _REMEDIES:
+        remedy = _REMEDIES[number].format(folder=folder)
+    elif doing and "://" in path:
+        remedy = "nothing else may change what is there meanwhile; try again"
+    elif number == errno.ENOENT and doing in _LOOKS:
+        remedy = "it was removed meanwhile, or was never there"
     elif number == errno.ENOENT:  # also where a file system takes no new names, such as /proc
-        message += f"; check that {os.path.dirname(path)} exists and that files can be created in it"
+        remedy = f"check that {folder} exists and that files can be created in it"
     else:
-        message += f"; {_CHECK_PATH}"
+        remedy = "check the path, and the disk or network file system that it is on"
+    message = f"{what}: {getattr(error, 'strerror', None) or error}; {remedy}"
     return storage_error_of(message, path=path, errno=number)
 
 
@@ -118,65 +98,35 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
-            raise  # such as ProcessTimeoutError, which is an OSError because it is a TimeoutError
-        if is_of_handler(error):
+        # ProcessTimeoutError is an OSError because it is a TimeoutError.
+        if (isinstance(error, CheckpointError) and not isinstance(error, StorageError)) or is_of_handler(error):
             raise
-        raise _storage_error(path, temporary, tree, error) from (error.__cause__ or error)
-
-
-def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> StorageError:
-    folder = os.path.dirname(temporary)
-    number = error.errno
-    if number in FULL_DISK:
-        reason, remedy = (
-            os.strerror(number),
-            f"{_describe_space(temporary, tree)}; free space, or save to another directory",
-        )
-        if folder != os.path.dirname(path):  # a save to a store
-            remedy = f"{_describe_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
-    elif number in _REMEDIES:
-        reason, remedy = os.strerror(number), _REMEDIES[number].format(folder=folder)
-    elif (
-        number in _REFUSED_NAME
-        and os.path.isdir(folder)
-        and (refused := _NOT_ON_WINDOWS.search(os.path.basename(path)))
-    ):
-        reason = os.strerror(number)
-        remedy = f"the file system of {folder} may not take {refused[0]!r} in names: choose another prefix or directory"
-    else:
-        reason, remedy = str(error).replace(temporary, path), ""
-    if reason.startswith(path):
-        return storage_error_of(reason, path=path, errno=number)
-    message = f"{path} could not be saved: {reason}{'; ' + remedy if remedy else ''}"
-    return storage_error_of(message, path=path, errno=number)
+        folder, number = os.path.dirname(temporary), error.errno
+        reason = str(error).replace(temporary, path)
+        if number in FULL_DISK:
+            to = "free space, or save to another directory"
+            if folder != os.path.dirname(path):  # a save to a store, which is prepared there
+                to = "free space, or set TMPDIR"
+            reason = f"{os.strerror(number)}; {_describe_space(temporary, tree)}; {to}"
+        elif number in _REMEDIES:
+            reason = f"{os.strerror(number)}; {_REMEDIES[number].format(folder=folder)}"
+        message = reason if reason.startswith(path) else f"{path} could not be saved: {reason}"
+        raise storage_error_of(message, path=path, errno=number) from (error.__cause__ or error)
 
 
 def _describe_space(temporary: str, tree: Node) -> str:
     """Describe the space needed, and the space free once the temporary is removed."""
-    folder = os.path.dirname(temporary)
-    needed = f"it needs {format_size(_nbytes(tree))} and " if tree is not None else ""
+    folder, nbytes = os.path.dirname(temporary), sum(_size_of(leaf) for _, leaf in iter_leaves(tree))
+    needed = f"it needs {format_size(nbytes)} and " if tree is not None else ""
     with suppress(OSError):
-        free = shutil.disk_usage(folder).free + _disk_space(temporary)
+        files = [os.path.join(inner, name) for inner, _, names in os.walk(temporary) for name in names] or [temporary]
+        taken = sum(os.lstat(file).st_blocks * _BLOCK for file in files if os.path.lexists(file))
+        free = shutil.disk_usage(folder).free + taken
         # Files take a little more than their leaves.
-        is_enough = tree is not None and free > 2 * _nbytes(tree) + _MARGIN
+        is_enough = tree is not None and free > 2 * nbytes + _MARGIN
         other = ", so what is used up is a quota, or the number of files (df -i)" if is_enough else ""
         return f"{needed}{format_size(free)} are free in {folder}{other}"
     return f"{needed}nothing is free in {folder}"
-
-
-def _disk_space(path: str) -> int:
-    """Return the disk usage of a file or of the files below a directory, in bytes."""
-    block = 512  # bytes, whatever the file system's blocks are (POSIX)
-    with suppress(NotADirectoryError, FileNotFoundError):
-        return sum(_disk_space(entry.path) for entry in os.scandir(path))
-    with suppress(OSError):
-        return os.lstat(path).st_blocks * block
-    return 0
-
-
-def _nbytes(tree: Node) -> int:
-    return sum(_size_of(leaf) for _, leaf in iter_leaves(tree))
 
 
 def _size_of(leaf: Any) -> int:

@@ -350,14 +350,13 @@ class TestCommits:
             place.put(f"{left}/{layout.BEGUN}.1.{'0' * 32}", b"")  # of 1970
             place.put(f"{left}/_METADATA", b"{}")
             assert (root / left).holds_nothing() and (root / left).why_unfinished((root / left).listdir())
+            assert root.leftovers() == {left: True}
+            root.remove_leftovers(["c_1"])
+            assert sorted(place.names()) == sorted(["c_1", left])
+            root.remove_leftovers([left])
         else:
-            temporary = (root / "c_2").temporary_path()
-            left = os.path.basename(temporary)
-            place.put(f"{left}/x", b"1")
-        assert root.leftovers() == {left: True}
-        root.remove_leftovers(["c_1"])
-        assert sorted(place.names()) == sorted(["c_1", left])
-        root.remove_leftovers([left])
+            place.put(f"{os.path.basename((root / 'c_2').temporary_path())}/x", b"1")
+            root.prepare_directory()
         assert place.names() == ["c_1"] and root.leftovers() == {}
 
     @pytest.mark.parametrize("joined", [False, True])

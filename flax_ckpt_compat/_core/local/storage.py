@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable
-from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
@@ -27,9 +26,6 @@ class LocalLocation(Location):
 
     __slots__ = ()
     is_remote = False
-
-    def listed(self) -> Self:
-        return self
 
     def isdir(self) -> bool:
         return stat.S_ISDIR(_mode(self.path))
@@ -67,9 +63,6 @@ class LocalLocation(Location):
 
         return LocalFile(self.path)
 
-    def head(self) -> bytes:
-        return self.read(0, _HEAD_BYTES)
-
     def size(self) -> int:
         return os.path.getsize(self.path)
 
@@ -84,9 +77,6 @@ class LocalLocation(Location):
                 if error.errno not in _ABSENT:
                     raise
         return total
-
-    def stored_crc32c(self) -> None:
-        """Return None: a disk reports none."""
 
     def version(self) -> bytes:
         status = os.stat(self.path)
@@ -119,13 +109,7 @@ class LocalLocation(Location):
             return None
         return f"{size} bytes, with a name of {longest}, are more than the file system allows"
 
-    def can_hold_checkpoint(self) -> bool:
-        return True
-
     # Checkpoints.
-
-    def why_unfinished(self, names: Collection[str]) -> str | None:  # noqa: ARG002
-        return None
 
     def holds_nothing(self) -> bool:
         return atomic.is_empty(self.path)
@@ -133,12 +117,6 @@ class LocalLocation(Location):
     def prepare_directory(self) -> None:
         syncing.make_directory(self.path)
         atomic.remove_stale(self.path)
-
-    def leftovers(self) -> dict[str, bool]:
-        return dict.fromkeys(atomic.stale_names(self.path, os.listdir(self.path)), True)
-
-    def remove_leftovers(self, names: Collection[str]) -> None:
-        atomic.remove_stale(self.path, names)
 
     def restore_set_aside(self, names: Collection[str]) -> list[str]:
         return atomic.restore_set_aside(self.path, names)

@@ -13,11 +13,10 @@ from typing import Self
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
-from flax_ckpt_compat._core.storage import Listing, Location, Stat
+from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-_SHORT_HEAD = 32  # enough to tell a msgpack tree from most other files
 _SLASHES_OF_BUCKET = 2
 _TINY_AT_ONCE = 64  # requests for a few bytes
 
@@ -106,7 +105,7 @@ class RemoteLocation(Location):
     def head(self) -> bytes:
         heads = self.listing.heads if self.listing is not None else {}
         if self.path not in heads:
-            heads[self.path] = self.read_range(self.path, 0, _SHORT_HEAD)
+            heads[self.path] = self.read_range(self.path, 0, SHORT_HEAD)
         return heads[self.path]
 
     def size(self) -> int:
@@ -124,9 +123,6 @@ class RemoteLocation(Location):
     def version(self) -> bytes:
         return self.unlisted()._stat().version.encode()
 
-    def identity(self) -> None:
-        """Return None: folders have no identity, and files are compared by their version."""
-
     def watch(self) -> Callable[[], bool]:
         before = _versions(self._inside())
         # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
@@ -135,7 +131,7 @@ class RemoteLocation(Location):
     def prefetch_heads(self, names: Iterable[str]) -> None:
         if self.listing is not None:
             there = [location.path for location in map(self.__truediv__, names) if location.isfile()]
-            self._prefetch(self.listing.heads, there, _SHORT_HEAD)
+            self._prefetch(self.listing.heads, there, SHORT_HEAD)
 
     def prefetch_contents(self, names: Iterable[str]) -> None:
         if self.listing is not None:
@@ -149,9 +145,6 @@ class RemoteLocation(Location):
                 answers[path] = self.read_range(path, 0, stop)
 
         in_parallel(look, [path for path in paths if path not in answers], _TINY_AT_ONCE)
-
-    def resolve(self) -> str:
-        return self.path
 
     def why_too_long(self) -> str | None:
         size = len(self.path.partition("://")[2].partition("/")[2].encode())
@@ -191,10 +184,6 @@ class RemoteLocation(Location):
             raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
         atomic.remove_stale(folder)
         return temporaries.temporary_path(os.path.join(folder, self.name))
-
-    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
-        """Return nothing: nothing is set aside."""
-        return []
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         failures = {}
