@@ -187,18 +187,22 @@ class BatchedReads:
     def finish(self) -> None:
         """Read all chunks; raise CorruptCheckpointError if one is missing or does not decode."""
         pending, self._pending = self._pending, []
-        chunks = ((one, chunk) for one in pending for chunk in array_boxes.cells(one[2], one[0].chunks))
-        while some := list(itertools.islice(chunks, _AT_ONCE)):  # a hostile grid has 2**60
-            in_parallel(self._read_chunk, some)
+        parts = ((one, chunk) for one in pending for chunk in array_boxes.cells(one[2], one[0].chunks))
+        while some := list(itertools.islice(parts, _AT_ONCE)):  # a hostile grid has 2**60
+            chunks: dict[Any, list[Any]] = {}  # each is read once for all boxes
+            for one, (cell, chunk) in some:
+                chunks.setdefault((one[0].folder, cell), []).append((*one, cell, chunk))
+            in_parallel(self._read_chunk, chunks.values())
 
-    def _read_chunk(self, one: tuple[Any, tuple[Shape, Box]]) -> None:
-        (array, path, box, result), (cell, chunk) = one
+    def _read_chunk(self, parts: list[tuple[FolderArray, Path, Box, np.ndarray[Any, Any], Shape, Box]]) -> None:
+        array, path, *_, cell, _ = parts[0]
         with _translated(array, path):
             data = _decode(array, (array.folder / (".".join(map(str, cell)) or "0")).read())
-        inside = array_boxes.overlap(chunk, box)
-        part = data[array_boxes.relative_to(inside, chunk)]
-        result[array_boxes.relative_to(inside, box)] = part
-        self._meter.add(part.nbytes, path)
+        for _, path, box, result, _, chunk in parts:
+            inside = array_boxes.overlap(chunk, box)
+            part = data[array_boxes.relative_to(inside, chunk)]
+            result[array_boxes.relative_to(inside, box)] = part
+            self._meter.add(part.nbytes, path)
 
 
 def _decode(array: FolderArray, stored: bytes) -> np.ndarray[Any, Any]:
