@@ -1,7 +1,8 @@
-"""The benchmark runs from end to end on tiny trees; what it measures is not judged here."""
+"""The benchmarks run from end to end on tiny trees, and keep to their page and README's table; no time is judged."""
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.benchmarks import disk, lineup, results
+from tests.benchmarks import disk, lineup, readme_figures, results, sections, training_loop
 from tests.benchmarks.peak import above_tree
+from tests.benchmarks.readme_figures import README, RESULTS, updated
 from tests.benchmarks.series import Series
 from tests.benchmarks.systems import OURS, RESTORE, SAVE
+from tests.benchmarks.training_loop import Loss
 from tests.benchmarks.workloads import Workload, gpt2_shapes, workloads
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +110,73 @@ def test_files_leave_the_page_cache(tmp_path: Path) -> None:
     assert disk._pages(str(tmp_path / "file")).cached == 0
     assert (tmp_path / "file").read_bytes() == data
     assert disk._pages(str(tmp_path / "file")).cached > 0
+
+
+PAGE = "# Results\n\ntable\n"
+
+
+def test_sections() -> None:
+    """A new section goes to the end, and replaces an older one of its heading where that is."""
+    assert sections.kept(PAGE) == ""
+    both = sections.with_section(sections.with_section(PAGE, "## A", "one"), "## B", "two\n")
+    assert both == "# Results\n\ntable\n\n## A\n\none\n\n## B\n\ntwo\n"
+    assert sections.kept(both) == "\n## A\n\none\n\n## B\n\ntwo\n"
+    assert sections.with_section(both, "## A", "new") == both.replace("one", "new")
+    assert sections.with_section(both, "## B", "new") == both.replace("two", "new")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-numpy", training_loop.TRAINED])
+def test_every_system_trains(name: str, tmp_path: Path) -> None:
+    """Each has a row, what was saved last is what the state was, and nothing is left behind."""
+    found = training_loop.measure(name, 1, str(tmp_path), quick=True)
+    assert [row[0] for row in training_loop.table(name, found).rows] == [
+        system.name for system in training_loop.SYSTEMS
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_ratios_are_to_orbaxs_best() -> None:
+    """Of medians; a call that blocks for too long does not meet the goal, whatever is lost."""
+    lost = {"ours, msgpack": 0.1, "ours, orbax format": 0.1, "flax, msgpack": 9.0, "orbax AsyncCheckpointer": 0.5}
+    # Older releases of Orbax have no v1.
+    names = [system.name for system in training_loop.SYSTEMS]
+    found = {name: [Loss(0.05, lost.get(name, 0.8))] * 3 for name in names}
+    found["ours, orbax format"] = [Loss(0.3, 0.1)] * 3
+    rows = {row[0]: row for row in training_loop.table("gpt2-jax", found).rows}
+    assert rows["ours, msgpack"][-2:] == ("5.00", "yes")
+    assert rows["ours, orbax format"][-2:] == ("5.00", "no")
+    assert rows["flax, msgpack"][-2:] == ("0.06", "")
+
+
+BEGIN = "<!-- figures: written by `python -m tests.benchmarks.readme_figures` -->"
+TEXT = f"before\n{BEGIN}\nold\n<!-- end of figures -->\nafter\n"
+
+
+def test_readme_is_up_to_date() -> None:
+    """README shows the figures of the committed results."""
+    text = README.read_text(encoding="utf-8")
+    assert updated(text, json.loads(RESULTS.read_text(encoding="utf-8"))) == text
+
+
+def test_the_table_shows_medians() -> None:
+    """A cell is the median of what was measured, and everything around the table stays."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    text = updated(TEXT, results)
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    [entry] = [
+        e for e in results["seconds"]
+        if (e["workload"], e["operation"], e["system"]) == ("gpt2-jax", "save", "flax, msgpack")
+    ]  # fmt: skip
+    [row] = [line for line in text.splitlines() if line.startswith("| save 0.5 GB")]
+    assert float(row.split("|")[3]) == pytest.approx(statistics.median(entry["seconds"]), rel=0.01)
+
+
+def test_check_fails_on_stale_figures(monkeypatch, tmp_path, capsys) -> None:
+    """``--check`` exits with 1 and changes nothing where README shows other figures."""
+    stale = tmp_path / "README.md"
+    stale.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(readme_figures, "README", stale)
+    monkeypatch.setattr("sys.argv", ["readme_figures", "--check"])
+    assert readme_figures.main() == 1
+    assert stale.read_text(encoding="utf-8") == TEXT and "run python -m" in capsys.readouterr().out

@@ -1,10 +1,17 @@
-"""The examples in public docstrings run, and every main function has one."""
+"""Examples in public docstrings run, as do the demo, and the programs for preemption and for metrics of the guide."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,8 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config
+from tests.support.saves import use_flag
 
 MODULES = ("checkpoints", "config", "rules", "transforms")
 # What the reference says every example begins with.
@@ -48,3 +57,136 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     example = doctest.DocTestParser().get_doctest(EXAMPLES[name].__doc__, dict(NAMES), name, None, None)
     runner.run(example, out=text.append)
     assert not runner.failures, "".join(text)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_demo_passes() -> None:
+    """It is killed, goes on where it stopped, and every value is what real Flax and real Orbax read."""
+    command = [sys.executable, str(ROOT / "migration_guide/demo.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  begins at step 200\n" in done.stdout and done.stdout.count("bit-identical") == 6
+
+
+@pytest.mark.slow
+def test_the_demo_says_no_when_a_bit_is_wrong(tmp_path: Path) -> None:
+    """A checkpoint that our reader reads otherwise is told."""
+    program = f"""
+import sys, numpy as np
+sys.path.insert(0, {str(ROOT / "migration_guide")!r})
+import demo, flax_ckpt_compat
+flax_ckpt_compat.checkpoints.save_checkpoint({str(tmp_path)!r}, {{"w": np.ones(2, np.float32)}}, 1)
+assert demo.compare({str(tmp_path)!r})
+flax_ckpt_compat.checkpoints.restore_checkpoint = lambda *_: {{"w": np.array([1, -1], np.float32)}}
+assert not demo.compare({str(tmp_path)!r})
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+PAGE = ROOT / "migration_guide" / "how_to.md"
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+from flax_ckpt_compat import checkpoints
+
+{function}
+
+print("reached", train(sys.argv[1], 1_000_000), flush=True)
+"""
+
+
+def program() -> str:
+    """The page's function, in a program of its own."""
+    (function,) = re.findall(r"^(def train\(.*?^    return .*?\n)", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return PROGRAM.format(function=function)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
+def test_a_signal_of_the_scheduler(flag: bool, tmp_path: Path) -> None:
+    """The program ends by itself, with code 0, having saved the step that it reached; the next one goes on there."""
+    run, reached = tmp_path / "run", []
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": str(flag).lower()}
+    for _ in range(2):
+        before = checkpoints.latest_checkpoint(run)
+        with subprocess.Popen(
+            [sys.executable, "-c", program(), str(run)], env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                end = time.monotonic() + 60
+                while checkpoints.latest_checkpoint(run) == before and time.monotonic() < end:
+                    time.sleep(0.05)  # until it trains, and has its handler
+                process.send_signal(signal.SIGTERM)
+                printed, _ = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert process.returncode == 0, printed
+        reached.append(int(printed.split()[1]))
+        with use_flag(flag):
+            state = checkpoints.restore_checkpoint(run, {"w": np.zeros(4), "step": 0})
+        assert state["step"] == reached[-1] and (state["w"] == reached[-1]).all()
+    assert 0 < reached[0] < reached[1]
+
+
+HOW_TO = Path(__file__).parents[2] / "migration_guide" / "how_to.md"
+
+
+@pytest.fixture
+def metrics_of() -> Iterator[Callable[[], dict[str, float]]]:
+    """The page's function, and its setting for as long as the test runs."""
+    (program,) = re.findall(
+        r"^(import queue\n.*?^    return metrics\n)", HOW_TO.read_text(encoding="utf-8"), re.M | re.S
+    )
+    names: dict[str, Any] = {"config": config}
+    exec(program, names)
+    yield names["checkpoint_metrics"]
+    config.update(progress=None)
+
+
+def line(logger: str) -> str:
+    """The page's line for a logger."""
+    (found,) = re.findall(rf"^\| {logger} \| `(.*)` \|$", HOW_TO.read_text(encoding="utf-8"), re.M)
+    return str(found)
+
+
+class Clu:
+    """What writes scalars as clu's writers do (clu 0.0.12: ``write_scalars(step, scalars)``)."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+
+    def write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        """Keep them."""
+        self.written.append((step, scalars))
+
+
+def test_a_loop_logs_the_times(tmp_path: Path, metrics_of: Callable[[], dict[str, float]]) -> None:
+    """Each save and restore is logged once, also one in the background, with the metrics of the step."""
+    manager, writer = checkpoints.AsyncManager(), Clu()
+    state = {"w": np.ones(1000)}
+    for step in range(1, 4):
+        checkpoints.save_checkpoint(tmp_path, state, step, async_manager=manager)
+        manager.wait_previous_save()
+        exec(line("clu"), {"writer": writer, "step": step, "metrics": {"loss": 1.0}, "checkpoint_metrics": metrics_of})
+    checkpoints.restore_checkpoint(tmp_path, state)
+    assert [step for step, _ in writer.written] == [1, 2, 3]
+    for _, scalars in writer.written:
+        assert scalars.keys() == {"loss", "checkpoint/save_seconds", "checkpoint/save_gigabytes"}
+        assert scalars["checkpoint/save_gigabytes"] == 8e-6
+    assert metrics_of().keys() == {"checkpoint/restore_seconds", "checkpoint/restore_gigabytes"}
+    assert metrics_of() == {}
+
+
+def test_wandb(tmp_path: Path, metrics_of: Callable[[], dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of the page is a call of the real wandb, in its offline mode."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=str(tmp_path))
+    checkpoints.save_checkpoint(tmp_path / "run", {"w": np.ones(1000)}, 1)
+    exec(line("wandb"), {"wandb": wandb, "step": 1, "metrics": {}, "checkpoint_metrics": metrics_of})
+    assert run.summary["checkpoint/save_gigabytes"] == 8e-6
+    run.finish()

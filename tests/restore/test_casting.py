@@ -1,21 +1,30 @@
-"""Casts while reading: what numpy makes of the values, and only a little of them in two dtypes at a time."""
+"""Kinds of leaves: casts while reading, which stored kind fits which leaf of a target, and scalars."""
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, restore, rules, save, transforms
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.progress import OFF
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._restore import casting
+from flax_ckpt_compat.errors import CorruptCheckpointError, KindMismatchError
+from tests.support.logs import warnings_logged
+from tests.support.peers import skip_without_typed_keys
+from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 from tests.support.stored import Memory
 
@@ -160,3 +169,131 @@ def test_what_a_cast_loses(
         path = save(tmp_path / name, {name: value}, format="msgpack")
         restore(path, {name: np.zeros(1, wanted)}, dtype="target")
         assert ["does not hold all values" in text for text in caplog.messages] == [True] * (name in lossy)
+
+
+def test_text_of_numpy(flag: bool, tmp_path: Path) -> None:
+    """Numpy's text and bytes fit the targets that were saved, and no numbers."""
+    tree = {"text": np.str_("a"), "bytes": np.bytes_(b"ab")}
+    save(tmp_path / "saved", tree)
+    restored = restore(tmp_path / "saved", tree)
+    assert restored == tree and list(map(type, restored.values())) == [np.str_, np.bytes_]
+    assert restore(tmp_path / "saved", {"text": "", "bytes": b""}) == tree
+    with pytest.raises(KindMismatchError, match="text: stored text, target a number"):
+        restore(tmp_path / "saved", {"text": 1})
+
+
+def test_a_number_of_the_target_takes_a_cast_one(tmp_path: Path) -> None:
+    """A rule's result for it is no difference, also where differences are errors."""
+    path = save(tmp_path / "c", {"n": np.array(3.0)}, format="msgpack")
+    assert restore(path, {"n": 1.5}, transforms=[rules.cast("n", "float32")]) == {"n": 3.0}
+
+
+# A stored leaf, leaves of a target that it fits, and others. Numbers become arrays of an abstract target.
+FITTING: list[tuple[Any, list[Any], list[Any]]] = [
+    (np.float32(1), [1.0, np.float32(0), np.zeros((), np.float32)], ["text", b"", object()]),
+    (np.ones((), np.float32), [1.0, np.zeros((), np.float32)], ["text"]),
+    (np.ones(1, np.float32), [np.zeros(1)], [1.0, "text"]),
+    (3, [1, 1.5, jax.ShapeDtypeStruct((), jnp.float32)], [np.zeros(()), "text", b""]),
+    ("a", ["", np.str_("")], [1, b"", np.zeros(())]),
+    (b"a", [b"", bytearray(), memoryview(b""), np.bytes_(b"")], [1, ""]),
+]
+
+
+@pytest.mark.parametrize(("stored", "fitting", "others"), FITTING)
+def test_kinds(stored: Any, fitting: list[Any], others: list[Any], flag: bool, tmp_path: Path) -> None:
+    """What fits is restored as it is, and anything else is an error that names both kinds."""
+    path = save(tmp_path / "saved", {"a": stored})
+    for target in fitting:
+        assert np.asarray(restore(path, {"a": target})["a"]).tolist() == np.asarray(stored).tolist()
+    for target in others:
+        with pytest.raises(KindMismatchError, match=r"a: stored .*, target "):
+            restore(path, {"a": target})
+
+
+def test_keys_and_their_data(flag: bool, tmp_path: Path) -> None:
+    """A typed key fits a typed key, and an array of the dtype of its data."""
+    skip_without_typed_keys()
+    key = jax.random.key(3)
+    path = save(tmp_path / "saved", {"a": key})
+    assert jax.random.key_data(restore(path, {"a": jax.random.key(0)})["a"]).tolist() == [0, 3]
+    assert jax.random.key_data(restore(path, {"a": np.zeros(2, np.uint32)})["a"]).tolist() == [0, 3]
+    for target in (1.5, np.zeros(2, np.float32)):
+        with pytest.raises(KindMismatchError, match="stored a typed PRNG key"):
+            restore(path, {"a": target})
+
+
+SCALARS = {"i": 3, "f": 2.5, "b": True, "i64": np.int64(4), "f64": np.float64(0.5), "f32": np.float32(1.5)}
+KINDS: dict[str, Any] = {
+    "python": {"i": 0, "f": 0.0, "b": False, "i64": 0, "f64": 0.0, "f32": 0.0},
+    "numpy scalar": {name: np.asarray(value).dtype.type(0) for name, value in SCALARS.items()},
+    "array": {name: np.zeros((), np.asarray(value).dtype) for name, value in SCALARS.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def real_orbax_may_warn() -> Any:
+    """Deprecations inside Orbax are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(orbax|jax|etils|flax)\b.*")
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scalars_of_directories_with_types(tmp_path: Path, kind: str) -> None:
+    """A stored scalar is the Python number or the numpy scalar that the target has, and never becomes an array."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "c", SCALARS)
+    restored = checkpoints.restore_checkpoint(tmp_path / "c", KINDS[kind])
+    asked = {"python": lambda a: a.item(), "numpy scalar": lambda a: a[()]}.get(kind)
+    plain = SCALARS | {"i64": 4, "f64": 0.5}
+    assert fingerprint(restored) == fingerprint(
+        {name: asked(np.asarray(value)) for name, value in SCALARS.items()} if asked else plain
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scalars_of_directories_without_types(tmp_path: Path, kind: str) -> None:
+    """Before ``_METADATA`` all of them were stored alike, so the target decides among all three."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "c", SCALARS)
+    (tmp_path / "c" / "_METADATA").unlink()
+    (tmp_path / "c" / "checkpoint").write_bytes(msgpack.packb({name: f"PLACEHOLDER://{name}" for name in SCALARS}))
+    asked = {"python": lambda a: a.item(), "numpy scalar": lambda a: a[()], "array": lambda a: a}[kind]
+    expected = {name: asked(np.asarray(value)) for name, value in SCALARS.items()}
+    if kind == "python":
+        expected["f32"] = np.asarray(np.float32(1.5))  # no Python number was ever stored so narrow
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path / "c", KINDS[kind])) == fingerprint(expected)
+    alone = checkpoints.restore_checkpoint(tmp_path / "c", None)
+    assert fingerprint(alone) == fingerprint(
+        {"i": 3, "f": 2.5, "b": True, "i64": 4, "f64": 0.5, "f32": np.asarray(np.float32(1.5))}
+    )
+
+
+def test_what_may_be_a_key(tmp_path: Path) -> None:
+    """Where the files that tell keys from their data are lost, only a plain array in the target gets the data."""
+    skip_without_typed_keys()
+    ocp.PyTreeCheckpointer().save(tmp_path / "c", {"key": jax.random.key(3), "a": jnp.arange(3)})
+    shutil.rmtree(tmp_path / "c" / "array_metadatas")
+    with warnings_logged() as logged:
+        for target in (None, {"key": jax.random.key(0)}):
+            with pytest.raises(CorruptCheckpointError, match="array_metadatas") as caught:
+                checkpoints.restore_checkpoint(tmp_path / "c", target)
+            assert caught.value.leaf == "key"
+        raw = checkpoints.restore_checkpoint(tmp_path / "c", {"key": np.zeros(2, np.uint32)})["key"]
+        assert checkpoints.restore_checkpoint(tmp_path / "c", {"a": np.zeros(3)})["a"].tolist() == [0, 1, 2]
+        with (
+            flax_ckpt_compat.open_checkpoint(tmp_path / "c") as opened,
+            pytest.raises(CorruptCheckpointError, match="array_metadatas"),
+        ):
+            opened.read("key")
+    assert sum("array_metadatas" in text for text in logged) == 5
+    assert fingerprint(raw) == fingerprint(np.asarray(jax.random.key_data(jax.random.key(3))))
+
+
+def test_numbers_behind_arrays_for_numbers(tmp_path: Path) -> None:
+    """What was stored as an array, and may have been a number, is one where the target has one; an array stays one."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            checkpointer.save(tmp_path / "c", {"a": jnp.float32(1.5), "b": np.float32(2.5)})
+        except ValueError:  # 0.10.3
+            pytest.skip("this Orbax saves no numpy scalars")
+    restored = checkpoints.restore_checkpoint(tmp_path / "c", {"a": np.float32(0), "b": np.float32(0)})
+    assert (type(restored["b"]), restored["b"], restored["a"]) == (np.float32, 2.5, 1.5)
