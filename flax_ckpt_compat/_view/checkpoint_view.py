@@ -165,7 +165,10 @@ class Checkpoint(_Shown):
     def _whole(self) -> Node:
         """Return the tree of all items."""
         trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
-        return map_leaves(at_whole_path, Branch(trees)) if self._opened.is_mapping else next(iter(trees.values()))
+        whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
+        # Leaves of one tree have their paths; a single array is named as in its item.
+        is_one_tree = isinstance(whole, Branch) and not self._opened.is_mapping
+        return whole if is_one_tree else map_leaves(at_whole_path, whole)
 
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))

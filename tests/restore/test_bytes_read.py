@@ -6,9 +6,7 @@ too, whether or not the page cache has them. Neither of our readers maps files i
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import pytest
 
 from flax_ckpt_compat import plan_restore, restore, rules, save
 from flax_ckpt_compat.transforms import Transform
-from tests.support.interpreters import devices, run_python
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="only Linux counts the bytes")
 
@@ -107,30 +104,3 @@ def test_a_plan_reads_no_array_data(saved: str) -> None:
 def test_small_leaves_cost_no_large_ones(saved: str) -> None:
     """A leaf of 4 KiB is restored without reading any of the arrays beside it."""
     assert count(lambda: restore(saved, SMALL)) < 2**17
-
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "support" / "sharded_cases.py"
-SHARDED = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
-# It compiles the steps of whole models for eight devices.
-SLOW = "real_states"
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name == SLOW else ()) for name in SHARDED]
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Case → traceback, empty if it passed."""
-    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
-    asked = [item.callspec.params["name"] for item in items]
-    program = "import sys; from tests.support import sharded_cases; sharded_cases.main(*sys.argv[1:])"
-    out, _ = run_python(program, tmp_path_factory.mktemp("sharded"), *asked, timeout=300, **devices(8))
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    return dict(lines)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sharded(outcomes: dict[str, str], name: str) -> None:
-    """What the case of this name in the script says."""
-    if outcomes[name].startswith("skipped: "):
-        pytest.skip(outcomes[name])
-    assert outcomes[name] == ""
