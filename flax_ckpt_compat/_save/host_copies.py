@@ -1,30 +1,44 @@
-"""Copy arrays to host memory for an async save. The caller blocks until this returns.
+"""Copy arrays to host memory before a save, all at once: of background saves every array, else what lies on GPUs.
 
-New pages can cost far more than the copy, so each manager keeps the memory of its last save for the next one. It is
-used again once nothing refers to the arrays in it: what a save still reads is never written to.
+The caller blocks until this returns. New pages can cost far more than the copy, so each manager keeps the memory of its
+last save for the next one. It is used again once nothing refers to the arrays in it: what a save still reads is never
+written to.
+
+A GPU writes to page-locked memory by itself; into any other memory its driver copies through small buffers, which takes
+ten times as long. jax keeps the page-locked memory for the next transfers, up to 64 GB
+(``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB``). numpy sees it without a copy, and jax remembers no second copy of the values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import jax
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import jax_shards, memory
+from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import HostCopy, Shard, shards_of
 
 _THREADS = 4
-# Below so many bytes, starting threads takes longer than copying.
-_MIN_PARALLEL_BYTES = 4 * 2**20
-_PIECE_BYTES = 8 * 2**20
+# Below so many bytes, starting threads takes longer than copying, and a transfer to locked pages than numpy's copy.
+_MIN_PARALLEL_BYTES, _MIN_LOCKED_BYTES = 4 * 2**20, 64 * 2**10
 _BLOCK_BYTES = 64 * 2**20
 # Advice that not every system has: huge pages; the kernel may take the pages until they are written to again.
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _FREE: int | None = getattr(mmap, "MADV_FREE", None)
+_PAGE_LOCKED = "pinned_host"
+# Share of the memory that jax may lock, of which its own transfers need some, too.
+_SHARE = 0.75
+# Dtypes of which devices hold several elements in a byte.
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4", "float6")
 
 _Array = np.ndarray[Any, Any]
 _BYTE = np.dtype(np.uint8)
@@ -63,7 +77,7 @@ _kept: weakref.WeakKeyDictionary[Any, list[_Block]] = weakref.WeakKeyDictionary(
 
 
 class Copies:
-    """A batch of array copies: `add` the arrays, then `make` all copies at once."""
+    """A batch of array copies: add the arrays, then `make` all copies at once."""
 
     def __init__(self, manager: Any) -> None:
         """Use the memory of the manager's last save, if that save has ended."""
@@ -71,10 +85,11 @@ class Copies:
         with suppress(TypeError):  # an object that has no weak references, or no hash
             self._free = [block for block in _kept.pop(manager, ()) if block.is_free]
         self._pairs: list[tuple[_Array, _Array]] = []
+        self._shards: list[tuple[HostCopy, tuple[slice, ...], Any]] = []
         self._bytes, self._offset = np.empty(0, _BYTE), 0
 
     def add(self, source: _Array) -> _Array:
-        """Return the copy of an array, in C order; its values are undefined until `make` has returned."""
+        """Return the copy of an array of numpy, in C order; its values are undefined until `make` has returned."""
         # At a page, the disk can take a large array from here past the page cache.
         alignment = memory.PAGE if source.nbytes >= memory.PAGED_FROM else memory.ALIGNMENT
         self._offset += -self._offset % alignment
@@ -84,6 +99,20 @@ class Copies:
         self._offset += source.nbytes
         self._pairs.append((target, source))
         return target
+
+    def add_host_array(self, array: jax.Array, *, is_whole: bool) -> HostCopy:
+        """Return the copy of an array of jax whose memory numpy sees."""
+        if is_whole:
+            return HostCopy.whole(self.add(np.asarray(array)), array.sharding)
+        shards = tuple(Shard(shard.index, self.add(shard.data)) for shard in shards_of(array))
+        return HostCopy(array.shape, np.dtype(array.dtype), shards, array.sharding)
+
+    def add_device_array(self, array: jax.Array, *, is_whole: bool) -> HostCopy:
+        """Return the copy of an array on accelerators, to which `make` gives the shards that this process holds."""
+        copy = HostCopy(array.shape, np.dtype(array.dtype), (), array.sharding)
+        whole = [(full_box(array.shape), array.addressable_data(0))] if is_whole else jax_shards.first_shards(array)
+        self._shards += [(copy, index, data) for index, data in whole]
+        return copy
 
     def _next_block(self, nbytes: int) -> _Array:
         block = next((block for block in self._free if block.nbytes >= nbytes), None)
@@ -98,18 +127,20 @@ class Copies:
         return block.bytes()
 
     def make(self) -> None:
-        """Make all copies. They are read-only: nobody else changes them any more."""
+        """Make all copies; the caller may then change or donate the arrays. Nobody changes the copies any more."""
         pairs, self._pairs = self._pairs, []
         if sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
         else:
-            pieces = [piece for pair in pairs for piece in _pieces(*pair)]
-            in_parallel(_copy_all, [pieces[start::_THREADS] for start in range(_THREADS)], _THREADS)
+            in_parallel(_copy_all, [pairs[start::_THREADS] for start in range(_THREADS)], _THREADS)
         for target, _ in pairs:
             memory.freeze(target)
         with suppress(TypeError):
             _kept[self._manager] = self._used
         self._bytes, self._free, self._used = np.empty(0, _BYTE), [], []
+        shards, self._shards = self._shards, []
+        for (copy, index, _), value in zip(shards, to_host([data for _, _, data in shards]), strict=True):
+            copy.shards = (*copy.shards, Shard(index, value))
 
 
 def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:
@@ -117,11 +148,61 @@ def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:
         np.copyto(target, source)
 
 
-def _pieces(target: _Array, source: _Array) -> Iterator[tuple[_Array, _Array]]:
-    if target.nbytes <= 2 * _PIECE_BYTES or not source.flags.c_contiguous:
-        yield target, source
-        return
-    # As bytes, whatever the address.
-    flat_target, flat_source = (np.frombuffer(memory.as_bytes(array), _BYTE) for array in (target, source))
-    for start in range(0, target.nbytes, _PIECE_BYTES):
-        yield flat_target[start : start + _PIECE_BYTES], flat_source[start : start + _PIECE_BYTES]
+def _limit_of_jax() -> float:
+    try:
+        return float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
+    except ValueError:
+        return 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Budget:
+    nbytes: float  # of page-locked memory that one save may take
+
+
+# Where jax finds no memory to lock, it waits for ten seconds (measured): no save shall meet that twice.
+_budget = _Budget(_SHARE * _limit_of_jax())
+
+
+def can_lock_pages(sharding: Any) -> bool:
+    """Return whether all devices of a sharding are GPUs, and the arrays lie in their own memory."""
+    return sharding.memory_kind in (None, "device") and all(device.platform == "gpu" for device in sharding.device_set)
+
+
+def is_on_host(sharding: Any) -> bool:
+    """Return whether numpy sees the memory of the arrays without a copy."""
+    if sharding.memory_kind in (_PAGE_LOCKED, "unpinned_host"):
+        return True
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def to_host(arrays: Sequence[Any]) -> list[_Array]:
+    """Return the values of arrays, each of which lies on one device, in C order and read-only."""
+    locked, used = list[int](), 0
+    for at, array in enumerate(arrays):
+        if _is_lockable(array) and used + array.nbytes <= _budget.nbytes:
+            locked.append(at)
+            used += array.nbytes
+    values = dict[int, _Array]()
+    try:
+        values = dict(zip(locked, _page_locked([arrays[at] for at in locked]), strict=True))
+    except jax.errors.JaxRuntimeError:  # no memory to lock; if it is another error, numpy's copy meets it, too
+        _budget.nbytes = 0
+    rest = {at: array for at, array in enumerate(arrays) if at not in values}
+    for array in rest.values():
+        array.copy_to_host_async()
+    values |= {at: np.asarray(array, order="C") for at, array in rest.items()}
+    return [values[at] for at in range(len(arrays))]
+
+
+def _is_lockable(array: Any) -> bool:
+    """Return whether an array is large, and has elements of whole bytes: numpy has no others."""
+    is_packed = array.dtype.name.startswith(_PACKED)
+    return array.nbytes >= _MIN_LOCKED_BYTES and not is_packed and can_lock_pages(array.sharding)
+
+
+def _page_locked(arrays: list[Any]) -> list[_Array]:
+    if not arrays:
+        return []
+    placed = jax.device_put(arrays, [array.sharding.with_memory_kind(_PAGE_LOCKED) for array in arrays])
+    return [np.asarray(array, order="C") for array in jax.block_until_ready(placed)]

@@ -11,10 +11,9 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
-from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import device_transfers, tree_agreement
-from flax_ckpt_compat._save.device_transfers import Transfers
+from flax_ckpt_compat._save import host_copies, tree_agreement
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.tree_agreement import Replicas
@@ -41,9 +40,7 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
         else:
             tree = snapshot.leaf(tree, ())
         depth.check(snapshot.levels, request.path)
-        if snapshot.copies is not None:
-            snapshot.copies.make()
-        snapshot.transfers.make()
+        snapshot.copies.make()
     return tree
 
 
@@ -53,11 +50,9 @@ class _Snapshot:
     def __init__(self, request: SaveRequest, replicas: Replicas | None = None):
         # levels: depth of the tree so far.
         self._request, self.levels, self._replicas = request, 0, replicas
-        # Collects the arrays to copy; None copies nothing.
-        self.copies = Copies(request.async_manager) if request.async_manager else None
-        self.transfers = Transfers()
-        # A save of several processes in the foreground copies what this one writes, and no more, while it writes.
-        self._may_transfer = self.copies is not None or not request.multiprocess
+        # Collects the arrays to copy: all in the background. In the foreground those of GPUs, but of several processes
+        # none: each copies what it writes, and no more, while it writes.
+        self.copies, self._in_background = Copies(request.async_manager), bool(request.async_manager)
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
@@ -95,7 +90,7 @@ class _Snapshot:
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):
                 self._array_types.add(type(taken))
-            elif self.copies is None or not isinstance(taken, np.ndarray):
+            elif not self._in_background or not isinstance(taken, np.ndarray):
                 self._simple_types.add(type(taken))
         if isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray):
             return apart  # for an array of another process, no memory is held
@@ -107,27 +102,22 @@ class _Snapshot:
             return self._array(leaf)
         if isinstance(leaf, KeyData) and isinstance(leaf.data, jax.Array):
             return KeyData(leaf.impl, self._array(leaf.data))
-        if self.copies is None or not isinstance(leaf, np.ndarray):
+        if not self._in_background or not isinstance(leaf, np.ndarray):
             return leaf
         return self.copies.add(leaf) if type(leaf) is np.ndarray and not leaf.dtype.hasobject else leaf.copy()
 
     def _array(self, array: jax.Array) -> jax.Array | HostCopy:
         is_whole, is_on_host, is_quick = self._shardings.of(array.sharding)
-        if not is_on_host and self._may_transfer and (is_quick or self.copies is not None):
-            return self.transfers.add(array, is_whole=is_whole)
-        if self.copies is None:
-            return array
-        if is_whole:
-            return HostCopy.whole(self.copies.add(np.asarray(array)), array.sharding)
-        shards = tuple(Shard(shard.index, self.copies.add(shard.data)) for shard in shards_of(array))
-        return HostCopy(array.shape, np.dtype(array.dtype), shards, array.sharding)
+        if not is_on_host and (self._in_background or (is_quick and not self._request.multiprocess)):
+            return self.copies.add_device_array(array, is_whole=is_whole)
+        return self.copies.add_host_array(array, is_whole=is_whole) if self._in_background else array
 
 
 def _traits(sharding: Any) -> tuple[bool, bool, bool]:
     """Return whether one device of this process holds a whole array, whether numpy sees the devices' memory, and
     whether the devices write to the host's."""
     is_whole = sharding.is_fully_replicated and sharding.is_fully_addressable
-    return is_whole, device_transfers.is_on_host(sharding), device_transfers.can_lock_pages(sharding)
+    return is_whole, host_copies.is_on_host(sharding), host_copies.can_lock_pages(sharding)
 
 
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._save import device_transfers
+from flax_ckpt_compat._save import host_copies
 from tests.support.saves import use_flag
 
 _HAS_PAGE_LOCKED = any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
@@ -23,9 +23,9 @@ _NAMES = ("float32", "bfloat16", "bool", "int8", "uint32", "complex64", "float8_
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make devices of the CPU count as GPUs, and transfers of any size as large."""
-    monkeypatch.setattr(device_transfers, "can_lock_pages", lambda sharding: sharding.memory_kind == "device")
-    monkeypatch.setattr(device_transfers, "is_on_host", lambda sharding: sharding.memory_kind != "device")
-    monkeypatch.setattr(device_transfers, "_MIN_BYTES", 0)
+    monkeypatch.setattr(host_copies, "can_lock_pages", lambda sharding: sharding.memory_kind == "device")
+    monkeypatch.setattr(host_copies, "is_on_host", lambda sharding: sharding.memory_kind != "device")
+    monkeypatch.setattr(host_copies, "_MIN_LOCKED_BYTES", 0)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def _arrays() -> list[jax.Array]:
 def test_values_are_those_of_numpy(placed: list[int]) -> None:
     """In C order; what numpy holds in more memory than a device does is not viewed."""
     arrays = _arrays()
-    found = device_transfers.to_host(arrays)
+    found = host_copies.to_host(arrays)
     assert placed == [len(arrays) - 1]  # all but int4
     for array, value in zip(arrays, found, strict=True):
         assert value.dtype == array.dtype and value.shape == array.shape
@@ -68,41 +68,32 @@ def test_arrays_in_another_layout() -> None:
     array = jnp.arange(12.0).reshape(3, 4)
     array = jax.device_put(array, layouts.Format(layouts.Layout((1, 0)), array.sharding))
     assert not np.asarray(array).flags.c_contiguous
-    (found,) = device_transfers.to_host([array])
+    (found,) = host_copies.to_host([array])
     assert found.flags.c_contiguous and found.tolist() == np.arange(12.0).reshape(3, 4).tolist()
 
 
 def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
-    """What was copied by then stays; numpy copies the rest, and nothing more is tried."""
-    count = jax.device_put
+    """numpy copies all, and nothing more is tried: jax waits for ten seconds before it says that there is no more."""
 
-    def limited(arrays: Any, shardings: Any) -> Any:
-        if placed:
-            placed.append(0)
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
-        return count(arrays, shardings)
+    def refuse(arrays: Any, shardings: Any) -> Any:
+        placed.append(len(arrays))
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
 
-    monkeypatch.setattr(jax, "device_put", limited)
-    monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
-    monkeypatch.setattr(device_transfers, "_budget", device_transfers._Budget(2**30))
-    arrays = [jnp.full(20, number) for number in range(9)]  # of 80 bytes each
-    for expected in ([2, 0], [2]):  # the second time, nothing is tried that failed
-        placed.clear()
-        found = device_transfers.to_host(arrays)
-        assert placed == expected
-        assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
-
-
-@pytest.mark.parametrize(
-    ("budget", "groups"), [(0, []), (159, []), (160, [2]), (719, [2, 2, 2, 2]), (720, [2] * 4 + [1])]
-)
-def test_budget(budget: int, groups: list[int], monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
-    """No more is locked than jax may lock: it waits for ten seconds before it says that there is no more."""
-    monkeypatch.setattr(device_transfers, "_GROUP_BYTES", 100)
-    monkeypatch.setattr(device_transfers, "_budget", device_transfers._Budget(budget))
+    monkeypatch.setattr(jax, "device_put", refuse)
+    monkeypatch.setattr(host_copies, "_budget", host_copies._Budget(2**30))
     arrays = [jnp.full(20, number) for number in range(9)]
-    found = device_transfers.to_host(arrays)
-    assert placed == groups
+    for _ in range(2):
+        found = host_copies.to_host(arrays)
+        assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
+    assert placed == [9]
+
+
+@pytest.mark.parametrize(("budget", "count"), [(0, []), (79, []), (160, [2]), (719, [8]), (720, [9])])
+def test_budget(budget: int, count: list[int], monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
+    """No more is locked than jax may lock; of nine arrays of 80 bytes, the rest is copied by numpy."""
+    monkeypatch.setattr(host_copies, "_budget", host_copies._Budget(budget))
+    found = host_copies.to_host([jnp.full(20, number) for number in range(9)])
+    assert placed == count
     assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
 
 
@@ -131,9 +122,9 @@ def test_shards(tmp_path: Path, flag: bool) -> None:
 
 def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
     """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
-    monkeypatch.setattr(device_transfers, "can_lock_pages", lambda sharding: False)
+    monkeypatch.setattr(host_copies, "can_lock_pages", lambda sharding: False)
     kind, manager, calls = type(jnp.zeros(1)), checkpoints.AsyncManager(), list[Any]()
-    start, make = kind.copy_to_host_async, device_transfers.to_host
+    start, make = kind.copy_to_host_async, host_copies.to_host
 
     def started(array: Any) -> None:
         calls.append(array.shape)
@@ -146,7 +137,7 @@ def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(kind, "copy_to_host_async", started)
-    monkeypatch.setattr(device_transfers, "to_host", made)
+    monkeypatch.setattr(host_copies, "to_host", made)
     with use_flag(flag), jax.transfer_guard_device_to_host("disallow"):
         target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
         checkpoints.save_checkpoint(tmp_path, target, 1, async_manager=manager)
