@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import errno
 import logging
 import math
 import os
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 from jax import monitoring
@@ -55,33 +54,26 @@ def retain(request: SaveRequest) -> None:
 
 def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures = request.checkpoint_dir, list[StorageError]()
-    others, is_gone, is_lost = saved_prefixes.saved_by_other_prefixes(checkpoint_dir), False, False
+    checkpoint_dir, failures, is_gone = request.checkpoint_dir, list[StorageError](), False
     try:
         listed = checkpoint_dir.listed()
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names.append(request.name)  # a listing misses what is being replaced
-        counted = _counted_steps(request, listed, names, others)
-        ordered = [name for name in counted if name not in others]
-        if request.name not in ordered:
-            is_gone = not _may_be_evicted(request, ordered)
-        else:
-            doomed = [name for name in _to_remove(request, ordered) if counted[name]]
-            # The writer of a newer step in a store may evict this one at the same time.
-            is_watched = request.location.is_remote and any(request.is_newer(name) for name in doomed)
-            if not is_watched or _is_complete(request.location):
-                failures += _remove(checkpoint_dir if is_watched else listed, request.name, doomed, names)
-            is_lost = is_watched and not _is_complete(request.location)
+        counted = _counted_steps(request, listed, names)
+        if request.name in counted:
+            doomed = [name for name in _to_remove(request, list(counted)) if counted[name]]
+            failures += _remove(request, listed, doomed, names)
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
-                failures += _remove_orphaned_arrays(checkpoint_dir)
+                failures += _remove_orphaned_arrays(checkpoint_dir, names)
+        else:
+            is_gone = not _may_be_evicted(request, list(counted))
+    except ConcurrentWriteError:
+        raise
     except StorageError as error:
         failures.append(error)
     if is_gone:
         raise _removed_error(request)
-    if is_lost:
-        message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
-        raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         message = (
@@ -95,25 +87,16 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def _counted_steps(
-    request: SaveRequest, listed: CheckpointDir, names: list[str], others: Container[str]
-) -> dict[str, bool]:
-    """Return what `saved_steps.counted_steps` does, and look only at steps that decide what is removed, and newer ones.
+def _counted_steps(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> dict[str, bool]:
+    """Return what `saved_steps.counted_steps` does, without checkpoints that were saved with another prefix.
 
-    A look opens a file or lists a directory. The others, for which no look is needed, count, and stay."""
-    known, uncounted, with_items = dict[str, bool](), set[str](), request.orbax_checkpointer is not None
-    numbered = steps.in_order(names, listed.prefix)
-    while True:
-        ordered = [name for name in numbered if name not in uncounted and name not in others]
-        if request.name not in ordered:
-            return saved_steps.counted_steps(listed, names, with_items=with_items)
-        newer = ordered[ordered.index(request.name) :]  # none but where something is wrong, which is told
-        unknown = {*newer, *_deciding(request, ordered)} - known.keys()
-        if not unknown:
-            return {name: known.get(name, False) for name in ordered}
-        found = saved_steps.counted_steps(listed, list(unknown), with_items=with_items)
-        known |= found
-        uncounted |= unknown - found.keys()
+    A look opens a file or lists a directory. Where nothing would be removed if all counted, none is older to look at.
+    """
+    others = saved_prefixes.saved_by_other_prefixes(request.checkpoint_dir)
+    ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
+    if request.name in ordered and not _to_remove(request, ordered):
+        ordered = ordered[ordered.index(request.name) :]
+    return saved_steps.counted_steps(listed, ordered, with_items=request.orbax_checkpointer is not None)
 
 
 def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
@@ -157,88 +140,76 @@ def _removed_error(request: SaveRequest) -> StorageError:
 
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
-    overwritten, kept = _overwritten(request, ordered)
-    # Never remove the one just saved, even if enough newer ones stay.
-    policy = request.checkpoint_dir.prefix, request.keep, request.keep_every_n_steps
-    return overwritten + [name for name in expired(kept, *policy) if name != request.name]
-
-
-def _deciding(request: SaveRequest, ordered: list[str]) -> set[str]:
-    """Return the steps of which each decides what `_to_remove` returns."""
-    overwritten, kept = _overwritten(request, ordered)
-    policy = request.checkpoint_dir.prefix, request.keep, request.keep_every_n_steps
-    return {*overwritten, *deciding(kept, *policy)}
-
-
-def _overwritten(request: SaveRequest, ordered: list[str]) -> tuple[list[str], list[str]]:
-    """Return the replaced steps and, with ``overwrite``, newer ones; and the rest, oldest first."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
+    number = steps.step_of(saved, prefix) or 0
+    removed, older, newer = list[str](), list[str](), list[str]()
+    for name in ordered:
+        step = steps.step_of(name, prefix) or 0
+        if step > number:
+            (removed if request.overwrite and not request.replace_only_checkpoints else newer).append(name)
+        elif step == number and name != saved and request.overwrite:
+            removed.append(name)  # two names can mean one step (7 and 7.0): overwriting replaces the other name too
+        elif name != saved:
+            older.append(name)
+    # Never remove the one just saved, even if enough newer ones stay.
+    evicted = expired([*older, saved, *newer], prefix, request.keep, request.keep_every_n_steps)
+    return removed + [name for name in evicted if name != saved]
 
-    def step_of(name: str) -> float:
-        return steps.step_of(name, prefix) or 0
 
-    # As `ordered` is by step: names from `same` on have the step just saved, and from `newer` on newer ones.
-    same = bisect.bisect_left(ordered, step_of(saved), key=step_of)
-    newer = bisect.bisect_right(ordered, step_of(saved), lo=same, key=step_of)
-    # Two names can mean one step (7 and 7.0): overwriting replaces the other name too. The one just saved is newest.
-    others = [name for name in ordered[same:newer] if name != saved]
-    itself = [saved] if saved in ordered[same:newer] else []
-    removes_newer = request.overwrite and not request.replace_only_checkpoints
-    removed = (others if request.overwrite else []) + (ordered[newer:] if removes_newer else [])
-    kept = ordered[:same] + ([] if request.overwrite else others) + itself
-    return removed, kept + ([] if removes_newer else ordered[newer:])
-
-
-def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
+def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], present: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    directory, failures = checkpoint_dir.directory, list[StorageError]()
+    directory, failures = listed.directory, list[StorageError]()
 
     def remove(group: list[str]) -> None:
         begun = list[str]()
         # The main files first: without its arrays one would look like a checkpoint and not restore.
-        failed = directory.discard(_while_there(checkpoint_dir, saved, group, begun))
+        failed = directory.discard(_while_there(request, group, begun))
         removed = [name for name in begun if name not in failed]
         arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
         if directory.is_remote:  # two requests for each
-            arrays = [name for name in arrays if name in listed]
+            arrays = [name for name in arrays if name in present]
         failed |= directory.discard(arrays)
         for name in removed:
-            saved_prefixes.forget(checkpoint_dir, name)
+            saved_prefixes.forget(listed, name)
         failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
         return failures
     if not directory.is_remote:
-        atomic.remove_set_aside(directory.path, listed, names)
+        atomic.remove_set_aside(directory.path, present, names)
         remove(names)
-    else:
+        return failures
+    # The writer of a newer step in a store, where nothing can be locked, may evict this one at the same time.
+    is_watched = any(map(request.is_newer, names))
+    if is_watched:
+        directory = request.directory
+    if not is_watched or _is_complete(request.location):
         in_parallel(remove, [[name] for name in names], _AT_ONCE)
+    if is_watched and not _is_complete(request.location):
+        message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
+        raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
     return failures
 
 
-def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
+def _while_there(request: SaveRequest, names: list[str], begun: list[str]) -> Iterator[str]:
     """Yield names to remove, and note them; two writers that evict each other's would leave nothing."""
-    is_local = not checkpoint_dir.directory.is_remote
-    with atomic.locked(checkpoint_dir.directory.path) if is_local else nullcontext():
+    is_local = not request.location.is_remote
+    with atomic.locked(request.directory.path) if is_local else nullcontext():
         for name in names:
             # Not in a store: one more request for each.
-            if is_local and not checkpoint_dir.path(saved).exists():
+            if is_local and not request.location.exists():
                 return
-            _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
+            _log.info("Removing checkpoint at %s", request.checkpoint_dir.path(name))
             begun.append(name)
             yield name
 
 
-def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]:
+def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir, names: list[str]) -> list[StorageError]:
     """Remove arrays of steps whose file is missing for a day: before, a copy of both may be under way, or a save."""
-    failures, prefix = list[StorageError](), checkpoint_dir.prefix
-    steps_of_arrays = (
-        name
-        for name in saved_steps.names_in(checkpoint_dir)
-        if name.endswith(steps.ARRAYS_POSTFIX)
-        and steps.step_of(name.removesuffix(steps.ARRAYS_POSTFIX), prefix) is not None
-    )
-    for one in interrupted_saves.in_folder(checkpoint_dir.directory, list(steps_of_arrays)):
+    failures, end = list[StorageError](), steps.ARRAYS_POSTFIX
+    arrays = [name for name in names if name.endswith(end)]
+    arrays = [name for name in arrays if steps.step_of(name.removesuffix(end), checkpoint_dir.prefix) is not None]
+    for one in interrupted_saves.in_folder(checkpoint_dir.directory, arrays):
         if not one.kept:
             _log.info("Removing orphaned arrays at %s", one.location)
             try:
@@ -246,21 +217,6 @@ def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> list[StorageError]
             except StorageError as error:
                 failures.append(error)
     return failures
-
-
-def deciding(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> set[str]:
-    """Return the names of which each decides what `expired` returns: without any of the others it returns the same.
-
-    Those are what it returns, the newest ``keep``, and those to which ``keep_every_n_steps`` finds others too close.
-    Without another one, what follows it is as far from what is before both as it was, or farther."""
-    removed = set(expired(names, prefix, keep, keep_every_n_steps))
-    found, last_kept = {*removed, *names[-keep:]} if removed else set[str](), None
-    for name in names[:-keep] if removed else ():
-        if name not in removed:
-            last_kept = name
-        elif last_kept is not None:
-            found.add(last_kept)
-    return found
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:

@@ -97,7 +97,7 @@ def look(killed, step):
     files.remove_stale(folder)
     assert found() == n
     temporaries._STALE_SECONDS = -1  # arrays without their file stay for a day
-    retention._remove_orphaned_arrays(checkpoint_dir(folder, "checkpoint_"))
+    retention._remove_orphaned_arrays(checkpoint_dir(folder, "checkpoint_"), os.listdir(folder))
     if n:
         check_tidy(n)
     else:

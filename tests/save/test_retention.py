@@ -18,8 +18,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
@@ -538,29 +536,12 @@ def test_a_listing_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypat
         ours.latest_checkpoint(tmp_path)
 
 
-@given(
-    numbers=st.lists(st.integers(-9, 60), max_size=25, unique=True).map(sorted),
-    keep=st.integers(0, 6),
-    every=st.sampled_from([None, 1, 3, 10]),
-    dropped=st.sets(st.integers(0, 24)),
-)
-def test_steps_that_decide_nothing_need_no_look(
-    numbers: list[int], keep: int, every: float | None, dropped: set[int]
-) -> None:
-    """Whichever of them does not count, the same checkpoints are removed."""
-    names = [f"c_{number}" for number in numbers]
-    expected = retention.expired(names, "c_", keep, every)
-    decide = retention.deciding(names, "c_", keep, every)
-    some = [name for at, name in enumerate(names) if name in decide or at not in dropped]
-    assert retention.expired(some, "c_", keep, every) == expected
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 2), (39, None, 42)])
+@pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 1), (0, None, 1), (39, None, 42)])
 def test_few_looks_in_a_directory_of_many_steps(
     flag: bool, keep: int, every: int | None, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At no checkpoint that is neither removed nor decides what is: each is a file to open or a directory to list."""
+    """At no old checkpoint if nothing is removed: each is a file to open or a directory to list."""
     for step in range(1, 41):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=0)
     seen, real = list[str](), saved_steps.contents_of
