@@ -22,16 +22,8 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import Layout
+from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Values
-from flax_ckpt_compat._view.metadata import (
-    Begin,
-    Count,
-    StoredLeaves,
-    describe,
-    leaves_of,
-    uncounted,
-    wait_for_pending_saves,
-)
 from flax_ckpt_compat._view.report import Line, Report, _Shown, json_number
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
@@ -186,21 +178,28 @@ def diff(
 
 
 def run(
-    a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, atol: Any, begin: Begin = uncounted
+    a: Any,
+    b: Any,
+    step: Any,
+    prefix: str,
+    item: str | None,
+    rtol: Any,
+    atol: Any,
+    begin: metadata.Begin = metadata.uncounted,
 ) -> Diff:
     """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
     first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
-    wait_for_pending_saves(first)
-    wait_for_pending_saves(second)
+    metadata.wait_for_pending_saves(first)
+    metadata.wait_for_pending_saves(second)
 
     def compare(one: Location, other: Location) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
             both = [files.enter_context(closing(_opened(each, name))) for each in (one, other)]
             if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
                 raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
-            return Comparison(*map(leaves_of, both), tolerance).result(begin)
+            return Comparison(metadata.leaves_of(both[0]), metadata.leaves_of(both[1]), tolerance).result(begin)
 
     def with_first(one: Location) -> Diff:
         return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
@@ -229,13 +228,13 @@ def _tolerance(name: str, value: Any) -> float:
 class Comparison:
     """The comparison of two open checkpoints; ``tolerance`` is rtol and atol, or None to compare bits."""
 
-    def __init__(self, a: StoredLeaves, b: StoredLeaves, tolerance: tuple[float, float] | None):
+    def __init__(self, a: metadata.StoredLeaves, b: metadata.StoredLeaves, tolerance: tuple[float, float] | None):
         self._a, self._b, self._tolerance = a, b, tolerance
         self._found: dict[Path, LeafDifference] = {}
         self._tolerated = set[Path]()
-        self._count: Count
+        self._count: metadata.Count
 
-    def result(self, begin: Begin) -> Diff:
+    def result(self, begin: metadata.Begin) -> Diff:
         """Compare; ``begin`` is that of `metadata`."""
         a, b = self._a, self._b
         here: dict[Path, LeafHandle | str] = {**a.leaves, **a.empty}
@@ -264,7 +263,7 @@ class Comparison:
             if isinstance(a, str) and isinstance(b, str) and (a == b or not same_format):
                 return
             kind = "type"
-        self._note(path, kind, describe(a), describe(b))
+        self._note(path, kind, metadata.describe(a), metadata.describe(b))
 
     def _note(self, path: Path, kind: Kind, a: str, b: str, values: Values | None = None) -> None:
         self._found[path] = LeafDifference(show_path(path), kind, a, b, values)
@@ -281,7 +280,7 @@ class Comparison:
         """Compare two leaves; ``values`` are those of both, or of their slices."""
         path, a, b = pair
         found, is_other = Values(*(self._tolerance or ())), False
-        shown = describe(a), describe(b)
+        shown = metadata.describe(a), metadata.describe(b)
         for one, other in values:
             if isinstance(one, str | bytes | KeyData) or isinstance(other, str | bytes | KeyData):
                 is_other |= not _same(one, other)

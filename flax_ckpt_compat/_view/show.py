@@ -22,15 +22,8 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._trees import depth
+from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
-from flax_ckpt_compat._view.metadata import (
-    Begin,
-    StoredLeaves,
-    describe,
-    leaves_of,
-    uncounted,
-    wait_for_pending_saves,
-)
 from flax_ckpt_compat._view.report import Line, Report, Table, json_number
 
 _AT_ONCE = 2
@@ -69,14 +62,14 @@ def contents(
     item: str | None = None,
     pattern: str | None = None,
     stats: bool = False,
-    begin: Begin = uncounted,
+    begin: metadata.Begin = metadata.uncounted,
 ) -> Contents:
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
     paths, or from the root if it begins with ``^``. ``begin`` is that of `metadata`."""
     checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
-    wait_for_pending_saves(checkpoint_dir)
+    metadata.wait_for_pending_saves(checkpoint_dir)
 
     def read(found: Location) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True, item=item)) as opened:
@@ -86,10 +79,14 @@ def contents(
 
 
 def contents_of(
-    opened: opening.Opened, *, pattern: str | None = None, stats: bool = False, begin: Begin = uncounted
+    opened: opening.Opened,
+    *,
+    pattern: str | None = None,
+    stats: bool = False,
+    begin: metadata.Begin = metadata.uncounted,
 ) -> Contents:
     """Return what is in an open checkpoint; the arguments are those of `contents`."""
-    stored = leaves_of(opened)
+    stored = metadata.leaves_of(opened)
     chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
     leaves = {path: handle for path, handle in stored.leaves.items() if path in chosen}
     empty = {path: what for path, what in stored.empty.items() if path in chosen}
@@ -98,7 +95,7 @@ def contents_of(
     return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, found)
 
 
-def _matching(stored: StoredLeaves, pattern: str) -> set[Path]:
+def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
     """Return the key paths that a pattern matches."""
     from flax_ckpt_compat.rules import _patterns, _rule  # which take a tenth of the start, and few calls filter
 
@@ -112,7 +109,7 @@ def _matching(stored: StoredLeaves, pattern: str) -> set[Path]:
     return matching
 
 
-def _stats(leaves: dict[Path, LeafHandle], begin: Begin) -> dict[Path, Stats]:
+def _stats(leaves: dict[Path, LeafHandle], begin: metadata.Begin) -> dict[Path, Stats]:
     """Read leaves, and return the statistics of those that are numbers."""
     by_reader: dict[Reader, list[LeafHandle]] = {}
     for handle in leaves.values():
@@ -150,7 +147,7 @@ class _Subtree:
     @property
     def type(self) -> str:
         """Return the type of a leaf."""
-        return describe(self.leaf)
+        return metadata.describe(self.leaf)
 
 
 def _tree_of(contents: Contents) -> _Subtree:

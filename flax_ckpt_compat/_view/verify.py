@@ -10,21 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import arguments, array_boxes, backend, text_formatting
+from flax_ckpt_compat._core import arguments, array_boxes, backend, errors, text_formatting
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ChecksumError,
-    CorruptCheckpointError,
-    ForkedProcessError,
-    IncompleteCheckpointError,
-    OutOfMemoryError,
-    ReplacedError,
-    StorageError,
-    UnrecognizedFormatError,
-    UnsupportedLeafError,
-)
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
@@ -187,8 +174,8 @@ def _to_json(found: Verification) -> dict[str, Any]:
 
 _AT_ONCE = 4
 # They tell nothing about the bytes.
-_NO_DAMAGE = (StorageError, OutOfMemoryError, UnsupportedLeafError, ReplacedError)
-_UNOPENED = (IncompleteCheckpointError, CorruptCheckpointError, StorageError, ReplacedError)
+_NO_DAMAGE = (errors.StorageError, errors.OutOfMemoryError, errors.UnsupportedLeafError, errors.ReplacedError)
+_UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, errors.StorageError, errors.ReplacedError)
 
 
 def verify(
@@ -239,7 +226,7 @@ def checkpoints_at(
         return root, [located.location.unlisted()]
     found = walk.checkpoints_below(root)
     if not found:
-        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
+        raise errors.CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
     return root, found
 
 
@@ -267,13 +254,13 @@ def verify_all(
 
 def _verify(location: Location, *, is_named: bool, count: Callable[[int], None]) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
-    reported = _UNOPENED if is_named else (*_UNOPENED, UnrecognizedFormatError, CheckpointNotFoundError)
+    reported = _UNOPENED if is_named else (*_UNOPENED, errors.UnrecognizedFormatError, errors.CheckpointNotFoundError)
     try:
         listed = location.listed()
         with locating.unchanged(listed), locating.reporting_removal(listed):
             found = _verify_files(listed, count, is_named=is_named)
     except reported as error:
-        is_damaged = not isinstance(error, (*_NO_DAMAGE, CheckpointNotFoundError))
+        is_damaged = not isinstance(error, (*_NO_DAMAGE, errors.CheckpointNotFoundError))
         found = VerifiedCheckpoint(location.path, "", (), (str(error),), readable=is_damaged)
     if found.state in ("ok", "unverified") or locating.is_there(location):
         return found
@@ -310,9 +297,9 @@ class _Findings:
         try:
             with closing(self._open(item)) as reader:
                 self._add(name, reader, prefix)
-        except (ForkedProcessError, UnrecognizedFormatError):
+        except (errors.ForkedProcessError, errors.UnrecognizedFormatError):
             raise
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             self.readable &= not isinstance(error, _NO_DAMAGE)
             self.damage.append(str(error))
 
@@ -320,10 +307,10 @@ class _Findings:
         """Open an item; one whose structure has a wrong checksum as far as it decodes."""
         try:
             return opening.open_item(item, verify=True)
-        except ChecksumError as error:
+        except errors.ChecksumError as error:
             try:
                 reader = opening.open_item(item)
-            except CheckpointError:
+            except errors.CheckpointError:
                 raise error from None
             self.damage.append(str(error))
             return reader
@@ -338,7 +325,7 @@ class _Findings:
             self.count(leaf.nbytes)
         try:
             reader.verify_checksums()
-        except CorruptCheckpointError as error:
+        except errors.CorruptCheckpointError as error:
             self.damage.append(str(error))
 
 
@@ -356,43 +343,43 @@ def _strange_names(opened: opening.Opened) -> list[str]:
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
     """Verify all leaves of a tree, in bounded memory."""
     for batch in backend.batches(backend.handles_of(reader)):
-        summed, errors = _checked(reader.verify_checksums, batch)
+        summed, failed = _checked(reader.verify_checksums, batch)
         # Bytes that are those that were saved decode as they did then.
-        errors |= _read(reader, [handle for handle in batch if handle not in summed and handle not in errors])
+        failed |= _read(reader, [handle for handle in batch if handle not in summed and handle not in failed])
         for handle in batch:
             why = contradictions.get(handle.path, "")
             state: State = "damaged" if why else "ok" if handle in summed else "unverified"
-            if (error := errors.get(handle)) is not None:
-                is_unread = isinstance(error, (*_NO_DAMAGE, UnrecognizedFormatError))
+            if (error := failed.get(handle)) is not None:
+                is_unread = isinstance(error, (*_NO_DAMAGE, errors.UnrecognizedFormatError))
                 why, state = str(error), "unreadable" if is_unread else "damaged"
             yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
 
 
-_Errors = dict[LeafHandle, CheckpointError]
+_Errors = dict[LeafHandle, errors.CheckpointError]
 
 
 def _checked(check: Callable[[LeafHandle], bool], handles: Sequence[LeafHandle]) -> tuple[set[LeafHandle], _Errors]:
     """Check leaves, some at the same time; return those for which that is true, and the errors of others."""
     good: set[LeafHandle] = set()
-    errors: _Errors = {}
+    failed: _Errors = {}
 
     def run(handle: LeafHandle) -> None:
         try:
             if check(handle):
                 good.add(handle)
-        except ForkedProcessError:
+        except errors.ForkedProcessError:
             raise
-        except CheckpointError as error:
-            errors[handle] = error
+        except errors.CheckpointError as error:
+            failed[handle] = error
 
     in_parallel(run, handles, _AT_ONCE)
-    return good, errors
+    return good, failed
 
 
 def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     """Read leaves, and return the errors of those that do not decode, or are not what the structure says."""
     if len(batch) > 1:
-        with suppress(CheckpointError):  # each leaf on its own tells which one it is
+        with suppress(errors.CheckpointError):  # each leaf on its own tells which one it is
             for handle, value in zip(batch, reader.read(batch), strict=True):
                 _check_type(reader, handle, handle.shape, value)
             return {}
@@ -412,4 +399,4 @@ def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], valu
         return
     leaf = show_path(handle.path)
     message = f"{reader.path}: {leaf}: expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
-    raise CorruptCheckpointError(f"{message}; restore the file from a backup", path=reader.path, leaf=leaf)
+    raise errors.CorruptCheckpointError(f"{message}; restore the file from a backup", path=reader.path, leaf=leaf)
