@@ -35,7 +35,7 @@ FILE_BYTES = 64 << 20
 # Values are handed to a thread in batches of about this size.
 BATCH_BYTES = 16 << 20
 _BUFFERED_BYTES = 4 << 20
-_COUNTED_BYTES = 16 << 20
+_PART_BYTES = 16 << 20  # of a large value, which is copied, summed and counted part by part; blocks of checksums
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -149,44 +149,37 @@ class DataFiles:
         return file
 
     def _put(self, file: _DataFile, value: Value) -> None:
-        """Write a value, and drop its data."""
+        """Write a value, and drop its data; what may change meanwhile is copied, to store what is summed."""
         data, encoding = value.stored(), value.encoding
-        if value.may_change and (encoding.codec is not None or encoding.checksums):
-            data = memoryview(bytes(data))  # zstd, too, reads its input more than once
-        if encoding.codec is not None:
-            encoded = compressed(data)
+        if not encoding.splits:
+            value.place = self._append(file, value, data)
+        else:
+            if value.may_change:
+                data = memoryview(bytes(data))
+            if encoding.codec is None:
+                file.make_room_for(data)
+            encoded = data if encoding.codec is None else memoryview(compressed(data))
             end = checksum_of(encoded)
             self._count(value, len(data))
-            if len(encoded) + len(end) <= INLINE_BYTES:
-                value.inline = encoded + end
+            if encoding.codec is not None and len(encoded) + len(end) <= INLINE_BYTES:
+                value.inline = bytes(encoded) + end
             else:
-                value.place = file.append([memoryview(encoded), memoryview(end)])
-        elif encoding.checksums:
-            file.make_room_for(data)
-            value.place = file.append([data, memoryview(checksum_of(data))])
-            self._count(value, len(data))
-        else:
-            value.place = self._append(file, value, data)
+                value.place = file.append([encoded, memoryview(end)])
         value.data = None
 
     def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
-        """Add a value as it is, block by block if it is summed or counted; return its place.
-
-        What may change is copied, so that what is summed is what is written."""
+        """Add a value as it is; return its place."""
         file.make_room_for(data)
-        place, sums = ByteRange(file.name, file.size, len(data)), checksums.BlockSums()
-        copies = value.may_change and self._sums is not None
-        step = checksums.BLOCK_BYTES if copies else _COUNTED_BYTES if self._meter.is_on else max(1, len(data))
-        for at in range(0, len(data), step):
-            part = data[at : at + step]
-            if copies:
-                part = memoryview(bytes(part))
+        place, sums = ByteRange(file.name, file.size, len(data)), list[bytes]()
+        for at in range(0, len(data), _PART_BYTES):
+            part = data[at : at + _PART_BYTES]
             if self._sums is not None:
-                sums.update(part)
+                part = memoryview(bytes(part)) if value.may_change else part
+                sums.append(checksums.of_blocks(part))
             file.append([part])
             self._count(value, len(part))
         if self._sums is not None:
-            self._sums[value.key] = sums.encoded()
+            self._sums[value.key] = b"".join(sums)
         return place
 
     def _count(self, value: Value, nbytes: int) -> None:

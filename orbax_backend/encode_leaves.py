@@ -63,7 +63,8 @@ class EncodedLeaf:
 
     def written_by_one(self, *, is_here: bool) -> EncodedLeaf:
         """Return an array that several processes hold whole as one that this process, or another, writes."""
-        shards = (all_of(_whole(self.source)),) if is_here else ()
+        box = array_boxes.full_box(self.source.shape)
+        shards = (Shard(box, _whole(self.source)),) if is_here else ()
         source = HostCopy(self.source.shape, np.dtype(self.source.dtype), shards, self.sharding)
         return dataclasses.replace(self, source=source, spans_processes=True)
 
@@ -74,27 +75,19 @@ class EncodedLeaf:
         these are the shards with their first replica in this process.
         """
         if self.write_shape == self.shape and not self.spans_processes:
-            return [all_of(self.whole())]
+            return [Shard(array_boxes.full_box(self.shape), self.whole())]
         if isinstance(self.source, StoredArray):
             read = self.source.read_part
             assert read is not None
             boxes = [box for _, box in array_boxes.cells(array_boxes.full_box(self.shape), self.write_shape)]
             return [Shard(box, self._stored_form(read(box))) for box in boxes]
-        shards = shards_of(self.source)
-        if self.source.dtype == self.dtype:
-            return list(shards)
-        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards]
+        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.dtype == self.dtype:
             return array
         # Only dtypes that jax lacks are stored with one more axis, and their arrays are never sharded.
         return view_as(array, self.dtype, array.shape if array.ndim == len(self.shape) else self.shape)
-
-
-def all_of(array: np.ndarray[Any, Any]) -> Shard:
-    """Return the one shard of an array that is not split."""
-    return Shard(array_boxes.full_box(array.shape), array)
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:

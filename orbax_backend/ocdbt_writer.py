@@ -13,8 +13,6 @@ import os
 import re
 from typing import Any
 
-import numpy as np
-
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.errors import StorageError
@@ -24,7 +22,7 @@ from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .chunk_codecs import CHECKSUM_NBYTES, with_checksum
 from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
-from .encode_leaves import EncodedLeaf, all_of
+from .encode_leaves import EncodedLeaf
 from .files import write_file
 from .ocdbt_encode import INLINE_BYTES, write_index
 from .ocdbt_nodes import Entry
@@ -32,7 +30,7 @@ from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.
 _COPY_BELOW_BYTES = 16 << 10
-_COMPRESS_FROM_BYTES = INLINE_BYTES + 1
+_UNCOMPRESSED = Encoding(checksums=True)  # of small chunks of a compressed array
 # Paths that real Orbax could not open: TensorStore writes ``a\\b`` to ``a/b``.
 _REFUSED = {r"\\": "has a backslash", r"\.__lock(/|$)": "ends in .__lock", "[\ud800-\udfff]": "is not UTF-8"}
 
@@ -71,21 +69,20 @@ class Database:
         Of an array that is spread over processes, only the shards of this process are added. Large arrays are
         compressed; the primary process also writes the metadata.
         """
-        whole = None
-        if stored.write_shape == stored.shape and not stored.spans_processes:
-            whole = stored.whole()
-            if whole.nbytes < (_COPY_BELOW_BYTES if encoding.codec is None else _COMPRESS_FROM_BYTES):
-                self._put_small(name, stored, whole, encoding)
-                return
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
-        if encoding.codec is not None and nbytes < _COMPRESS_FROM_BYTES:
-            encoding = Encoding(checksums=encoding.checksums)
-        shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
+        if encoding.codec is not None and nbytes <= INLINE_BYTES:
+            encoding = _UNCOMPRESSED
         prefix, (text, info) = key_prefix(name), metadata_of(stored.shape, stored.write_shape, stored.dtype, encoding)
         if is_primary:
             self._inline.append((prefix + encoding.metadata_file, text))
         is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
+        if not nbytes:
+            return
+        if is_small and info.chunks == stored.shape and not stored.spans_processes:
+            self._put_bytes(prefix + info.first_key, stored.whole().tobytes(), encoding)
+            return
+        shards = stored.shards()
         may_change = memory.may_change(stored.source)
         for shard, cells in zip(shards, self._cells(stored, info, shards), strict=True):
             for key, box in cells:
@@ -124,20 +121,12 @@ class Database:
             self._known_cells[known] = [_cells_of(shard, info) for shard in shards]
         return self._known_cells[known]
 
-    def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
-        prefix, (file, text, chunk) = key_prefix(name), _small_form(stored.shape, stored.dtype, encoding.checksums)
-        self._inline.append((prefix + file, text))
-        if array.nbytes:
-            self._put_bytes(prefix + chunk, array.tobytes(), encoding)
-
     def _put_bytes(self, key: str, data: bytes, encoding: Encoding) -> None:
         """Add the bytes of a small chunk without compression."""
         if len(data) + encoding.checksums * CHECKSUM_NBYTES > INLINE_BYTES:
-            self._put_outside(Value(key, data, Encoding(checksums=encoding.checksums)))
-            return
-        if encoding.checksums:
-            data = with_checksum(data)
-        self._inline.append((key, data))
+            self._put_outside(Value(key, data, encoding))
+        else:
+            self._inline.append((key, with_checksum(data) if encoding.checksums else data))
 
     def _put_outside(self, value: Value) -> None:
         self._values.append(value)
@@ -148,9 +137,10 @@ class Database:
 
     def _entries(self) -> list[Entry]:
         """Return the entries of the index."""
-        outside = [(value.key, value.inline if value.place is None else value.place) for value in self._values]
-        keys, values = zip(*self._inline, *outside, strict=True)
-        return list(zip(map(str.encode, keys), values, strict=True))
+        inside: list[Entry] = [(key.encode(), value) for key, value in self._inline]
+        return inside + [
+            (value.key.encode(), value.inline if value.place is None else value.place) for value in self._values
+        ]
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all
@@ -174,11 +164,3 @@ def metadata_of(
     """Return the text of an array's metadata, and its parsed form."""
     text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
     return text, parse_array_metadata(text, zarr3=encoding.checksums)
-
-
-@functools.lru_cache(maxsize=4096)
-def _small_form(shape: tuple[int, ...], dtype: Any, checksums: bool) -> tuple[str, bytes, str]:
-    """Return the metadata's file and text of an array in one chunk without compression, and the chunk's key."""
-    encoding = Encoding(checksums=checksums)
-    text, info = metadata_of(shape, shape, dtype, encoding)
-    return encoding.metadata_file, text, info.chunk_key((0,) * len(shape))

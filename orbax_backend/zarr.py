@@ -79,8 +79,8 @@ class ArrayInfo:
     @property
     def driver_codec(self) -> DriverCodec:
         """Return how TensorStore decodes its chunks, which also knows the value of missing ones."""
-        file, first = ARRAY_METADATA_FILES[self.driver == "zarr3"], (0,) * len(self.shape)
-        return DriverCodec(self.driver, file, self.text, self.dtype, self.chunks, self.chunk_key(first))
+        file = ARRAY_METADATA_FILES[self.driver == "zarr3"]
+        return DriverCodec(self.driver, file, self.text, self.dtype, self.chunks, self.first_key)
 
     @property
     def chunk_nbytes(self) -> int:
@@ -101,6 +101,11 @@ class ArrayInfo:
         """Return the key of a chunk, relative to the array's prefix."""
         first = [self.prefix] if self.prefix else []
         return self.separator.join([*first, *map(str, cell)]) or "0"
+
+    @property
+    def first_key(self) -> str:
+        """Return the key of the first chunk."""
+        return self.chunk_key((0,) * len(self.shape))
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""

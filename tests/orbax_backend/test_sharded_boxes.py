@@ -351,7 +351,7 @@ def test_a_shard_that_cuts_a_chunk_is_refused(start: int, stop: int) -> None:
 def test_real_orbax_reads_a_large_array_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array above the limit (lowered here) lies in files of about 64 MiB, and real Orbax puts it together."""
     monkeypatch.setattr(zarr, "_PLAIN_CHUNK_BYTES", 20 * MIB)
-    monkeypatch.setattr(ocdbt_writer, "_metadata", ocdbt_writer.metadata_of.__wrapped__)
+    monkeypatch.setattr(ocdbt_writer, "metadata_of", ocdbt_writer.metadata_of.__wrapped__)
     array = np.random.default_rng(0).integers(0, 256, (301, 500_000), np.uint8)
     path = flax_ckpt_compat.save(tmp_path / "c", {"a": array}, format="orbax")
     sizes = [file.stat().st_size for file in Path(path, "d").iterdir()]
