@@ -1,10 +1,8 @@
 """Patch ``flax.training.checkpoints`` with our functions, and restore it.
 
 An import hook patches the real module at the end of its own import, so no thread ever sees the originals through it.
-If the module cannot be imported, the hook turns it into a stand-in with our public names.
-Only names in module namespaces are replaced. References captured before `install()` (default arguments,
-`functools.partial`, class attributes, containers) still point to Flax.
-"""
+If the module cannot be imported, the hook turns it into a stand-in with our public names. References outside of module
+namespaces that were captured before `install()` (default arguments, containers) still point to Flax."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 _TARGET = "flax.training.checkpoints"
 _PACKAGE = "flax.training"
@@ -30,25 +28,14 @@ _log = logging.getLogger("flax_ckpt_compat")
 _namespace_of: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 
 
-class _Replaced(NamedTuple):
-    """A replaced name with its original."""
-
-    namespace: dict[str, Any]
-    name: str
-    original: Any
-    ours: Any
-
-
 class _State:
-    """State of the installation; `lock` guards every attribute.
-
-    Never import while holding `lock`: the hook takes it under the import lock of the target.
-    """
+    """State of the installation, guarded by `lock`. Import nothing under it: the hook takes it under an import lock."""
 
     lock = threading.RLock()
     wanted = False
     contexts = 0
-    replaced: list[_Replaced] = []  # noqa: RUF012 - one process, one state
+    # Namespace, name, original and ours of what was replaced.
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # noqa: RUF012 - one process, one state
     stand_ins: dict[str, types.ModuleType] = {}  # noqa: RUF012
 
 
@@ -77,14 +64,6 @@ def install_on_import() -> None:
         _add_finder()
     if _TARGET in sys.modules:
         _patch()
-
-
-def install_from_finder(
-    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
-) -> importlib.machinery.ModuleSpec | None:
-    """`install_on_import` while the target is searched, and find it; see ``cli/pythonpath/sitecustomize.py``."""
-    install_on_import()
-    return _FINDER.find_spec(fullname, path, target)
 
 
 def uninstall() -> None:
@@ -140,8 +119,8 @@ def unload_ipython_extension(ipython: object) -> None:  # noqa: ARG001
 
 
 def _add_finder() -> None:
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
 
 
 def _patch() -> None:
@@ -155,32 +134,32 @@ def _patch() -> None:
             if callable(ours[name]) and original is not ours[name]:
                 _replace(_namespace_of(module), name, original, ours[name])
         # All earlier replacements too: a module may have been loaded meanwhile.
-        _replace_everywhere({id(one.original): one for one in _State.replaced if one.original is not _ABSENT})
+        _replace_everywhere({id(original): new for _, _, original, new in _State.replaced if original is not _ABSENT})
 
 
-def _replace_everywhere(originals: dict[int, _Replaced]) -> None:
+def _replace_everywhere(ours: dict[int, Any]) -> None:
+    """Replace in all modules what has a key of ``ours`` as its id."""
     for module_name, module in list(sys.modules.items()):
         # Not isinstance(), which reads __class__ of proxies.
         if not issubclass(type(module), types.ModuleType) or module_name.partition(".")[0] == "flax_ckpt_compat":
             continue
         namespace = _namespace_of(module)
         for name, value in list((namespace or {}).items()):
-            entry = originals.get(id(value))
             # In the target itself, replace public names only.
-            if entry is not None and module_name != _TARGET:
-                _replace(namespace, name, value, entry.ours)
+            if id(value) in ours and module_name != _TARGET:
+                _replace(namespace, name, value, ours[id(value)])
 
 
 def _replace(namespace: dict[str, Any], name: str, original: Any, ours: Any) -> None:
-    _State.replaced.append(_Replaced(namespace, name, original, ours))
+    _State.replaced.append((namespace, name, original, ours))
     namespace[name] = ours
 
 
 def _restore_if_unused() -> None:
     if _State.wanted or _State.contexts:
         return
-    if _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
+    if FINDER in sys.meta_path:
+        sys.meta_path.remove(FINDER)
     for namespace, name, original, ours in reversed(_State.replaced):
         if namespace.get(name) is not ours:
             continue
@@ -211,21 +190,14 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in (_TARGET, _PACKAGE):
             return None
-        spec = self._find_real_spec(fullname, path, target)
+        finders = [getattr(one, "find_spec", None) for one in sys.meta_path if one is not self]  # Python skips others
+        specs = (find(fullname, path, target) for find in finders if find is not None)
+        spec: importlib.machinery.ModuleSpec | None = next((spec for spec in specs if spec is not None), None)
         if spec is None:
             return importlib.machinery.ModuleSpec(fullname, _Loader(None), is_package=fullname == _PACKAGE)
         if fullname == _TARGET:
             spec.loader = _Loader(spec.loader)
         return spec
-
-    def _find_real_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in list(sys.meta_path):
-            find = getattr(finder, "find_spec", None)  # Python skips finders without it
-            if finder is not self and find is not None and (spec := find(fullname, path, target)) is not None:
-                return cast(importlib.machinery.ModuleSpec, spec)
-        return None
 
 
 class _Loader(importlib.abc.Loader):
@@ -272,9 +244,8 @@ def _make_stand_in(module: types.ModuleType) -> None:
 
 def _missing_name(name: str) -> Any:
     raise AttributeError(
-        f"module {_TARGET!r} has no attribute {name!r}: Flax's own module is missing or cannot be imported, and"
-        " flax_ckpt_compat, which takes its place, has none of that name"
+        f"module {_TARGET!r} has no attribute {name!r}: Flax's own module is missing or cannot be imported"
     )
 
 
-_FINDER = _Finder()
+FINDER = _Finder()  # cli/pythonpath/sitecustomize.py asks it, too

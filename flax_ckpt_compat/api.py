@@ -84,23 +84,19 @@ def restore(
             `flax_ckpt_compat.transforms.Transform` by key path of the target, or expression; lists may mix them.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Does not apply to rules.
-        missing_leaves: for a target leaf that neither the checkpoint nor a transform has, ``"error"`` raises;
-            ``"warn"`` and ``"ignore"`` keep the target's value.
-        shape_mismatch: if shapes differ, ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored shape.
-        kind_mismatch: if the target has an array and the checkpoint text, None, a number or a subtree, if a stored
-            sequence is longer than the target's, or if the target is not a tree of leaves (a class, a function, a
-            module), ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored value.
-        unused_leaves: for stored leaves that the target lacks, which are dropped, ``"error"`` raises. ``"auto"`` raises
-            only for numbered layers of which the target has fewer, logs a warning for a schedule's ``count``, and else
-            a line at level INFO: a target may ask for a part, such as the parameters.
-        dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts arrays and scalars to those of the
-            target's leaves, with a warning if values are lost.
+        missing_leaves: a target leaf that nothing stored gives: raise, or keep the target's value.
+        shape_mismatch: if shapes differ: raise, or return the stored shape.
+        kind_mismatch: an array in the target over stored text, None, a number or a subtree, a stored sequence longer
+            than the target's, or a target that is not a tree of leaves (a class, a function, a module): raise, or
+            return the stored value.
+        unused_leaves: stored leaves that the target lacks, which are dropped. ``"auto"`` raises only for numbered
+            layers of which the target has fewer: a target may ask for a part, such as the parameters.
+        dtype: ``"stored"``, or ``"target"``, which casts arrays and scalars, with a warning if values are lost.
         structure: without a target, ``"stored"`` returns lists, tuples and int keys where the format recorded them;
             ``"flax"`` returns Flax's nested dicts with text keys.
         must_exist: if there is no checkpoint, True raises; False returns the target.
         mapped: True memory-maps large numpy arrays that are stored uncompressed in a local file: available at once,
-            writable without altering the file, often not aligned. Truncating the file while they are alive kills the
-            process that touches them. False reads them into memory.
+            writable without altering the file, often not aligned. Truncating the file kills who touches them later.
         progress: function that is called with a `Progress` at most five times a second, by one thread at a time, and
             once at the end; ``"bar"`` shows a progress bar on a terminal. What it raises ends the restore, and is
             raised. None takes the setting.
@@ -112,14 +108,10 @@ def restore(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        MissingLeavesError: the target has leaves that the checkpoint lacks.
-        UnusedLeavesError: the target lacks stored layers, or any leaf with ``unused_leaves="error"``.
-        ShapeMismatchError: a stored shape is not the target's, or does not fit its sharding.
-        KindMismatchError: a stored leaf is of another kind than the target's, or the target is not a tree.
+        MissingLeavesError, UnusedLeavesError, ShapeMismatchError, KindMismatchError: a policy says so.
         DtypeMismatchError: no such cast exists.
         TransformError: a transform or rule is invalid, or does not fit.
-        SettingError: a policy has no such value.
-        ArgumentError: the checkpoint has no such item.
+        SettingError, ArgumentError: a policy has no such value, or the checkpoint no such item.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
         StorageError: the file system or store failed.
 
@@ -191,8 +183,7 @@ def save(
 
     Raises:
         InvalidCheckpointError: the path is taken and may not be replaced, or the step is older than the newest.
-        ArgumentError: an invalid step, prefix, ``keep``, path or flag.
-        CheckpointerError: ``async_manager`` has no methods of one.
+        ArgumentError, CheckpointerError: an invalid step, prefix, ``keep``, path, flag or manager.
         SettingError: no such format or codec, or a codec for a format that has none.
         UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
         MPACheckpointingRequiredError: an array is not fully addressable from this process.
@@ -205,7 +196,11 @@ def save(
         >>> save("runs/best", {"w": np.ones(2)}, format="msgpack")
         'runs/best'
     """
-    chosen = _format(format)
+    try:
+        chosen = None if format is None else Format(format)
+    except ValueError:
+        choices = " or ".join(repr(one.value) for one in Format)
+        raise SettingError(f"format takes {choices}, or None for what Flax's flag says; found {format!r}") from None
     if step is None and (keep is not None or keep_every_n_steps is not None):
         raise ArgumentError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
     changes: config.Changes = {} if isinstance(compression, _Unset) else {"compression": compression}
@@ -232,13 +227,3 @@ def save(
             f"a {request.format.value} file is not compressed, found compression={compression!r}; pass format='orbax'"
         )
     return save_pipeline.save(request, tree)
-
-
-def _format(name: str | None) -> Format | None:
-    if name is None:
-        return None
-    try:
-        return Format(name)
-    except ValueError:
-        choices = " or ".join(repr(format.value) for format in Format)
-        raise SettingError(f"format takes {choices}, or None for what Flax's flag says; found {name!r}") from None

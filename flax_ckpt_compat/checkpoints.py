@@ -90,7 +90,7 @@ def save_checkpoint(
         'runs/checkpoint_1'
     """
     request = save_request.of_step(
-        _directory(ckpt_dir),
+        normal(as_text(ckpt_dir)),
         step,
         as_text(prefix, "prefix"),
         keep=keep,
@@ -121,17 +121,8 @@ def save_checkpoint_multiprocess(
     process 0 waits for the others for at most the setting ``coordination_timeout``; they wait for process 0 for at
     most twice as long. On one process it is the same as `save_checkpoint`.
 
-    Args:
-        ckpt_dir: as for `save_checkpoint`, and visible to every process.
-        target: as for `save_checkpoint`.
-        step: as for `save_checkpoint`.
-        prefix: as for `save_checkpoint`.
-        keep: as for `save_checkpoint`.
-        overwrite: as for `save_checkpoint`.
-        keep_every_n_steps: as for `save_checkpoint`.
-        async_manager: write and commit in the background; all processes pass one, or none does.
-        gda_manager: a ``GlobalAsyncCheckpointManager`` to wait for; not needed.
-        orbax_checkpointer: as for `save_checkpoint`.
+    Arguments are those of `save_checkpoint`. Every process sees ``ckpt_dir``. With an ``async_manager``, which all
+    processes pass or none does, it commits in the background. A ``gda_manager`` is waited for, and not needed.
 
     Returns:
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.
@@ -148,7 +139,7 @@ def save_checkpoint_multiprocess(
             raise CheckpointerError(f"gda_manager has no wait_until_finished, {arguments.found(gda_manager)}; {remedy}")
         gda_manager.wait_until_finished()
     request = save_request.of_step(
-        _directory(ckpt_dir),
+        normal(as_text(ckpt_dir)),
         step,
         as_text(prefix, "prefix"),
         keep=keep,
@@ -184,11 +175,9 @@ def restore_checkpoint(
         gda_manager: accepted as in Flax and waited for; not needed.
         allow_partial_mpa_restoration: accepted as in Flax; arrays without a sharding in the target become numpy arrays.
         orbax_checkpointer: an Orbax checkpointer to read Orbax directories with.
-        orbax_transforms: mapping of stored leaves to the target's, for every format: a list of rules (see
-            `flax_ckpt_compat.rules`), a mapping of the target's key paths to stored ones, or a pytree of
-            `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted) keyed by the target's key paths or by
-            regular expressions. Unlike rules, transforms (even ``{}``) keep the target's value where the checkpoint has
-            no such leaf, and where the target has None.
+        orbax_transforms: as ``transforms`` of `flax_ckpt_compat.restore`, for every format; Orbax's own are accepted.
+            Unlike rules, transforms (even ``{}``) keep the target's value where the checkpoint has no such leaf, and
+            where the target has None.
 
     Returns:
         A tree like ``target`` with the stored leaves, or ``target`` itself, with a line in the log, if there is no
@@ -211,7 +200,7 @@ def restore_checkpoint(
         gda_manager.wait_until_finished()
     options = RestoreOptions(_settings.current(), TransformSpec(orbax_transforms))
     return restore_pipeline.restore(
-        saved_steps.checkpoint_dir(_directory(ckpt_dir), as_text(prefix, "prefix")),
+        saved_steps.checkpoint_dir(normal(as_text(ckpt_dir)), as_text(prefix, "prefix")),
         target,
         step,
         options,
@@ -222,18 +211,12 @@ def restore_checkpoint(
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
     """Return the path of the latest complete checkpoint of a prefix, or None.
 
-    The latest is the highest step, of the prefix or of a CheckpointManager in the directory. Without any, it is the
-    last ``prefix + text`` in natural order; without any of these, the last complete name that begins with the prefix,
-    with a warning. As in Flax, a step may be a directory in a foreign format.
+    That is the highest step, of the prefix or of a CheckpointManager; else the last ``prefix + text`` in natural order;
+    else the last complete name that begins with the prefix, with a warning. As in Flax, it may be a foreign directory.
 
     Args:
         ckpt_dir: directory of the checkpoints.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
-
-    Example:
-        >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
-        >>> checkpoints.latest_checkpoint("runs")
-        'runs/checkpoint_1'
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = step_lookup.latest(checkpoint_dir)
@@ -252,24 +235,15 @@ def available_steps(
 
     Raises:
         ArgumentError: a step cannot be converted to ``step_type``, such as 2.5 to int, or that is not a type.
-
-    Example:
-        >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
-        >>> checkpoints.available_steps("runs")
-        [1]
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
     for entry in step_lookup.available(checkpoint_dir):
         try:
             found.append(step_type(entry.text))
-        except (ValueError, ArithmeticError) as error:  # of a Decimal
-            name = getattr(step_type, "__name__", step_type)
-            message = f"{entry.location}: its step is not of the type {name}; call available_steps(…, step_type=float)"
+        except (TypeError, ValueError, ArithmeticError) as error:  # the last one of a Decimal
+            message = f"{entry.location}: its step is not of the type {step_type}; pass step_type=float"
             raise ArgumentError(message, path=entry.location.path) from error
-        except TypeError as error:
-            message = f"step_type must be a type of numbers, such as int or float, {arguments.found(step_type)}"
-            raise ArgumentError(message) from error
     return found
 
 
@@ -290,10 +264,6 @@ def convert_pre_linen(params: PyTree) -> PyTree:
         return params
     renamed = {new: convert_pre_linen(params[old]) for old, new in steps.linen_names(params.keys()).items()}
     return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
-
-
-def _directory(path: str | os.PathLike[str]) -> str:
-    return normal(as_text(path))
 
 
 def _checkpoint_dir(ckpt_dir: str | os.PathLike[str], prefix: str) -> saved_steps.CheckpointDir:

@@ -12,12 +12,10 @@ setting                   values (default first)     meaning
                                                      target's value with or without a warning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
-                                                     subtree, a longer stored sequence, or a target that is not a tree
-                                                     of arrays; what is stored is returned, and sequences cut
+                                                     subtree, a longer stored sequence, or a target that is no tree
 ``unused_leaves``         auto, error, warn, ignore  a stored leaf that the target lacks, which is dropped. ``auto``:
-                                                     for numbered layers of which the target has fewer, as
-                                                     ``kind_mismatch`` says of longer sequences; a warning for a
-                                                     schedule's count; for all else a line of the log
+                                                     ``kind_mismatch`` decides on numbered layers of which the target
+                                                     has fewer; a schedule's count is warned of, all else logged
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
@@ -30,12 +28,10 @@ setting                   values (default first)     meaning
                                                      does not compress, and zstd every reader checks each chunk
 ``links``                 inside, follow             a file of a checkpoint that is a link out of its directory: refuse
                                                      to read it, or follow it, if you trust who made it
-``progress``              none, bar, a function      what reports of the progress of saves and restores go to: nothing,
-                                                     a progress bar on a terminal, or a function that takes a
-                                                     `flax_ckpt_compat.Progress`
+``progress``              none, bar, a function      where progress is shown: nowhere, as a bar on a terminal, or by a
+                                                     function that takes a `flax_ckpt_compat.Progress`
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
-                                                     save; they wait for it twice as long, and look-ups four times as
-                                                     long for this process's part of a background save
+                                                     save; they wait for it twice as long, look-ups four times
 ========================  =========================  ===========================================================
 """
 
@@ -48,7 +44,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, TypedDict, Unpack
@@ -76,17 +72,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "links": ("inside", "follow"),
     "progress": (None, "bar"),
 }
-_SECONDS = ("coordination_timeout",)
-_FUNCTIONS = ("progress",)  # these may also be one
-_NAMES = (*_VALUES, *_SECONDS)
-# Settings of earlier releases, and what to do instead.
-_REMOVED = {
-    "read_once": "leave it out; each process reads what it restores",
-    "oldest_orbax": "leave it out; Orbax 0.6 and later read all saves; older Flax reads msgpack",
-    "shadow": "leave it out; to compare both formats, `flax-ckpt convert` a checkpoint and `flax-ckpt diff` the two",
-    "reuse_host_memory": "leave it out; background saves keep their memory for the next one",
-}
-_WORDS: dict[str, Any] = {"none": None, "false": False, "0": False, "no": False, "true": True, "1": True, "yes": True}
+_NAMES = (*_VALUES, "coordination_timeout")
+_YES, _NO = ("1", "y", "yes", "t", "true", "on"), ("0", "n", "no", "f", "false", "off")
+_WORDS: dict[str, Any] = {"none": None} | dict.fromkeys(_YES, True) | dict.fromkeys(_NO, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,28 +124,22 @@ def _validated(changes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _value(name: str, given: Any) -> Any:
     """Return the value that a setting gets; a 0-d array counts as its value."""
-    _check_not_removed(name)
     if name not in _NAMES:
         raise SettingError(_unknown(name))
+    if name == "progress" and callable(given):
+        return given
     try:
         value = arguments.number(given, name)
     except ArgumentError:
         value = given
-    if name in _SECONDS:
+    if name == "coordination_timeout":
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise SettingError(f"setting {name} takes a positive number of seconds; {arguments.found(given)}")
         return value
-    if name in _FUNCTIONS and callable(given):
-        return given
     if not isinstance(value, str | int | float | None) or value not in _VALUES[name]:
-        allowed = ", ".join(repr(choice) for choice in _VALUES[name]) + ", or a function" * (name in _FUNCTIONS)
+        allowed = ", ".join(map(repr, _VALUES[name])) + ", or a function" * (name == "progress")
         raise SettingError(f"setting {name} takes {allowed}; {arguments.found(given)}")
     return _VALUES[name][_VALUES[name].index(value)]
-
-
-def _check_not_removed(name: str) -> None:
-    if name in _REMOVED:
-        raise SettingError(f"{name} was removed; {_REMOVED[name]}")
 
 
 def _unknown(name: str) -> str:
@@ -172,33 +154,18 @@ def _from_environment() -> Mapping[str, Any]:
         name, word = variable.removeprefix(_VARIABLE).lower(), text.strip().lower()
         if not variable.startswith(_VARIABLE) or not word:
             continue
-        if variable not in _variables() and name not in _REMOVED:
-            _warn_about_unknown(variable)
+        if name not in _NAMES:
+            _log.warning("Environment variable %s has no effect: %s", variable, _unknown(name))
             continue
-        is_word = word in _WORDS and _WORDS[word] in _VALUES.get(name, ())
-        value = _number(word) if name in _SECONDS else _WORDS[word] if is_word else word
+        value: Any = _WORDS.get(word, word)
+        if name == "coordination_timeout":
+            with suppress(ValueError):
+                value = float(word)
         try:
-            found.update(_validated({name: value}))
+            found[name] = _value(name, value)
         except SettingError as error:
             raise SettingError(f"environment variable {variable}: {error}") from None
     return found
-
-
-def _number(word: str) -> float | str:
-    try:
-        return float(word)
-    except ValueError:
-        return word
-
-
-def _variables() -> list[str]:
-    return [_VARIABLE + name.upper() for name in _NAMES]
-
-
-def _warn_about_unknown(variable: str) -> None:
-    near = difflib.get_close_matches(variable.upper(), _variables(), n=1, cutoff=0.8)
-    known = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(_variables())}"
-    _log.warning("Environment variable %s is not a setting and has no effect; %s", variable, known)
 
 
 # Explicit settings only, so that each caller can have its own defaults.
@@ -213,11 +180,7 @@ def current() -> Settings:
 
 
 def update(*pair: Any, **changes: Unpack[Changes]) -> None:
-    """Change settings for the whole process.
-
-    Args:
-        pair: one setting's name and value, as Flax's ``config.update`` takes them.
-        changes: settings by name.
+    """Change settings for the whole process: by name, or one by its name and value, as Flax's ``config.update``.
 
     Raises:
         SettingError: no such setting, or not one of its values.
@@ -232,20 +195,10 @@ def update(*pair: Any, **changes: Unpack[Changes]) -> None:
 
 @contextmanager
 def override(**changes: Unpack[Changes]) -> Iterator[Settings]:
-    """Change settings inside a ``with`` block, in this thread (and async task) only.
-
-    Args:
-        changes: settings by name.
+    """Change settings by name inside a ``with`` block, in this thread (and async task) only.
 
     Raises:
         SettingError: no such setting, or not one of its values.
-
-    Example:
-        >>> with config.override(must_exist=True):
-        ...     checkpoints.restore_checkpoint("nowhere", target=None)
-        Traceback (most recent call last):
-            ...
-        flax_ckpt_compat.errors.CheckpointNotFoundError: ...
     """
     token = _block.set({**_block.get(), **_validated(changes)})
     try:
@@ -272,19 +225,12 @@ def use_orbax_format() -> bool:
     from flax import config as flax_config
 
     try:
-        value = flax_config.flax_use_orbax_checkpointing
+        return arguments.flag(flax_config.flax_use_orbax_checkpointing, "Flax's flag flax_use_orbax_checkpointing")
     except AttributeError:  # a later Flax without the flag; the environment still has the user's choice
-        return _flag_in_environment()
-    return arguments.flag(value, "Flax's flag flax_use_orbax_checkpointing")
-
-
-def _flag_in_environment() -> bool:
-    value = os.environ.get("FLAX_USE_ORBAX_CHECKPOINTING", "true")
-    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
-        return True
-    if value.lower() in ("n", "no", "f", "false", "off", "0"):
-        return False
-    raise SettingError(f"FLAX_USE_ORBAX_CHECKPOINTING is {value!r}; set it to true or false")
+        word = os.environ.get("FLAX_USE_ORBAX_CHECKPOINTING", "true")
+    if word.lower() not in (*_YES, *_NO):
+        raise SettingError(f"FLAX_USE_ORBAX_CHECKPOINTING is {word!r}; set it to true or false")
+    return word.lower() in _YES
 
 
 def __dir__() -> list[str]:
@@ -301,7 +247,6 @@ class _Module(ModuleType):
     """Module type that refuses assignments without effect: to settings, and to unknown names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _check_not_removed(name)
         if name in _NAMES:
             raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
         if name not in vars(self) and not name.startswith("__"):

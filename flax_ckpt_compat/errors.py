@@ -15,39 +15,8 @@ from typing import Any
 
 from flax import errors as _flax
 
-from flax_ckpt_compat._core.errors import (
-    ArgumentError,
-    CheckpointerError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    ChecksumError,
-    CleanupError,
-    ConcurrentWriteError,
-    ConversionError,
-    CorruptCheckpointError,
-    DepthError,
-    DtypeMismatchError,
-    ForkedProcessError,
-    IncompleteCheckpointError,
-    KindMismatchError,
-    MissingLeavesError,
-    MissingPathError,
-    MultiprocessRestoreError,
-    MultiprocessSaveError,
-    NameCollisionError,
-    OutOfMemoryError,
-    PermissionDeniedError,
-    ProcessTimeoutError,
-    ReplacedError,
-    SettingError,
-    ShapeMismatchError,
-    StorageError,
-    TransformError,
-    UnrecognizedFormatError,
-    UnsupportedLeafError,
-    UnusedLeavesError,
-    sanitize,
-)
+from flax_ckpt_compat._core.errors import *
+from flax_ckpt_compat._core.errors import CheckpointError, sanitize
 
 __all__ = [
     "ArgumentError", "CheckpointError", "CheckpointNotFoundError", "CheckpointerError", "ChecksumError", "CleanupError",

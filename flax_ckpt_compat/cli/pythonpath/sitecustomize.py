@@ -31,7 +31,8 @@ class _Finder:
 
             logging.getLogger("flax_ckpt_compat").warning("Flax's checkpoints are not replaced: %s", error)
             return None
-        return _patching.install_from_finder(fullname, path, target)
+        _patching.install_on_import()
+        return _patching.FINDER.find_spec(fullname, path, target)
 
 
 sys.meta_path.insert(0, _Finder)
