@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 from flax_ckpt_compat import config
@@ -13,7 +12,7 @@ from flax_ckpt_compat._core import arguments, memory, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.text_formatting import Names, Row, printable, shown
+from flax_ckpt_compat._core.text_formatting import Names, Row, listed, printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
@@ -96,9 +95,7 @@ class Checkpoint(_Shown):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -174,29 +171,22 @@ class Checkpoint(_Shown):
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
 
     def _select(self, paths: Iterable[LeafPath]) -> Node:
-        # A dict, to name what is missing in the order of asking.
+        """Return the part of the tree at some key paths; raise MissingLeavesError for those that are not there."""
         wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
         found: set[str | Path] = set()
         root = _pruned(self._root, (), wanted.keys(), found)
         missing = tuple(path if isinstance(path, str) else show_path(path) for path in wanted if path not in found)
         if missing:
             names = Names([show_path(path) for path, _ in iter_leaves(self._root)])
-            rows, more = shown([Row((path,)) for path in missing])
-            lines = [f"{self.path} has no leaf and no subtree of these paths:"]
-            for row in rows:
-                near = names.nearest(row.names[0])
-                lines.append(f"  {row.names[0]}{row.note}" + (f"   (stored: {', '.join(near)})" if near else ""))
-            lines += [f"  and {more} more", "See .leaves()."] if more else ["See .leaves()."]
-            raise MissingLeavesError("\n".join(lines), path=self.path, missing=missing)
+            rows = [Row((path,), (", ".join(names.nearest(path)) or "nothing like it",)) for path in missing]
+            title = f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():"
+            raise MissingLeavesError("\n".join([title, *listed(rows)]), path=self.path, missing=missing)
         return Branch({}) if root is _NOTHING else root
 
 
 def _as_paths(given: Any) -> list[LeafPath]:
     """Return one path, or several, as a list."""
-    try:
-        paths = [given] if isinstance(given, str | tuple) else list(given)
-    except TypeError:
-        paths = [given]
+    paths = list(given) if isinstance(given, Iterable) and not isinstance(given, str | tuple) else [given]
     for path in paths:
         if not isinstance(path, str | tuple):
             raise ArgumentError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
@@ -210,16 +200,13 @@ def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Pa
     """Return the part of a tree at the wanted key paths, or `_NOTHING`; add those that are there to ``found``."""
     here = wanted & {path, joined(path), show_path(path)}
     found |= here
-    if not isinstance(node, Branch):
-        return node if here else _NOTHING
-    pruned = {name: _pruned(child, (*path, name), wanted, found) for name, child in node.children.items()}
-    if here:
-        return node
+    inside = node.children if isinstance(node, Branch) else {}
+    pruned = {name: _pruned(child, (*path, name), wanted, found) for name, child in inside.items()}
     children = {name: child for name, child in pruned.items() if child is not _NOTHING}
-    if not children:
-        return _NOTHING
+    if here or not children:
+        return node if here else _NOTHING
     # A sequence with gaps becomes a dict of the indices.
-    container = node.container if len(children) == len(node.children) else Container.DICT
+    container = node.container if len(children) == len(inside) else Container.DICT
     return Branch(children, container, node.int_keys & children.keys())
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -41,7 +42,8 @@ class StoredLeaves:
             if isinstance(leaf, LeafHandle):
                 self.leaves[path] = leaf
             else:
-                self.empty[path] = _empty(leaf)
+                is_list = isinstance(leaf, Branch) and leaf.container.is_sequence
+                self.empty[path] = "None" if leaf is None else "[]" if is_list else "{}"
 
 
 def leaves_of(opened: Opened) -> StoredLeaves:
@@ -53,10 +55,6 @@ def leaves_of(opened: Opened) -> StoredLeaves:
         is_taken = any(path[:1] == (name,) for path in (*found.leaves, *found.empty))
         found.add(opened.reader(name).tree, (f"{name} (JSON)" if is_taken else name,))
     return found
-
-
-def _empty(node: Node) -> str:
-    return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
 
 
 def describe(node: LeafHandle | str | None) -> str:
@@ -115,19 +113,16 @@ def read_metadata(opened: Opened) -> Metadata:
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
     step = read_step_metadata(opened.location)
     trees = {name: _object(item.location / TREE_METADATA) for name, item in opened.trees.items()}
-    custom = {name: _custom(tree) for name, tree in trees.items()}
-    ours = [name for name, tree in trees.items() if _is_ours(tree)]
-    own = step.get("custom_metadata")
+    types = {name: tree.get("value_metadata_tree") for name, tree in trees.items()}
+    own, customs = step.get("custom_metadata"), [tree.get("custom_metadata") for tree in trees.values()]
     return Metadata(
         started=_time(step.get("init_timestamp_nsecs")),
         committed=_time(step.get("commit_timestamp_nsecs")),
         custom=own if isinstance(own, dict) else {},
-        custom_of_trees={name: value for name, value in custom.items() if value},
-        rich_types={
-            name: text for name, tree in trees.items() if isinstance(text := tree.get("value_metadata_tree"), str)
-        },
-        items=tuple(name for name in opened.items if name),
-        writer=_OURS if ours else None,
+        custom_of_trees={name: value for name, tree in trees.items() if (value := _custom(tree))},
+        rich_types={name: text for name, text in types.items() if isinstance(text, str)},
+        items=tuple(filter(None, opened.items)),
+        writer=_OURS if any(_OURS in one for one in customs if isinstance(one, dict)) else None,
     )
 
 
@@ -141,21 +136,14 @@ def custom_of_tree(location: Location) -> Any:
     return _custom(_object(location / TREE_METADATA))
 
 
-def _is_ours(tree: dict[str, Any]) -> bool:
-    custom = tree.get("custom_metadata")
-    return isinstance(custom, dict) and _OURS in custom
-
-
 def _custom(tree: dict[str, Any]) -> Any:
     custom = tree.get("custom_metadata") or {}
     return {key: value for key, value in custom.items() if key != _OURS} if isinstance(custom, dict) else custom
 
 
 def _object(file: Location) -> dict[str, Any]:
-    if not file.isfile():
-        return {}
     try:
-        value = json.loads(file.read())
+        value = json.loads(file.read()) if file.isfile() else {}
     except (ValueError, RecursionError) as error:
         _log.warning("%s does not decode and is left out: %s", file, error)
         return {}
@@ -165,7 +153,6 @@ def _object(file: Location) -> dict[str, Any]:
 def _time(nanoseconds: Any) -> datetime.datetime | None:
     if type(nanoseconds) is not int:
         return None
-    try:
+    with suppress(OverflowError):
         return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
-    except OverflowError:
-        return None
+    return None

@@ -26,13 +26,13 @@ from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
 from flax_ckpt_compat._view.report import Line, Report, Table, json_number
 
-_AT_ONCE = 2
 _HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
 _NUMBERS = ("min", "max", "mean", "nan", "inf")  # in JSON
 _LEFT = ("leaf", "type", "sharding")
 _MAX_NAME = 100
 _MAX_ROWS = 200  # of a notebook
 _MAX_BOXES, _MAX_DEPTH = 500, 6  # of more leaves, equal numbered subtrees are one box; levels that are drawn at once
+_AT_ONCE = 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,26 +73,20 @@ def contents(
 
     def read(found: Location) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True, item=item)) as opened:
-            return contents_of(opened, pattern=pattern, stats=stats, begin=begin)
+            return contents_of(opened, pattern, begin if stats else None)
 
     return locating.read_found(checkpoint_dir, step, read, doing="show")
 
 
-def contents_of(
-    opened: opening.Opened,
-    *,
-    pattern: str | None = None,
-    stats: bool = False,
-    begin: metadata.Begin = metadata.uncounted,
-) -> Contents:
-    """Return what is in an open checkpoint; the arguments are those of `contents`."""
+def contents_of(opened: opening.Opened, pattern: str | None = None, begin: metadata.Begin | None = None) -> Contents:
+    """Return what is in an open checkpoint, with statistics if there is a ``begin``; see `contents`."""
     stored = metadata.leaves_of(opened)
     chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
     leaves = {path: handle for path, handle in stored.leaves.items() if path in chosen}
     empty = {path: what for path, what in stored.empty.items() if path in chosen}
     shardings = {path: text for path, handle in leaves.items() if (text := handle.sharding) is not None}
-    found = _stats(leaves, begin) if stats else None
-    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, found)
+    stats = None if begin is None else _stats(leaves, begin)
+    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, stats)
 
 
 def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
@@ -135,61 +129,72 @@ def _stats(leaves: dict[Path, LeafHandle], begin: metadata.Begin) -> dict[Path, 
 class _Subtree:
     """A subtree, or a leaf."""
 
-    name: str  # the last name of its key path, as messages show it: a slash within it is ``\\/``
-    children: dict[str, _Subtree] = dataclasses.field(default_factory=dict)
-    leaf: LeafHandle | str | None = None  # a leaf, or what an empty node is
+    children: dict[str, _Subtree] = dataclasses.field(default_factory=dict)  # by names as messages show them
+    type: str = ""  # of a leaf, or what an empty node is
     sharding: str = ""
     stats: Stats | None = None
     count: int = 0  # number of leaves
     nbytes: int = 0  # their size in memory, in bytes
-    form: Any = None  # equal for subtrees of equal names, types and shardings
+    form: str = ""  # equal for subtrees of equal names, types and shardings
+
+    def add_up(self, forms: dict[Any, str]) -> None:
+        """Set the totals of this subtree, and the form."""
+        if all(name.isascii() and name.isdecimal() for name in self.children):
+            # Items of lists and tuples: empty ones came last.
+            self.children = dict(sorted(self.children.items(), key=lambda one: (len(one[0]), one[0])))
+        for child in self.children.values():
+            child.add_up(forms)
+            self.count += child.count
+            self.nbytes += child.nbytes
+        key = self.type, self.sharding, tuple((name, child.form) for name, child in self.children.items())
+        self.form = forms.setdefault(key, str(len(forms)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """A subtree or leaf to show, or equal ones of numbered layers that are one row."""
+
+    path: str
+    name: str  # the last one of its path
+    level: int
+    members: list[_Subtree]
 
     @property
-    def type(self) -> str:
-        """Return the type of a leaf."""
-        return metadata.describe(self.leaf)
+    def count(self) -> int:
+        """Return the number of leaves."""
+        return sum(one.count for one in self.members)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the leaves in memory, in bytes."""
+        return sum(one.nbytes for one in self.members)
 
 
-def _tree_of(contents: Contents) -> _Subtree:
-    """Return the leaves as a tree, with the totals of its subtrees."""
-    root = _Subtree(show_path(()))
+@depth.limited("shown")
+def _rows(contents: Contents, *, folds: bool = True) -> list[_Row]:
+    """Return the root, and all below it, from the top down; if it ``folds``, equal numbered subtrees are one row."""
+    root = _Subtree()
     leaves: dict[Path, LeafHandle | str] = {**contents.leaves, **contents.empty}
     for path, leaf in leaves.items():
         node = root
         for name in path:
-            shown = show_path((name,))
-            node = node.children.get(shown) or node.children.setdefault(shown, _Subtree(shown))
-        node.leaf, node.sharding = leaf, _sharding(contents.shardings.get(path))
+            node = node.children.setdefault(show_path((name,)), _Subtree())
+        node.type, node.sharding = metadata.describe(leaf), _sharding(contents.shardings.get(path))
         node.stats = (contents.stats or {}).get(path)
-    _add_up(root, {})
-    return root
+        if isinstance(leaf, LeafHandle):
+            node.count, node.nbytes = 1, leaf.nbytes
+    root.add_up({})
+    top = show_path(())
+    return [_Row(top, top, 0, [root]), *_below([root], "", folds=folds)]
 
 
-def _add_up(node: _Subtree, forms: dict[Any, str]) -> None:
-    if all(name.isascii() and name.isdecimal() for name in node.children):
-        # Items of lists and tuples: empty ones came last.
-        node.children = dict(sorted(node.children.items(), key=lambda one: (len(one[0]), one[0])))
-    if isinstance(node.leaf, LeafHandle):
-        node.count, node.nbytes = 1, node.leaf.nbytes
-    for child in node.children.values():
-        _add_up(child, forms)
-        node.count += child.count
-        node.nbytes += child.nbytes
-    key = node.type, node.sharding, tuple((name, child.form) for name, child in node.children.items())
-    node.form = forms.setdefault(key, str(len(forms)))
-
-
-def _folded(members: Sequence[_Subtree], name: str) -> _Subtree:
-    """Return subtrees of one form as one, with the sums of their leaves and sizes; those below are folded likewise."""
-    first, stats = members[0], Stats()
-    for one in members if first.stats else ():
-        stats.merge(one.stats or Stats())
-    count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)
-    result = _Subtree(name, {}, first.leaf, first.sharding, first.stats and stats, count, nbytes)
-    for row, alike in fold_with_members([Row((key,), (one.form,)) for key, one in first.children.items()]):
+def _below(members: list[_Subtree], above: str, level: int = 1, *, folds: bool) -> Iterator[_Row]:
+    """Yield all below a row."""
+    rows = [Row((name,), (child.form,)) for name, child in members[0].children.items()]
+    for row, alike in fold_with_members(rows) if folds else [(row, [row]) for row in rows]:
         below = [member.children[one.names[0]] for member in members for one in alike]
-        result.children[row.names[0]] = _folded(below, row.names[0])
-    return result
+        yield _Row(f"{above}{row.names[0]}", row.names[0], level, below)
+        yield from _below(below, f"{above}{row.names[0]}/", level + 1, folds=folds)
 
 
 def title(contents: Contents) -> str:
@@ -207,29 +212,22 @@ def report(contents: Contents, levels: int | None = None) -> Report:
 
 def short_report(contents: Contents) -> Report:
     """Return the report with as many levels of the tree as a notebook has room for."""
-    above = sorted(above for _, above in _nodes(_folded_tree(contents), None))
-    return report(contents, max(1, above[_MAX_ROWS]) if len(above) > _MAX_ROWS else None)
-
-
-@depth.limited("shown")
-def _folded_tree(contents: Contents) -> _Subtree:
-    root = _tree_of(contents)
-    return _folded([root], root.name)
+    levels = sorted(row.level for row in _rows(contents))
+    return report(contents, max(1, levels[_MAX_ROWS] - 1) if len(levels) > _MAX_ROWS else None)
 
 
 def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
     """Yield a row for each subtree and leaf, those of numbered layers folded, red ones for NaN and infinity."""
     yield Line(title(contents), hang=2)
-    root = _folded_tree(contents)
-    with depth.limited("shown"):
-        nodes = [(root, 0)] if root.leaf else list(_nodes(root, levels))
-    rows = [_cells(node, above) for node, above in nodes]
-    shown = [n for n, heading in enumerate(_HEADINGS) if heading in _LEFT[:2] or any(cells[n] for cells in rows)]
+    rows = _rows(contents)
+    rows = [row for row in rows[1:] or rows if levels is None or row.level <= levels]
+    cells = list(map(_cells, rows))
+    shown = [n for n, heading in enumerate(_HEADINGS) if heading in _LEFT[:2] or any(row[n] for row in cells)]
     yield Table(
         [_HEADINGS[n] for n in shown],
-        [[printable(cells[n], one_line=True) for n in shown] for cells in rows],
+        [[printable(row[n], one_line=True) for n in shown] for row in cells],
         {at for at, n in enumerate(shown) if _HEADINGS[n] not in _LEFT},
-        ["red" if node.stats and (node.stats.nan or node.stats.inf) else None for node, _ in nodes],
+        ["red" if any(one.stats and (one.stats.nan or one.stats.inf) for one in row.members) else None for row in rows],
     )
     yield Line("")
     totals = _by_dtype(contents).items()
@@ -237,27 +235,21 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
     yield Table(("dtype", "leaves", "size"), sizes, {1, 2})
 
 
-def _nodes(node: _Subtree, levels: int | None, above: int = 0) -> Iterator[tuple[_Subtree, int]]:
-    """Yield what is below a node, with the number of levels above it."""
-    for child in node.children.values():
-        yield child, above
-        if levels != above + 1:
-            yield from _nodes(child, levels, above + 1)
-
-
-def _cells(node: _Subtree, above: int) -> tuple[str, ...]:
-    name, size = f"{'  ' * above}{_short(node.name)}", format_size(node.nbytes) if node.nbytes else ""
-    numbers = ("",) * len(_NUMBERS) if node.stats is None else map(_number, _five(node.stats))
-    return name, node.type, str(node.count), size, *numbers, node.sharding
+def _cells(row: _Row) -> tuple[str, ...]:
+    first, numbers = row.members[0], [""] * len(_NUMBERS)
+    if first.stats is not None:
+        stats = Stats()
+        for one in row.members:
+            stats.merge(one.stats or Stats())
+        known = ["-" if one is None else one for one in _five(stats)]
+        numbers = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in known]
+    name, size = f"{'  ' * (row.level - 1)}{_short(row.name)}", format_size(row.nbytes) if row.nbytes else ""
+    return name, first.type, str(row.count), size, *numbers, first.sharding
 
 
 def _short(text: str) -> str:
     """Cut off names that no line has room for: the column is as wide as the longest."""
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 1]}…"
-
-
-def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _five(stats: Stats) -> tuple[float | None, ...]:
@@ -294,41 +286,32 @@ def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
 
 
-@depth.limited("shown")
 def _to_json(contents: Contents, levels: int | None) -> dict[str, Any]:
     """Return all as what JSON holds: every leaf, and totals by dtype, and by subtree down to a level."""
+    leaves = []
+    for path, leaf in contents.leaves.items():
+        dtype = None if leaf.dtype is None else str(leaf.dtype)
+        shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape, "dtype": dtype}
+        shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
+        if contents.stats is not None:
+            stats = contents.stats.get(path)
+            shown["stats"] = stats and dict(zip(_NUMBERS, map(json_number, _five(stats)), strict=True))
+        leaves.append(shown)
+    subtrees = [row for row in _rows(contents, folds=False)[1:] if levels is None or row.level <= levels]
     return {
         "path": contents.path,
         "format": contents.format,
         "stored": contents.stored,
         "nbytes": contents.nbytes,
-        "leaves": [_leaf_to_json(contents, path) for path in contents.leaves],
+        "leaves": leaves,
         "empty": {show_path(path): what for path, what in contents.empty.items()},
         "dtypes": _by_dtype(contents),
-        "subtrees": dict(_subtrees(_tree_of(contents), levels)),
+        "subtrees": {
+            row.path: {"leaves": row.count, "nbytes": row.nbytes} for row in subtrees if row.members[0].children
+        },
     }
 
 
-def _leaf_to_json(contents: Contents, path: Path) -> dict[str, Any]:
-    leaf = contents.leaves[path]
-    dtype = None if leaf.dtype is None else str(leaf.dtype)
-    shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape, "dtype": dtype}
-    shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
-    if contents.stats is not None:
-        stats = contents.stats.get(path)
-        shown["stats"] = stats and dict(zip(_NUMBERS, map(json_number, _five(stats)), strict=True))
-    return shown
-
-
-def _subtrees(node: _Subtree, levels: int | None, path: str = "") -> Iterator[tuple[str, dict[str, int]]]:
-    for name, child in node.children.items() if levels != 0 else ():
-        if child.children:
-            here = f"{path}{name}"
-            yield here, {"leaves": child.count, "nbytes": child.nbytes}
-            yield from _subtrees(child, levels and levels - 1, f"{here}/")
-
-
-@depth.limited("shown")
 def treemap(contents: Contents) -> str:
     """Return a treemap of sizes as HTML: a click zooms, and each box says its path, type and size."""
     try:
@@ -336,15 +319,14 @@ def treemap(contents: Contents) -> str:
     except ImportError:
         message = "the treemap needs plotly: python -m pip install 'flax-ckpt-compat[plots]'"
         raise SettingError(message) from None
-    whole = len(contents.leaves) <= _MAX_BOXES
-    boxes = _boxes(_tree_of(contents) if whole else _folded_tree(contents))
-    paths, parents, labels, sizes, texts = zip(*boxes, strict=True)
+    root, *rows = _rows(contents, folds=len(contents.leaves) > _MAX_BOXES)
+    boxes = [root, *(row for row in rows if row.nbytes)]
     drawn = graph_objects.Treemap(
-        ids=paths,
-        parents=parents,
-        labels=labels,
-        values=sizes,
-        text=texts,
+        ids=[row.path for row in boxes],
+        parents=["", *(row.path[: -len(row.name) - 1] or root.path for row in boxes[1:])],
+        labels=[_escaped(row.name) for row in boxes],
+        values=[row.nbytes for row in boxes],
+        text=list(map(_text_of_box, boxes)),
         branchvalues="total",
         hovertemplate="%{text}<extra></extra>",
         texttemplate="%{label} %{value:.3s}B",
@@ -355,15 +337,10 @@ def treemap(contents: Contents) -> str:
     return page
 
 
-def _boxes(node: _Subtree, path: str = "", parent: str = "") -> Iterator[tuple[str, str, str, int, str]]:
-    """Yield path, parent, label, size, and text under the mouse of each box."""
-    path = path or node.name
-    what = f"{node.count} of {node.type}" if node.type and node.count > 1 else node.type or count_of_leaves(node.count)
-    text = "<br>".join((_escaped(path), _escaped(what), format_size(node.nbytes)))
-    yield path, parent, _escaped(node.name), node.nbytes, text
-    for name, child in node.children.items():
-        if child.nbytes:
-            yield from _boxes(child, f"{path}/{name}" if parent else name, path)
+def _text_of_box(row: _Row) -> str:
+    what = row.members[0].type
+    what = f"{row.count} of {what}" if what and row.count > 1 else what or count_of_leaves(row.count)
+    return "<br>".join((_escaped(row.path), _escaped(what), format_size(row.nbytes)))
 
 
 def _escaped(text: str) -> str:

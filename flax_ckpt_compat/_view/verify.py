@@ -272,61 +272,51 @@ def _verify(location: Location, *, is_named: bool, count: Callable[[int], None])
 def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:
     # What only its own handler reads is no damage among others, and nothing to verify alone.
     with closing(opening.Opened(location, verify=True, allows_unknown=not is_named)) as opened:
-        found = _Findings(_strange_names(opened), count)
-        for name, item in opened.items.items():
-            found.add_item(name, item, (name,) if opened.is_mapping else ())
+        items = [_verify_item(name, item, opened, count) for name, item in opened.items.items()]
+        unexpected = _strange_names(opened)
+    leaves = tuple(leaf for item in items for leaf in item.leaves)
     # A block of bytes that is damaged makes all leaves in it so, for the same reason.
-    damage = set(found.damage) - {leaf.why for leaf in found.leaves}
-    lists = tuple(found.leaves), tuple(sorted(damage)), tuple(found.unexpected)
-    return VerifiedCheckpoint(location.path, opened.format if found.any_opened else "", *lists, readable=found.readable)
+    damage = {text for item in items for text in item.damage} - {leaf.why for leaf in leaves}
+    unexpected += [one for item in items for one in item.unexpected]
+    format, readable = max((item.format for item in items), default=""), all(item.readable for item in items)
+    return VerifiedCheckpoint(location.path, format, leaves, tuple(sorted(damage)), tuple(unexpected), readable)
 
 
-@dataclasses.dataclass(slots=True)
-class _Findings:
-    """Findings in the items of one checkpoint so far."""
-
-    unexpected: list[str]
-    count: Callable[[int], None]
-    damage: list[str] = dataclasses.field(default_factory=list)
-    leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
-    any_opened: bool = False
-    readable: bool = True
-
-    def add_item(self, name: str, item: Item, prefix: Path) -> None:
-        """Verify one item."""
-        try:
-            with closing(self._open(item)) as reader:
-                self._add(name, reader, prefix)
-        except (errors.ForkedProcessError, errors.UnrecognizedFormatError):
-            raise
-        except errors.CheckpointError as error:
-            self.readable &= not isinstance(error, _NO_DAMAGE)
-            self.damage.append(str(error))
-
-    def _open(self, item: Item) -> Reader:
-        """Open an item; one whose structure has a wrong checksum as far as it decodes."""
-        try:
-            return opening.open_item(item, verify=True)
-        except errors.ChecksumError as error:
-            try:
-                reader = opening.open_item(item)
-            except errors.CheckpointError:
-                raise error from None
-            self.damage.append(str(error))
-            return reader
-
-    def _add(self, name: str, reader: Reader, prefix: Path) -> None:
-        self.any_opened = True
-        inspection = reader.inspect()
-        self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
-        self.damage += inspection.damaged
-        for leaf in _verify_leaves(reader, prefix, inspection.contradictions):
-            self.leaves.append(leaf)
-            self.count(leaf.nbytes)
-        try:
+def _verify_item(name: str, item: Item, opened: opening.Opened, count: Callable[[int], None]) -> VerifiedCheckpoint:
+    """Verify one item, as if it were a checkpoint."""
+    leaves: list[VerifiedLeaf] = []
+    damage: list[str] = []
+    unexpected: list[str] = []
+    format, readable = "", True
+    try:
+        with closing(_open(item, damage)) as reader:
+            format, inspection = opened.format, reader.inspect()
+            unexpected = [os.path.join(name, one) for one in inspection.unexpected]
+            damage += inspection.damaged
+            prefix = (name,) if opened.is_mapping else ()
+            for leaf in _verify_leaves(reader, prefix, inspection.contradictions):
+                leaves.append(leaf)
+                count(leaf.nbytes)
             reader.verify_checksums()
-        except errors.CorruptCheckpointError as error:
-            self.damage.append(str(error))
+    except (errors.ForkedProcessError, errors.UnrecognizedFormatError):
+        raise
+    except errors.CheckpointError as error:
+        damage.append(str(error))
+        readable = not isinstance(error, _NO_DAMAGE)
+    return VerifiedCheckpoint(item.location.path, format, tuple(leaves), tuple(damage), tuple(unexpected), readable)
+
+
+def _open(item: Item, damage: list[str]) -> Reader:
+    """Open an item; one whose structure has a wrong checksum as far as it decodes."""
+    try:
+        return opening.open_item(item, verify=True)
+    except errors.ChecksumError as error:
+        try:
+            reader = opening.open_item(item)
+        except errors.CheckpointError:
+            raise error from None
+        damage.append(str(error))
+        return reader
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:

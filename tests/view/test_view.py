@@ -108,7 +108,7 @@ def test_read_some_leaves(saved: Path) -> None:
 def test_paths_that_are_not_there(saved: Path) -> None:
     """Paths that no leaf or subtree has are an error that names each of them and what is near."""
     with open_checkpoint(saved) as view:
-        with pytest.raises(errors.MissingLeavesError, match=r"params/kernal   \(stored: params/kernel") as caught:
+        with pytest.raises(errors.MissingLeavesError, match=r"params/kernal: params/kernel") as caught:
             view.read(["epoch", "params/kernal", ("opt", 5)])
         assert caught.value.missing == ("params/kernal", "opt/5")
 
