@@ -1,32 +1,40 @@
-"""Publishing on a disk: names of temporaries, replacing with and without an exchange, locks, what dead writers left."""
+"""Publishing on a disk: temporaries, replacing or not, with and without an exchange, locks, what dead writers left."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 from orbax.checkpoint import utils as orbax_utils
 
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save.request import of_step
 from flax_ckpt_compat.errors import PermissionDeniedError, StorageError
-from tests.support import interrupting
+from tests.support.saves import use_flag
 
 OLD_RELEASE = ".c_1.9f86d081884c-4711-53210-0{}.orbax-checkpoint-tmp_gda"  # as version 1.0.0 names them
 WRITER = """
 import sys, time
-from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local import temporaries
 path = temporaries.temporary_path(sys.argv[1])
 temporaries.create_directory(path) if sys.argv[2] == "directory" else temporaries.create_file(path)
 print(path, flush=True)
@@ -345,16 +353,6 @@ def test_two_cleaners_at_once_and_one_that_is_refused(
     assert "left by an interrupted save" in caplog.text
 
 
-def test_ctrl_c_while_a_directory_is_deleted(tmp_path: Path) -> None:
-    """It comes out wherever it comes: `shutil.rmtree` would close a descriptor twice, perhaps one of another thread."""
-    removed, at, is_place = str(tmp_path / "c_1"), 1, True
-    while is_place:
-        make(removed, "x", "directory")
-        is_place = interrupting.ctrl_c(lambda: atomic.delete(removed), at)
-        shutil.rmtree(removed, ignore_errors=True)
-        at += 1
-
-
 def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     """Only they go."""
     make(tmp_path / "kept", "x", "directory")
@@ -363,17 +361,6 @@ def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "c_2").symlink_to(tmp_path / "kept")
     assert atomic.discard(str(tmp_path), ["c_1", "c_2", "none"]) == {}
     assert left(tmp_path) == ["kept"] and read(tmp_path / "kept") == "x"
-
-
-def test_a_removal_waits_for_another_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once exclude each other; one that is stopped hangs nobody."""
-    monkeypatch.setattr(atomic, "_LOCK_SECONDS", 0.2)
-    begin = time.monotonic()
-    with atomic.locked(str(tmp_path)), atomic.locked(str(tmp_path)):
-        assert time.monotonic() - begin >= 0.2
-    begin = time.monotonic()
-    with atomic.locked(str(tmp_path)):
-        assert time.monotonic() - begin < 0.2
 
 
 def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
@@ -417,3 +404,104 @@ def test_answers_are_those_of_os_path(ask, tmp_path):
         path = str(tmp_path / name)
         assert ask(path) == getattr(os.path, ask.__name__)(path), name
     assert not ask(str(tmp_path / "a\0b"))
+
+
+PAIRS = list(itertools.product(Format, repeat=2))
+
+
+@pytest.fixture
+def both_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has written waits until the other has, too, so that both have passed the check before."""
+    meeting = threading.Barrier(2, timeout=30)
+    for format in Format:
+        backend = backend_for(format)
+        monkeypatch.setattr(backend, "write", _then(backend.write, meeting.wait))
+
+
+def _then(write: Callable[..., None], wait: Callable[[], Any]) -> Callable[..., None]:
+    def write_and_wait(*args: Any) -> None:
+        write(*args)
+        wait()
+
+    return write_and_wait
+
+
+@pytest.mark.usefixtures("both_written")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Format, Format]) -> None:
+    """As a step that exists is refused; what is restored is the tree of the one that said that it saved."""
+
+    def save(number: int) -> str:
+        tree = {"n": number, "v": np.full(3, number)}
+        # As save_checkpoint, whose flag two threads cannot set to different values.
+        request = of_step(
+            str(tmp_path), 1, "checkpoint_", keep=1, keep_every_n_steps=None, overwrite=False, format=pair[number]
+        )
+        return save_pipeline.save(request, tree)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(save, number) for number in (0, 1)]
+    failed = [future.exception() for future in futures]
+    assert sum(error is None for error in failed) == 1, failed
+    refused = next(error for error in failed if error is not None)
+    assert isinstance(refused, errors.InvalidCheckpointError)
+    assert "already exists; pass overwrite=True" in str(refused)
+    assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == failed.index(None)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("format", Format)
+def test_a_folder_of_something_else_that_appears_during_a_save_stays(
+    tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an overwrite replaces only checkpoints, and looks again before it does."""
+    model = tmp_path / "checkpoint_1"
+
+    def download() -> None:
+        model.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (model / name).write_text("{}")
+
+    backend = backend_for(format)
+    monkeypatch.setattr(backend, "write", _then(backend.write, download))
+    flag = format is Format.ORBAX
+    with use_flag(flag), pytest.raises(errors.InvalidCheckpointError, match="Hugging Face"):
+        checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1, overwrite=True)
+    assert sorted(os.listdir(model)) == ["config.json", "model.safetensors"]
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty file", "empty directory", "file", "directory", "link"])
+def test_only_what_is_void_is_replaced_by_what_is_new(before: str, kind: str, final: str) -> None:
+    """A file of no size and an empty directory give way; all else, and links, is refused and stays."""
+    target, empty = Path(final).parent / "target", before.removeprefix("empty ")
+    if before == "link":
+        make(target, "old", kind)
+        os.symlink(target, final)
+    elif empty != before:
+        Path(final).touch() if empty == "file" else os.mkdir(final)
+    elif before != "nothing":
+        make(final, "old", before)
+    temporary = temporaries.temporary_path(final)
+    make(temporary, "new", kind)
+    if before in ("file", "directory", "link"):
+        with pytest.raises(StorageError, match="another process has saved"):
+            atomic.publish(temporary, final, new=True)
+        assert (read(final), read(temporary)) == ("old", "new")
+    else:
+        atomic.publish(temporary, final, new=True)
+        assert read(final) == "new" and left(Path(final).parent) == ["c_1"]
+
+
+def test_a_file_system_without_hard_links(final: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file gets its name by a rename there, and one that is taken is refused."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for text in ("first", "second"):
+        make(temporary := temporaries.temporary_path(final), text, "file")
+        with pytest.raises(StorageError, match="another process has saved") if text == "second" else nullcontext():
+            atomic.publish(temporary, final, new=True)
+    assert read(final) == "first"

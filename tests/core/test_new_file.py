@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_large_pieces_in_step_with_the_file_are_not_copied(
 
 
 def test_large_pieces_out_of_step_go_past_the_cache_too(disk_path: Path, random_bytes: memoryview) -> None:
-    """Copied to pages that are in step."""
+    """Copied to pages that are in step. Of a file that is no multiple of a page long, the last page alone is cached."""
     path = disk_path / "file"
     pieces = [random_bytes[:10], random_bytes[50 : 2 * MIB], random_bytes[3 * MIB + 2 * MIB - 40 : 7 * MIB]]
     file = new_file.create(str(path), past_cache=True)
@@ -88,27 +87,6 @@ def test_large_pieces_out_of_step_go_past_the_cache_too(disk_path: Path, random_
     cached = disk.cached(str(path))
     assert cached is None or cached <= PAGE
     assert path.read_bytes() == b"".join(pieces)
-
-
-def test_nothing_is_open_where_there_is_no_memory(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the buffer."""
-    monkeypatch.setattr(memory, "empty_pages", mock.Mock(side_effect=MemoryError))
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(MemoryError):
-        new_file.create(str(disk_path / "file"), past_cache=True)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_what_was_written_past_the_cache_is_not_in_it(disk_path: Path, random_bytes: memoryview) -> None:
-    """Of a file that is no multiple of a page long, its last page alone is."""
-    file = new_file.create(str(disk_path / "file"), past_cache=True)
-    file.write([random_bytes[: 4 * MIB + 100]])
-    file.close()
-    cached = disk.cached(str(disk_path / "file"))
-    if cached is None:
-        pytest.skip("the kernel does not tell what is in the page cache")
-    assert cached <= PAGE
-    assert (disk_path / "file").read_bytes() == bytes(random_bytes[: 4 * MIB + 100])
 
 
 def test_a_file_system_that_cannot_gets_it_through_the_cache(random_bytes: memoryview) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
@@ -13,9 +13,7 @@ from flax_ckpt_compat._core.local.presence import open_regular
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Location, Source
 
-_BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
-_HEAD_BYTES = 32
 _MAX_NAME, _MAX_PATH = 255, 4096  # bytes that Linux takes
 # ESTALE: on NFS, another machine removed it.
 _ABSENT = {*presence.CANNOT_BE_THERE, errno.ESTALE}
@@ -28,10 +26,10 @@ class LocalLocation(Location):
     is_remote = False
 
     def isdir(self) -> bool:
-        return stat.S_ISDIR(_mode(self.path))
+        return presence.isdir(self.path)
 
     def isfile(self) -> bool:
-        return stat.S_ISREG(_mode(self.path))
+        return presence.isfile(self.path)
 
     def exists(self) -> bool:
         return presence.lexists(self.path)
@@ -67,15 +65,10 @@ class LocalLocation(Location):
         return os.path.getsize(self.path)
 
     def total_size(self) -> int:
-        total, files = 0, [] if presence.isdir(self.path) else [self.path]
-        for folder, _, names in os.walk(self.path, onerror=_raise_failure):
-            files += [os.path.join(folder, name) for name in names]
-        for file in files:
-            try:
-                total += os.stat(file).st_size
-            except OSError as error:
-                if error.errno not in _ABSENT:
-                    raise
+        total = 0
+        for name in self.files_below() if presence.isdir(self.path) else [""]:
+            with suppress(OSError):  # removed meanwhile, a link that leads nowhere, or one that may not be seen
+                total += os.stat((self / name).path).st_size
         return total
 
     def version(self) -> bytes:
@@ -129,20 +122,3 @@ class LocalLocation(Location):
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         return atomic.discard(self.path, names)
-
-
-def _raise_failure(error: OSError) -> None:
-    """Raise the error of a listing, unless the directory was removed meanwhile, or may not be listed."""
-    if error.errno not in _ABSENT and not isinstance(error, PermissionError):
-        raise error
-
-
-def _mode(path: str) -> int:
-    """Return the mode of a local path, following links; 0 if it does not exist."""
-    try:
-        return presence.mode(path)
-    except PermissionError:
-        # Otherwise only this path is refused, such as the mount point of another user.
-        if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
-            raise
-    return 0
