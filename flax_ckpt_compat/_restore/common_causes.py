@@ -49,31 +49,10 @@ def of_shapes(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> s
     """Return the cause of shapes that differ, and its remedy; empty if it does not explain all of them.
 
     ``arrays`` is the number of stored arrays that the target asks for."""
-    keys = [one for one in shapes if is_raw_key(one, target)]
-    rest = [one for one in shapes if one not in keys]
-    # Raw keys that are replicated, too, have the axis of the replicas first.
-    copies = [one for one in rest if _is_raw_replica(one, target)]
-    if keys and not rest:
-        return _KEYS.format(_pattern_of([path for path, _, _ in keys], target))
-    plain = [one for one in rest if one not in copies]
-    if len(shapes) < arrays or (not plain and not copies):
-        return ""
-    if not keys and not copies:
-        return replicated(plain, arrays)
-    lengths = {was[0] for _, was, _ in copies} | {_leading_axis([(was, want)]) for _, was, want in plain}
-    if len(lengths) != 1 or None in lengths:
-        return ""
-    count = lengths.pop()
-    tops = "" if not keys else repr("|".join(sorted({literal(path[0]) for path, _, _ in rest})))
-    if keys and {path[0] for path, _, _ in keys} & {path[0] for path, _, _ in rest}:
-        return ""
-    pattern = _pattern_of([path for path, _, _ in (keys or copies)], target)
-    where = "but its PRNG keys " if keys else ""
-    return (
-        f"Every stored array {where}has a leading axis of {count} that the target's lacks, as of a state saved without "
-        f"flax.jax_utils.unreplicate, and its PRNG keys are raw where the target has typed ones: add "
-        f"rules.unreplicate({tops}), rules.wrap_key_data({pattern!r}) to the transforms."
-    )
+    keys = [path for path, was, want in shapes if is_raw_key((path, was, want), target)]
+    if not keys:
+        return replicated(shapes, arrays)
+    return _KEYS.format(_pattern_of(keys, target)) if len(keys) == len(shapes) else ""
 
 
 def _pattern_of(keys: Sequence[Path], target: Node) -> str:
@@ -84,19 +63,9 @@ def _pattern_of(keys: Sequence[Path], target: Node) -> str:
 
 
 def is_raw_key(one: ShapeDifference, target: Node) -> bool:
-    """Return whether an array can be the data of the typed key that the target has."""
+    """Return whether an array can be the data of the typed key that the target has: one more axis, of two or four."""
     path, was, want = one
-    return prng_keys.is_prng_key(node_at(target, path)) and _is_raw(was, want)
-
-
-def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
-    """Return whether a stored shape can be that of PRNG key data: one more axis, of length two or four."""
-    return len(was) == len(want) + 1 and was[-1] in (2, 4)
-
-
-def _is_raw_replica(one: ShapeDifference, target: Node) -> bool:
-    path, was, want = one
-    return prng_keys.is_prng_key(node_at(target, path)) and len(was) == len(want) + 2 and _is_raw(was[1:], want)
+    return prng_keys.is_prng_key(node_at(target, path)) and len(was) == len(want) + 1 and was[-1] in (2, 4)
 
 
 def replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
