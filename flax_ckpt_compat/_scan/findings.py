@@ -54,14 +54,6 @@ KINDS = {
         "lists checkpoints", "also gives _gda folders, and with Flax alone temporaries of Orbax",
         "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),
-    "parse-name": Kind(
-        "reads the step from a name", "works for names that latest_checkpoint returns, fails on temporaries of Orbax",
-        "available_steps gives the steps", CHECK,
-    ),
-    "poll": Kind(
-        "waits until a name appears", "it appears when all is written; with Flax alone in a store, before that",
-        "latest_checkpoint passes over what is incomplete", CHECK,
-    ),
     "wrapped": Kind(
         "passes a checkpoint to another library", "depends on that library", "see whether it takes directories", CHECK
     ),
@@ -93,8 +85,3 @@ class Finding:
     kind: str  # Key of `KINDS`
     action: str  # `CHANGE`, `CHECK` or `NOTHING`; `CHECK` where nothing says that the path is a checkpoint
     code: str  # The line, without its indentation
-
-    @property
-    def about(self) -> Kind:
-        """Return the description of the kind of finding."""
-        return KINDS[self.kind]

@@ -14,15 +14,11 @@ Change = tuple[Place, Place, str]  # from, to, the new text
 
 
 def fix(code: str) -> str:
-    """Return the code with `flax_ckpt_compat.checkpoints` for `flax.training.checkpoints`.
+    """Return the code with `flax_ckpt_compat.checkpoints` for `flax.training.checkpoints`, where imports bind it.
 
     Our module has all names of Flax's, also underscored ones."""
     lines = [line.encode() for line in code.split("\n")]
-    nodes = list(ast.walk(ast.parse(code)))
-    changes = {change for node in nodes for change in _changes(node, lines)}
-    imports = [node for node in nodes if isinstance(node, ast.Import) and any(map(_binds_flax, node.names))]
-    if imports and any(map(_is_api, nodes)):
-        changes.add(_added(imports[0], lines, f"import {OURS}"))
+    changes = [change for node in ast.walk(ast.parse(code)) for change in _changes(node, lines)]
     for (line, column), (last, end), text in sorted(changes, reverse=True):
         lines[line : last + 1] = [lines[line][:column] + text.encode() + lines[last][end:]]
     return b"\n".join(lines).decode()
@@ -30,36 +26,24 @@ def fix(code: str) -> str:
 
 def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[Change]:
     """Yield what to write in place of which bytes."""
-    if isinstance(node, ast.ImportFrom) and not node.level:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name == API and alias.asname:  # without, it binds `flax`, which other code may need
+                yield _start(alias), (alias.lineno - 1, alias.col_offset + len(API)), OURS
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        at = next((at for at, alias in enumerate(node.names) if alias.name == "checkpoints"), None)
         if node.module == API:
             yield from _in_statement(node, lines, API, OURS)
-        elif node.module == _PACKAGE and any(alias.name == "checkpoints" for alias in node.names):
-            yield from _of_package(node, lines)
-    elif isinstance(node, ast.Import):
-        for alias in node.names:
-            if alias.name == API and alias.asname:
-                yield _start(alias), (alias.lineno - 1, alias.col_offset + len(API)), OURS
-            elif alias.name == API:  # it binds `flax`, which other code may need
-                yield _start(alias), _end(alias), _PACKAGE
-                yield _added(node, lines, f"import {OURS}")
-    elif isinstance(node, ast.Attribute) and _is_api(node):
-        yield _start(node), _end(node), OURS
-
-
-def _of_package(node: ast.ImportFrom, lines: list[bytes]) -> Iterator[Change]:
-    """Change ``from flax.training import checkpoints``, into two statements where it imports other names as well."""
-    if all(alias.name == "checkpoints" for alias in node.names):
-        yield from _in_statement(node, lines, _PACKAGE, _OUR_PACKAGE)
-        return
-    for at, alias in enumerate(node.names):
-        if alias.name == "checkpoints":
+        elif node.module == _PACKAGE and at is not None and len(node.names) == 1:
+            yield from _in_statement(node, lines, _PACKAGE, _OUR_PACKAGE)
+        elif node.module == _PACKAGE and at is not None:  # into two statements
             is_last = at == len(node.names) - 1
-            yield (
-                _end(node.names[at - 1]) if is_last else _start(alias),
-                _end(alias) if is_last else _start(node.names[at + 1]),
-                "",
-            )
-            yield _added(node, lines, f"from {_OUR_PACKAGE} import {ast.unparse(alias)}")
+            start = _end(node.names[at - 1]) if is_last else _start(node.names[at])
+            yield start, _end(node.names[at]) if is_last else _start(node.names[at + 1]), ""
+            # On the next line, or on the same where others stand before.
+            before = lines[node.lineno - 1][: node.col_offset].decode()
+            joint = "; " if before.strip() else f"\n{before}"
+            yield _end(node), _end(node), f"{joint}from {_OUR_PACKAGE} import {ast.unparse(node.names[at])}"
 
 
 def _in_statement(node: ast.ImportFrom, lines: list[bytes], old: str, new: str) -> Iterator[Change]:
@@ -68,23 +52,9 @@ def _in_statement(node: ast.ImportFrom, lines: list[bytes], old: str, new: str) 
         yield (node.lineno - 1, column), (node.lineno - 1, column + len(old)), new
 
 
-def _added(node: ast.stmt, lines: list[bytes], statement: str) -> Change:
-    """Add a statement on the next line, or on the same where others stand before."""
-    before = lines[node.lineno - 1][: node.col_offset].decode()
-    return _end(node), _end(node), f"; {statement}" if before.strip() else f"\n{before}{statement}"
-
-
-def _binds_flax(alias: ast.alias) -> bool:
-    return alias.asname is None and alias.name.partition(".")[0] == "flax"
-
-
-def _start(node: ast.expr | ast.alias) -> Place:
+def _start(node: ast.alias) -> Place:
     return node.lineno - 1, node.col_offset
 
 
-def _end(node: ast.expr | ast.stmt | ast.alias) -> Place:
+def _end(node: ast.stmt | ast.alias) -> Place:
     return (node.end_lineno or node.lineno) - 1, node.end_col_offset or 0
-
-
-def _is_api(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "checkpoints" and ast.unparse(node) == API

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import ast
-import bisect
 import json
 import os
 import re
 import tokenize
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .findings import Finding
 
 API = "flax.training.checkpoints"
 OURS = "flax_ckpt_compat.checkpoints"
+# Unknown parts of a text: of one name or several, a name from a listing, and the path of a checkpoint.
+UNKNOWN, LISTED, CHECKPOINT = "*", "?", "*/checkpoint_*"
+LISTINGS = {"listdir", "scandir", "iterdir", "walk", "ListDirectory"}
+_OF_CHECKPOINTS = {"save_checkpoint", "save_checkpoint_multiprocess", "latest_checkpoint"}
+_PATH_NAME = re.compile(r"(^|_)(ckpt|checkpoint)(_?(path|file|filename|filepath|fname|name))?$", re.IGNORECASE)
+_EXTENSION = re.compile(r"\.(?!bak$|old$|orig$|tmp$)[A-Za-z][\w-]*$")
 _ADDS = {"append", "appendleft", "add", "insert", "extend", "put", "push", "setdefault"}
 _JOINS = {"join", "Path", "PurePath", "PosixPath", "joinpath", "with_name", "glob", "iglob", "rglob"}
-_SAME = {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "split", "compile"}
+_SAME = {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "compile"}
+_GIVE_MODULES = {"getattr", "import_module", "__import__", "modules"}
 _DEEPEST = 40  # expressions in expressions, and names of names
-_UNKNOWN = "*"
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
-_SUFFIXES = {".py", ".ipynb"}
 
-
-@dataclass(frozen=True)
-class Source:
-    """A parsed file; the code cells of a notebook are one module, because they share their names."""
-
-    path: str
-    lines: list[str]  # as they are written
-    tree: ast.Module
-    cell_starts: tuple[int, ...] = ()  # the lines before each cell
-
-    def finding(self, kind: str, action: str, node: ast.AST) -> Finding:
-        """Return a finding with its place in the file."""
-        number: int = node.lineno  # type: ignore[attr-defined]
-        cell = bisect.bisect_left(self.cell_starts, number) or None
-        line = number - (self.cell_starts[cell - 1] if cell else 0)
-        return Finding(self.path, cell, line, kind, action, self.lines[number - 1].strip())
+Line = tuple[int | None, int, str]  # number of the notebook's cell, or None, of the line in it, and what is written
 
 
 def files_below(path: Path) -> Iterator[Path]:
@@ -51,31 +39,26 @@ def files_below(path: Path) -> Iterator[Path]:
         if not path.exists():
             raise FileNotFoundError(f"There is no file or folder {path}")
         yield path
-        return
     for folder, names, files in os.walk(path):
         names[:] = sorted(name for name in names if name not in _SKIPPED and not name.endswith(".egg-info"))
-        yield from (Path(folder, name) for name in sorted(files) if Path(name).suffix in _SUFFIXES)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
 
 
-def read(file: Path) -> Source:
-    """Parse a file; it is never imported or run."""
+def _read(file: Path) -> tuple[list[Line], ast.Module]:
+    """Parse a file; it is never imported or run. The code cells of a notebook are one, because they share names."""
     if not file.is_file():  # a pipe, to which nobody may ever write
         raise OSError("not a regular file: save its code to one")
-    if file.suffix == ".ipynb":
-        return _read_notebook(file)
-    with tokenize.open(file) as opened:  # by the encoding that the file declares
-        text = opened.read()
-    return Source(str(file), text.split("\n"), _parse(text))
-
-
-def _read_notebook(file: Path) -> Source:
+    if file.suffix != ".ipynb":
+        with tokenize.open(file) as opened:  # by the encoding that the file declares
+            text = opened.read()
+        return [(None, *one) for one in enumerate(text.split("\n"), 1)], _parse(text)
     notebook = json.loads(file.read_text(encoding="utf-8"))
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise ValueError("not a notebook of format 4: it has no list of cells")  # noqa: TRY004 - a file, no argument
     written = [_cell_lines(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    starts = tuple(accumulate(map(len, written), initial=0))[:-1]
-    return Source(str(file), list(chain(*written)), _parse("".join(map(_cell_code, written))), starts)
+    lines: list[Line] = [(at, *one) for at, cell in enumerate(written, 1) for one in enumerate(cell, 1)]
+    return lines, _parse("".join(map(_cell_code, written)))
 
 
 def _cell_lines(cell: dict[str, object]) -> list[str]:
@@ -88,26 +71,23 @@ def _cell_lines(cell: dict[str, object]) -> list[str]:
 def _cell_code(lines: list[str]) -> str:
     """Return the Python of a cell, with as many lines; nothing where the rest is not Python."""
     code = "".join(f"{_line_of_cell(line)}\n" for line in lines)
-    try:
-        _parse(code)
-    except SyntaxError:
-        return "\n" * len(lines)
-    return code
+    return code if _parses(code) else "\n" * len(lines)
 
 
 def _line_of_cell(line: str) -> str:
     """Return the Python of a line: a shell command is what IPython makes of it, its other commands ``pass``."""
-    shell = re.match(r"(\s*)(?:\w+\s*=\s*)?!(.+)", line)
-    if shell:
+    if shell := re.match(r"(\s*)(?:\w+\s*=\s*)?!(.+)", line):
         command = re.sub(r"\$(\w+)", r"{\1}", shell[2])
-        for prefix in ("f", ""):  # not every brace is an expression
-            code = f"get_ipython().system({prefix}{command!r})"
-            try:
-                ast.parse(code)
-            except SyntaxError:
-                continue
-            return shell[1] + code
+        code = f"get_ipython().system(f{command!r})"  # not every brace is an expression
+        return shell[1] + (code if _parses(code) else f"get_ipython().system({command!r})")
     return re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line)
+
+
+def _parses(code: str) -> bool:
+    try:
+        return bool(_parse(code))
+    except SyntaxError:
+        return False
 
 
 def _parse(text: str) -> ast.Module:
@@ -121,25 +101,25 @@ class Project:
 
     def __init__(self) -> None:
         self.values: dict[str, list[ast.expr]] = defaultdict(list)
-        self.imported: dict[str, str] = {}  # by the name of a module and a name in it
         self.parameters: dict[str, list[tuple[Module, ast.arguments]]] = defaultdict(list)  # of functions
 
 
 class Module:
     """A parsed file of a project. A name may be whatever is assigned to it anywhere in the file."""
 
-    def __init__(self, source: Source, project: Project) -> None:
-        self.source, self.nodes, self.project = source, list(ast.walk(source.tree)), project
+    def __init__(self, file: Path, project: Project) -> None:
+        self._path, (self._lines, tree) = str(file), _read(file)
+        self.nodes, self.project = list(ast.walk(tree)), project
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        file = Path(source.path).absolute().with_suffix("")
-        parts = tuple(re.sub(r"\W", "_", part) for part in file.parts)
-        self.parts = parts[:-1] if file.name == "__init__" else parts
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        parts = tuple(re.sub(r"\W", "_", part) for part in file.absolute().with_suffix("").parts)
+        self._package, self._parts = parts[:-1], parts[:-1] if parts[-1] == "__init__" else parts
         self.imported: dict[str, str] = {}
-        self.wildcards: set[str] = set()
+        self.listings: set[ast.Call] = set()  # calls that list checkpoints
         self._values: dict[str, list[ast.expr]] = defaultdict(list)
         self._texts: dict[ast.AST, str] = {}
         for node in self.nodes:
-            self._take_import(node, parts[:-1])
+            self._take_import(node)
             for target, value in _bindings(node):
                 self.bind(target, value)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -147,6 +127,21 @@ class Module:
                 for one in ast.walk(node):
                     if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom) and one.value:
                         project.values[node.name].append(one.value)
+
+    def finding(self, kind: str, action: str, node: Any) -> Finding:
+        """Return a finding with its place in the file."""
+        cell, line, code = self._lines[node.lineno - 1]
+        return Finding(self._path, cell, line, kind, action, code.strip())
+
+    def imports(self, other: Module) -> bool:
+        """Return whether it imports another module, or something of it."""
+        ends = [f"{'.'.join(other._parts[start:])}." for start in range(len(other._parts))]
+        return any(f"{dotted}.".startswith(end) for dotted in self.imported.values() for end in ends)
+
+    def set_listings(self, listings: set[ast.Call]) -> None:
+        """Note which calls list checkpoints."""
+        self.listings = listings
+        self._texts.clear()
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield what is around a node, from the inside out."""
@@ -174,11 +169,10 @@ class Module:
         if len(functions := self.project.parameters.get(name, [])) == 1:
             module, taken = functions[0]
             plain = [one for one in [*taken.posonlyargs, *taken.args] if one.arg not in {"self", "cls"}]
-            for parameter, value in zip(plain, node.args, strict=False):
+            names = {one.arg for one in [*plain, *taken.kwonlyargs]}
+            keywords = [(one, one.value) for one in node.keywords if one.arg in names]
+            for parameter, value in [*zip(plain, node.args, strict=False), *keywords]:
                 module.bind(parameter, value)
-            for keyword in node.keywords:
-                if keyword.arg in {one.arg for one in [*plain, *taken.kwonlyargs]}:
-                    module.bind(keyword, keyword.value)
 
     def values(self, node: ast.AST) -> list[ast.expr]:
         """Return the expressions that a name, an attribute or the result of a function may be."""
@@ -188,20 +182,15 @@ class Module:
         is_of_project = isinstance(node, ast.Call | ast.Attribute) or name in self.imported
         return self.project.values.get(name, []) if is_of_project else []
 
-    def _take_import(self, node: ast.AST, package: tuple[str, ...]) -> None:
+    def _take_import(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                top = alias.name.partition(".")[0]
-                self.imported[alias.asname or top] = alias.name if alias.asname else top
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                self.imported[alias.asname or name] = name
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            origin = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                if alias.name == "*":
-                    self.wildcards.add(origin)
-                else:
-                    self.imported[alias.asname or alias.name] = f"{origin}.{alias.name}"
-                    self.project.imported[f"{self.parts[-1]}.{alias.asname or alias.name}"] = f"{origin}.{alias.name}"
+            above = self._package[: len(self._package) - node.level + 1] if node.level else ()
+            origin = ".".join(filter(None, [*above, node.module]))
+            self.imported |= {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
 
     def dotted(self, node: ast.AST, depth: int = 0) -> str:
         """Return the name by which an expression was imported, as ``os.path.join``, or ""; ours is that of Flax."""
@@ -215,66 +204,76 @@ class Module:
 
     def _base(self, node: ast.AST, depth: int) -> str:
         if isinstance(node, ast.Name):
-            if name := self.imported.get(node.id):
-                return self.project.imported.get(".".join(name.split(".")[-2:]), name)
-            if "flax.training" in self.wildcards and node.id == "checkpoints":
-                return API
-            if len(values := self.values(node)) == 1:
-                return self.dotted(values[0], depth + 1)
-            return f"{API}.{node.id}" if self.wildcards & {API, OURS} else ""
-        if isinstance(node, ast.Subscript) and self.dotted(node.value, depth + 1) == "sys.modules":
-            return text_constant(node.slice)
-        if not isinstance(node, ast.Call) or not node.args:
-            return ""
-        name, texts = last_name(node.func), [text for one in node.args if (text := text_constant(one))]
-        if name in {"import_module", "__import__"} and texts:
-            return texts[1] + texts[0] if texts[0].startswith(".") and len(texts) > 1 else texts[0]
-        base = self.dotted(node.args[0], depth + 1) if name in {"getattr", "partial"} else ""
-        return f"{base}.{texts[0]}" if name == "getattr" and texts and base else base
+            if node.id in self.imported or len(values := self.values(node)) != 1:
+                return self.imported.get(node.id, "")
+            return self.dotted(values[0], depth + 1)
+        # getattr(training, "checkpoints"), import_module(".checkpoints", "flax.training"), sys.modules["flax.training"]
+        parts = node.args if isinstance(node, ast.Call) else [node.slice] if isinstance(node, ast.Subscript) else []
+        texts, giver = list(filter(None, map(text_constant, parts))), last_name(getattr(node, "func", node))
+        first = self.dotted(parts[0], depth + 1) if parts and giver in {"partial", "getattr"} else ""
+        if giver == "partial" or giver not in _GIVE_MODULES or not texts:
+            return first if giver == "partial" else ""
+        return "".join(texts[1::-1]) if texts[0].startswith(".") else ".".join(filter(None, [first, texts[0]]))
 
     def text(self, node: ast.AST | None, depth: int = 0) -> str:
-        """Return the text that an expression may be, with ``*`` for unknown parts."""
+        """Return the text that an expression may be; `UNKNOWN`, `LISTED` and `CHECKPOINT` stand for parts."""
         if node is None or depth > _DEEPEST:
-            return _UNKNOWN
+            return UNKNOWN
         if node not in self._texts:
-            self._texts[node] = _UNKNOWN  # where the text depends on itself
-            self._texts[node] = self._text(node, depth)
+            self._texts[node] = UNKNOWN  # where the text depends on itself
+            self._texts[node] = self._text(node, depth + 1)
         return self._texts[node]
 
     def _text(self, node: ast.AST, depth: int) -> str:
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, str) else _UNKNOWN
-        if isinstance(node, ast.JoinedStr):
-            return "".join(self.text(part, depth + 1) for part in node.values)
-        if isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Attribute) and node.attr in {"name", "path"}):
-            return self.text(node.value, depth + 1)
-        if isinstance(node, ast.Tuple | ast.List | ast.Set) and node.elts:
-            return self.text(node.elts[0], depth + 1)
-        if isinstance(node, ast.BinOp):
-            left, joint = self.text(node.left, depth + 1), "/" * isinstance(node.op, ast.Div)
-            is_formatting = isinstance(node.op, ast.Mod)
-            right = "" if is_formatting else self.text(node.right, depth + 1)
-            return re.sub(r"%\(?[-\w.)]+", _UNKNOWN, left) if is_formatting else left + joint + right
-        if isinstance(node, ast.Call):
-            return self._text_of_call(node, depth + 1)
-        known = (self.text(value, depth + 1) for value in self.values(node))
-        return next((text for text in known if text != _UNKNOWN), _UNKNOWN)
+        match node:
+            case ast.Constant(value=value):
+                return value if isinstance(value, str) else UNKNOWN
+            case ast.JoinedStr(values=parts):
+                return "".join(self.text(part, depth) for part in parts)
+            case ast.Subscript(value=inner) | ast.Attribute(value=inner, attr="name" | "path"):
+                return self.text(inner, depth)
+            case ast.BinOp(left=left, op=ast.Mod()):
+                return re.sub(r"%\(?[-\w.)]+", UNKNOWN, self.text(left, depth))
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.text(left, depth) + "/" * isinstance(op, ast.Div) + self.text(right, depth)
+            case ast.Call():
+                return self._text_of_call(node, depth)
+            case ast.Name() | ast.Attribute() | ast.arg():
+                found = self._best(self.values(node), depth)
+                return CHECKPOINT if _PATH_NAME.search(last_name(node)) and not is_other_file(found) else found
+        inside: Iterable[Any] = getattr(node, "values", None) or ast.iter_child_nodes(node)  # a dict's without its keys
+        return self._best([part for part in inside if isinstance(part, ast.expr)], depth)
+
+    def _best(self, nodes: list[ast.expr], depth: int) -> str:
+        """Return the text of the first expression that is a checkpoint, or else that is known."""
+        known = [text for one in nodes if (text := self.text(one, depth)) != UNKNOWN]
+        return next((text for text in known if CHECKPOINT in text), known[0] if known else UNKNOWN)
 
     def _text_of_call(self, node: ast.Call, depth: int) -> str:
-        name, receiver = last_name(node.func), getattr(node.func, "value", None)
-        is_method = isinstance(node.func, ast.Attribute) and not self.dotted(node.func)
-        parts = [self.text(one, depth) for one in [*[receiver] * is_method, *node.args]]
+        name, dotted = last_name(node.func), self.dotted(node.func)
+        if node in self.listings or (dotted or name).rpartition(".")[2] in _OF_CHECKPOINTS:
+            return CHECKPOINT
+        if name in LISTINGS:
+            return LISTED
+        parts = [*([node.func.value] if isinstance(node.func, ast.Attribute) and not dotted else []), *node.args]
+        first, *others = [self.text(one, depth) for one in parts] or [UNKNOWN]
         if name == "format":
-            return re.sub(r"\{[^}]*\}", _UNKNOWN, parts[0])
-        if name == "join" and isinstance(receiver, ast.Constant) and isinstance(node.args[0], ast.List | ast.Tuple):
-            return parts[0].join(self.text(one, depth) for one in node.args[0].elts)
+            return re.sub(r"\{[^}]*\}", UNKNOWN, first)
         if name in _JOINS:
-            return "/".join(parts)
-        if name == "with_suffix":
-            return "".join(parts)
+            return "/".join([first, *others])
         if name in {"abspath", "resolve", "absolute"}:
-            return f"/{parts[0]}"
-        return parts[0] if parts and name in _SAME and not (is_method and name == "split") else _UNKNOWN
+            return f"/{first}"
+        if name == "with_suffix":
+            return "".join([first, *others])
+        if name in _SAME or dotted == "shlex.split":
+            return first
+        given = [one for one in parts if self.text(one, depth) in (CHECKPOINT, LISTED)]
+        return self._best([*self.values(node), *given], depth)
+
+
+def is_other_file(text: str) -> bool:
+    """Return whether a text is the name of a file with an ending that checkpoints do not have."""
+    return bool(_EXTENSION.search(text.rpartition("/")[2]))
 
 
 def last_name(node: ast.AST) -> str:
@@ -295,22 +294,17 @@ def argument(call: ast.Call, name: str, at: int) -> ast.expr | None:
     return named or (call.args[at] if at < len(call.args) else None)
 
 
-def _bindings(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
+def _bindings(node: Any) -> Iterator[tuple[ast.AST, ast.expr]]:
     """Yield what a node binds, as (target, value); what is added to a container counts as its value."""
     match node:
         case ast.Assign(targets=targets, value=value):
             yield from ((target, value) for target in targets)
-        case (
-            ast.AnnAssign(target=ast.expr() as target, value=ast.expr() as value)
-            | ast.NamedExpr(target=ast.expr() as target, value=ast.expr() as value)
-            | ast.For(target=ast.expr() as target, iter=ast.expr() as value)
-            | ast.AsyncFor(target=ast.expr() as target, iter=ast.expr() as value)
-            | ast.comprehension(target=ast.expr() as target, iter=ast.expr() as value)
-            | ast.withitem(optional_vars=ast.expr() as target, context_expr=ast.expr() as value)
-        ):
+        case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
             yield target, value
-        case ast.Call(func=ast.Attribute(attr="heappush"), args=[holder, value]):
-            yield holder, value
+        case ast.For() | ast.AsyncFor() | ast.comprehension():
+            yield node.target, node.iter
+        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
+            yield target, value
         case ast.Call(func=ast.Attribute(attr=name, value=holder), args=values) if name in _ADDS:
             yield from ((holder, value) for value in values)
         case ast.arguments(posonlyargs=first, args=plain, defaults=defaults, kwonlyargs=named, kw_defaults=others):

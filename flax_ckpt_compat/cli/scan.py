@@ -123,5 +123,5 @@ def _to_json(report: ScanReport) -> dict[str, Any]:
     return {
         "files": report.files,
         "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
-        "findings": [{**found.about._asdict(), **dataclasses.asdict(found)} for found in report.findings],
+        "findings": [{**KINDS[found.kind]._asdict(), **dataclasses.asdict(found)} for found in report.findings],
     }
