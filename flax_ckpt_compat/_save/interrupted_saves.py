@@ -6,15 +6,14 @@ import dataclasses
 import errno
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError, add_sentence
+from flax_ckpt_compat._core.errors import StorageError, add_sentence
 from flax_ckpt_compat._core.local import atomic, gda_folder, presence, temporaries
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.orbax_layout import PARTIAL_SAVE, TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import FULL_DISK, translated
-from flax_ckpt_compat._core.text_formatting import format_size, one_line
 from flax_ckpt_compat._discovery import contents, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
@@ -58,10 +57,10 @@ def remove(leftover: Leftover, *, force: bool = False) -> bool:
 
 
 def _remove(folder: Location, name: str, *, force: bool) -> None:
-    if temporaries.is_temporary(name) and not folder.is_remote:
-        atomic.remove_stale(folder.path, [name], force=force)
-    elif folder.is_remote:
+    if folder.is_remote:
         folder.remove_leftovers([name])
+    elif temporaries.is_temporary(name):
+        atomic.remove_stale(folder.path, [name], force=force)
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
         gda_folder.remove_orphan((folder / name).path)
     else:
@@ -71,74 +70,62 @@ def _remove(folder: Location, name: str, *, force: bool) -> None:
 
 @contextmanager
 def explaining_failures(location: Location) -> Iterator[None]:
-    """Let an error say what interrupted saves left on a full disk, or who may have removed what was being written."""
+    """Let an error say how to free space on a full disk, or who may have removed what was being written."""
     try:
         yield
     except StorageError as error:
         if error.errno == errno.ENOENT and location.parent.isdir():
             add_sentence(error, _REMOVED_MEANWHILE)
         if error.errno in FULL_DISK:
-            with suppress(CheckpointError, OSError):
-                folder = of_text(os.path.dirname(location.temporary_path()))
-                if found := [one for one in in_folder(folder) if not one.kept or one.by_time]:
-                    add_sentence(error, _described(folder, found))
+            add_sentence(error, f"`flax-ckpt clean {location.parent}` removes what interrupted saves left.")
         raise
-
-
-def _described(folder: Location, found: Collection[Leftover]) -> str:
-    certain = [one for one in found if not one.kept]
-    nbytes, names = sum(one.nbytes for one in found), one_line([one.location.name for one in found])
-    text = f"Interrupted saves left {format_size(nbytes)} in {folder}: {names}. "
-    if len(certain) == len(found):
-        return f"{text}`flax-ckpt clean` removes them."
-    return f"{text}If nothing is saving there, `flax-ckpt clean --force` removes them."
 
 
 def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterator[Leftover]:
     """Yield the leftovers directly in a folder, or those with these names."""
     if folder.is_remote:
-        yield from (one for one in _in_store(folder) if names is None or one.location.name in names)
+        for name, is_whole in folder.leftovers().items():
+            if names is None or name in names:
+                what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
+                yield Leftover(folder / name, what, (folder / name).total_size())
         return
     if names is None:
         with translated(folder.path):
             names = sorted(os.listdir(folder.path))
-    stale = set(atomic.stale_names(folder.path, names))
     for name in names:
-        path = (folder / name).path
-        if not presence.lexists(path):
-            continue
-        if temporaries.is_temporary(name):
-            match = temporaries.parse(name)
-            assert match is not None
-            by_time = name not in stale and temporaries.writer_of(match, path) == "perhaps"
-            kept = "" if name in stale else "its writer may be running"
-            if by_time:
-                kept += ", on another machine or in another container: it was changed lately"
-            what = f"unfinished save of {match['name']}"
-            if match["role"] == "old":
-                is_there = (folder / match["name"]).exists()
-                what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
-            yield Leftover(folder / name, what, (folder / name).total_size(), kept, by_time)
-        elif PARTIAL_SAVE in name:
-            whose = contents.temporary_of(name) or ""
-            kept = "it holds values that were saved, and can be completed"
-            yield Leftover(folder / name, whose, (folder / name).total_size(), kept)
-        elif TEMPORARY in name:
-            yield _of_others(folder / name, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
-        elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(folder / name):  # or a file
-            yield _of_others(folder / name, "unfinished save by Flax")
-        elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
-            main = path.removesuffix(steps.ARRAYS_POSTFIX)
-            found = _of_others(folder / name, f"arrays of {os.path.basename(main)}, which does not exist")
-            is_live = atomic.has_live_writer(main)
-            yield dataclasses.replace(found, kept="a save of it may be running", by_time=False) if is_live else found
+        location = folder / name
+        if presence.lexists(location.path) and (found := _look(location)):
+            what, kept, by_time = found
+            yield Leftover(location, what, location.total_size(), kept, by_time)
 
 
-def _of_others(location: Location, what: str) -> Leftover:
-    """Return a leftover of a writer that does not say which process it is: what changed within a day stays."""
+def _look(location: Location) -> tuple[str, str, bool] | None:
+    """Return what a local leftover is, why it is kept, and whether only time keeps it; None for anything else."""
+    name, main = location.name, location.path.removesuffix(steps.ARRAYS_POSTFIX)
+    if match := temporaries.parse(name):
+        writer = temporaries.writer_of(match, location.path)
+        elsewhere = ", on another machine or in another container: it was changed lately"
+        kept = "" if writer == "dead" else "its writer may be running" + (elsewhere if writer == "perhaps" else "")
+        what = f"unfinished save of {match['name']}"
+        if match["role"] == "old":
+            is_there = (location.parent / match["name"]).exists()
+            what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
+        return what, kept, writer == "perhaps"
+    if PARTIAL_SAVE in name:
+        return contents.temporary_of(name) or "", "it holds values that were saved, and can be completed", False
+    if TEMPORARY in name:
+        what = f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax"
+    elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(location):  # or a file
+        what = "unfinished save by Flax"
+    elif main != location.path and _is_orphan(location.path):
+        if atomic.has_live_writer(main):
+            return f"arrays of {os.path.basename(main)}, which does not exist", "a save of it may be running", False
+        what = f"arrays of {os.path.basename(main)}, which does not exist"
+    else:
+        return None
+    # Its writer does not say which process it is: what changed within a day stays.
     is_old = temporaries.is_long_unchanged(location.path)
-    kept = "" if is_old else "changed in the last 24 hours, so its writer may be running"
-    return Leftover(location, what, location.total_size(), kept, by_time=bool(kept))
+    return what, "" if is_old else "changed in the last 24 hours, so its writer may be running", not is_old
 
 
 def _is_orphan(folder: str) -> bool:
@@ -152,9 +139,3 @@ def _is_orphan(folder: str) -> bool:
     files = [name for _, _, names in os.walk(folder) for name in names]
     # An interrupted removal may have left an empty one.
     return ZARR2_METADATA in files or (not files and main[-1:].isdecimal())
-
-
-def _in_store(folder: Location) -> Iterator[Leftover]:
-    for name, is_whole in folder.leftovers().items():
-        what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
-        yield Leftover(folder / name, what, (folder / name).total_size())

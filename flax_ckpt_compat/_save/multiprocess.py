@@ -54,9 +54,9 @@ def save(request: SaveRequest, target: Any) -> None:
             if other["signature"] != signature:
                 hint = "" if summary is None else summary.why_spread_differs(other["tree"])
                 raise coordinator.mismatch(index, other["signature"], signature, hint)
-        trees = {index: other["tree"] for index, other in reports.items()}
-        differs = summary is not None and summary.warn_of_differences(request.path, trees)
-        agrees = not differs and all(other["replicas"] == report["replicas"] for other in reports.values())
+        if summary is not None:
+            summary.warn_of_more_leaves(request.path, {index: other["tree"] for index, other in reports.items()})
+        agrees = all(other["replicas"] == report["replicas"] for other in reports.values())
         return {"agrees": agrees, **own.begin()}
 
     begun = coordinator.barrier(BEGIN, failed=failed, report={"signature": signature, **report}, on_primary=begin)

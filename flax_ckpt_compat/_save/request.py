@@ -101,13 +101,12 @@ def of_step(
 
     ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
     """
-    one = steps.of_replicated(step)
-    text, checkpoint_dir = steps.step_text(one), _checkpoint_dir(ckpt_dir, prefix)
-    if one is not step:
-        what = f"step is an array of shape {step.shape} of equal numbers, as of a replicated state"
-        log_once(("step", checkpoint_dir.directory.path), f"{what}: checkpoints are named after that number")
-    step = one
+    given, step = step, steps.of_replicated(step)
+    text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
     directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
+    if given is not step:
+        what = f"step is an array of shape {given.shape} of equal numbers, as of a replicated state"
+        log_once(("step", directory.path), f"{what}: checkpoints are named after that number")
     if options.get("replace_only_checkpoints") and directory.name == name:
         raise ArgumentError(
             f"{directory} is named like step {step} itself; leave out step=, or pass its parent {directory.parent}",
@@ -141,8 +140,10 @@ def of_path(path: str, **options: Any) -> SaveRequest:
 
 def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None = None, **fields: Any) -> SaveRequest:
     settings = config.current()
-    if async_manager:  # as Flax asks
-        _check_manager(async_manager)
+    is_manager = not isinstance(async_manager, type) and hasattr(async_manager, "wait_previous_save")
+    if async_manager and not (is_manager and hasattr(async_manager, "save_async")):  # as Flax asks
+        what = "a checkpoints.AsyncManager(), or an object with its methods"
+        raise CheckpointerError(f"async_manager must be {what}; {arguments.found(async_manager)}")
     meter = Meter(progress.callback_of(settings.progress), "save")
     request = SaveRequest(
         overwrite=arguments.flag(overwrite, "overwrite"),
@@ -154,15 +155,6 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
     )
     normal(request.path)  # raises for characters that stores do not take
     return request
-
-
-def _check_manager(manager: Any) -> None:
-    """Raise CheckpointerError unless an object can be a `SaveManager`."""
-    if isinstance(manager, type) or not all(hasattr(manager, name) for name in ("wait_previous_save", "save_async")):
-        raise CheckpointerError(
-            "async_manager must be a checkpoints.AsyncManager(), or an object with its methods; "
-            f"{arguments.found(manager)}"
-        )
 
 
 def write_options(
@@ -198,16 +190,14 @@ def check_keep(keep: Any) -> int:
     value = _count(keep, "keep")
     if not value >= 0:
         raise ArgumentError(f"keep must be 0 (keep all) or more, found {value}")
-    if math.isinf(value):
-        return 0
-    if value != int(value):
+    if math.isfinite(value) and value != int(value):
         raise ArgumentError(f"keep must be a whole number, found {value}")
-    return int(value)
+    return int(value) if math.isfinite(value) else 0
 
 
 def check_every(every: Any) -> float | None:
     """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
-    value = 0.0 if every is None else _count(every, "keep_every_n_steps")
+    value = 0.0 if every is None or every is False else _count(every, "keep_every_n_steps")
     if math.isnan(value):
         raise ArgumentError("keep_every_n_steps must be a number or None, found nan")
     return value or None
@@ -216,11 +206,10 @@ def check_every(every: Any) -> float | None:
 def _count(value: Any, name: str) -> float:
     """Return a number, or the one value of an array; infinity for an int beyond every float."""
     one = arguments.number(value, name, of_any_rank=True)
-    if one is True or isinstance(one, str) or (one is False and name == "keep"):
-        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")
+    number: Any = None if isinstance(one, bool | str) else one  # which float would take, too
     try:
-        return float(one)
+        return float(number)
     except OverflowError:
-        return math.inf if one > 0 else -math.inf
+        return math.inf if number > 0 else -math.inf
     except (TypeError, ValueError):
         raise ArgumentError(f"{name} must be a number, {arguments.found(value)}") from None

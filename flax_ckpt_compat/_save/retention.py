@@ -40,7 +40,7 @@ def retain(request: SaveRequest) -> None:
     global _last_saved
     try:
         if request.step is not None:
-            saved_prefixes.record(request.checkpoint_dir, request.name)
+            saved_prefixes.of_directory(request.checkpoint_dir)[request.name] = request.checkpoint_dir.prefix
         if request.step is not None and request.number is not None:
             _remove_others(request)
         elif not request.location.is_remote and not request.location.exists():
@@ -67,7 +67,7 @@ def _remove_others(request: SaveRequest) -> None:
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
                 failures += _remove_orphaned_arrays(checkpoint_dir, names)
         else:
-            is_gone = not _may_be_evicted(request, list(counted))
+            is_gone = not _may_be_evicted(request)
     except ConcurrentWriteError:
         raise
     except StorageError as error:
@@ -99,24 +99,22 @@ def _counted_steps(request: SaveRequest, listed: CheckpointDir, names: list[str]
     return saved_steps.counted_steps(listed, ordered, with_items=request.orbax_checkpointer is not None)
 
 
-def _may_be_evicted(request: SaveRequest, ordered: list[str]) -> bool:
+def _may_be_evicted(request: SaveRequest) -> bool:
     """Return whether another writer may have evicted, or is replacing, the checkpoint that was just saved.
 
     It has saved a newer step, or, with ``overwrite``, an older one since this save began, or it is saving one."""
+    checkpoint_dir, began = request.checkpoint_dir, request.start - _CLOCK_SECONDS
     if request.location.is_remote:
         return True
     if request.location.exists() and not _is_complete(request.location):
         return False
-    checkpoint_dir, began = request.checkpoint_dir, request.start - _CLOCK_SECONDS
     for _ in range(_LOOKS):  # that writer may be evicted itself meanwhile, and a listing may miss names that change
-        for name in ordered:
-            if steps.step_of(name, checkpoint_dir.prefix) is None or name == request.name:
-                continue
+        names = saved_steps.names_in(checkpoint_dir)
+        if any(map(temporaries.is_temporary, names)) or _is_complete(request.location):
+            return True
+        for name in steps.in_order(names, checkpoint_dir.prefix):
             if request.is_newer(name) or _modified(checkpoint_dir.path(name).path) > began:
                 return True
-        ordered = saved_steps.names_in(checkpoint_dir)
-        if any(map(temporaries.is_temporary, ordered)) or _is_complete(request.location):
-            return True
         time.sleep(_PAUSE_SECONDS)
     return False
 
@@ -170,7 +168,7 @@ def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], prese
             arrays = [name for name in arrays if name in present]
         failed |= directory.discard(arrays)
         for name in removed:
-            saved_prefixes.forget(listed, name)
+            saved_prefixes.of_directory(listed).pop(name, None)
         failures.extend(failed.values())
 
     if not names:  # no need to lock the directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,14 @@ from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Flax's msgpack format refuses subclasses of int, float and str, Orbax stores their values; msgpack takes buffers.
-_BASES = (int, float, complex, str, bytes, bytearray, memoryview)
+# The base classes' own methods: a subclass may override the conversion.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    **dict.fromkeys((bytes, bytearray, memoryview), lambda buffer: memoryview(buffer).tobytes()),
+}
 _EXACT = {bool, int, float, complex, str, bytes, type(None)}
 _warned: set[type] = set()
 
@@ -172,9 +180,9 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
 def plain(leaf: Any, path: Path) -> Any:
     """Convert a leaf of a subclass of a Python type, or a buffer, to the plain value; warn once per type."""
     kind = type(leaf)
-    if kind in _EXACT or not isinstance(leaf, _BASES) or isinstance(leaf, np.generic):
+    if kind in _EXACT or not isinstance(leaf, tuple(_BASES)) or isinstance(leaf, np.generic):
         return leaf
-    value = _value(leaf)
+    value = next(convert for base, convert in _BASES.items() if isinstance(leaf, base))(leaf)
     if kind not in _warned:
         _warned.add(kind)
         _log.warning(
@@ -182,16 +190,3 @@ def plain(leaf: Any, path: Path) -> Any:
             show_path(path), kind.__module__, kind.__qualname__, type(value).__name__, value,
         )  # fmt: skip
     return value
-
-
-def _value(leaf: Any) -> Any:
-    # The base classes' own methods: a subclass may override the conversion.
-    if isinstance(leaf, int):
-        return int.__int__(leaf)
-    if isinstance(leaf, float):
-        return float.__float__(leaf)
-    if isinstance(leaf, complex):
-        return complex.__complex__(leaf)
-    if isinstance(leaf, str):
-        return str.__str__(leaf)
-    return memoryview(leaf).tobytes()

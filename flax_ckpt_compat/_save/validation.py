@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Callable, Container
-from contextlib import suppress
 
 import jax
 
@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
-from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
@@ -52,10 +52,8 @@ def check(request: SaveRequest) -> Listing | None:
     if request.step is not None and not request.overwrite:
         _check_overwrite(listed)
     if request.orbax_checkpointer and request.location.is_remote:
-        remedy = "leave it out: the format is the same"
-        raise StorageError(
-            f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
-        )
+        message = "an orbax_checkpointer cannot save to an object store; leave it out: the format is the same"
+        raise StorageError(f"{request.path}: {message}", path=request.path)
     return listed.directory.listing
 
 
@@ -89,10 +87,7 @@ def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
 
 
 def _check_directory(request: SaveRequest) -> None:
-    """Raise if the directory is, or is inside, a checkpoint.
-
-    An ordinary file in its place raises later, when directories are made.
-    """
+    """Raise if the directory is, or is inside, a checkpoint; a file in its place raises later."""
     directory = request.directory
     is_step = steps.step_of(directory.name, request.checkpoint_dir.prefix) is not None
     if (is_step and directory.isfile()) or contents.is_certainly_orbax(directory):
@@ -109,28 +104,38 @@ def _check_replaced(request: SaveRequest) -> None:
     only what is exactly one checkpoint.
     """
     path, strict = request.location, request.replace_only_checkpoints
-    if not strict:
-        reason = _check_stable(path, lambda path: _why_never_replaced(contents.contents_of(path), request))
-        if reason is not None:
-            raise _invalid(
-                request,
-                f"cannot save to {path}: {reason}, and only checkpoints are replaced; save under "
-                "another name, or remove it yourself.",
-            )
+    if strict and (not path.exists() or path.holds_nothing()):
         return
-    if not path.exists() or path.holds_nothing():
-        return
-    foreign = _check_stable(path, _foreign_reason)
-    if foreign:
-        hint = ", pass step= to save into this directory" if request.step is None and path.isdir() else ""
+    reason = _reason_against(path, _why_not_one if strict else functools.partial(_why_never_replaced, request))
+    if reason:
+        hint = ", pass step= to save into this directory" if strict and request.step is None and path.isdir() else ""
         remedy = f"save under another name{hint}, or remove it yourself"
-        raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
-    if not request.overwrite:
+        raise _invalid(request, f"{request.attempt}: {reason}, and only checkpoints are replaced; {remedy}.")
+    if strict and not request.overwrite:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
 
 
-def _why_never_replaced(found: Contents, request: SaveRequest) -> str | None:
-    """Return why a save does not replace what is there, or None."""
+def _reason_against(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:
+    """Return the reason found against a path, looked for again while other writers replace what is there."""
+    for _ in range(_ATTEMPTS):
+        before = path.identity()
+        if before is None and not path.exists():
+            return None  # another writer has just removed it
+        try:
+            reason = find_reason(path)
+        except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
+            if path.identity() == before:
+                with translated(path.path):
+                    raise
+        else:
+            if reason is None or path.identity() == before:
+                return reason
+    return "other writers keep replacing it"
+
+
+def _why_never_replaced(request: SaveRequest, path: Location) -> str | None:
+    """Return why no save replaces what is there, or None."""
+    found = contents.contents_of(path)
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
     if found.is_certain and not found.may_be_removed(with_items=request.orbax_checkpointer is not None):
@@ -140,67 +145,7 @@ def _why_never_replaced(found: Contents, request: SaveRequest) -> str | None:
     return None
 
 
-def _check_overwrite(request: SaveRequest) -> None:
-    """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
-    path, checkpoint_dir = request.location, request.checkpoint_dir
-    if path.exists() and not path.holds_nothing():
-        found = contents.contents_of(path)
-        state = "already exists" if found.is_complete else f"is there, {found.state.value} ({found.why})"
-        raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
-    step = steps.step_of(request.name, checkpoint_dir.prefix)
-    if step is None:
-        return
-    others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
-    last = saved_steps.newest_step(checkpoint_dir, step, but=others)
-    if last is not None:
-        state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
-        removed = "" if request.replace_only_checkpoints else _removed(request, step, others)
-        raise _invalid(
-            request,
-            f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
-            f"pass overwrite=True to save it anyway{removed}.",
-        )
-
-
-def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:
-    """Return the end of a sentence: which checkpoints ``overwrite`` removes; only a few are looked at."""
-    checkpoint_dir, prefix = request.checkpoint_dir, request.checkpoint_dir.prefix
-    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
-    names = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
-    first, rest = names[:_SHOWN], names[_SHOWN:]
-    counted = saved_steps.counted_steps(checkpoint_dir, first, with_items=request.orbax_checkpointer is not None)
-    removed = [name for name, may_go in counted.items() if may_go]
-    removed += [f"newer ones up to {rest[-1]}"] if rest else []
-    return f" and to remove {', '.join(removed)}" if removed else ""
-
-
-def _check_stable(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:
-    """Return the reason found against a path, looked for again while other writers replace what is there."""
-    for _ in range(_ATTEMPTS):
-        before = _file_id(path)
-        if before is None and not path.is_remote:
-            return None  # another writer has just removed it
-        try:
-            reason = find_reason(path)
-        except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
-            if _file_id(path) != before:
-                continue
-            with translated(path.path):
-                raise
-        if reason is None or _file_id(path) == before:
-            return reason
-    return "other writers keep replacing it"
-
-
-def _file_id(path: Location) -> tuple[int, ...] | None:
-    """Return an identifier of a local file or directory that changes when it is replaced; None if there is none."""
-    with translated(path.path), suppress(FileNotFoundError, NotADirectoryError):
-        status = os.lstat(path.path)
-        return status.st_dev, status.st_ino, status.st_mode, status.st_ctime_ns  # inodes are used again
-    return None
-
-
-def _foreign_reason(path: Location) -> str | None:
+def _why_not_one(path: Location) -> str | None:
     """Return why the path is not exactly one checkpoint, or None if it is."""
     if path.isdir():
         if not contents.is_certainly_orbax(path):
@@ -228,13 +173,44 @@ def _extra_files(path: Location) -> list[str]:
         items = {}
     found = []
     for name in sorted(path.listdir()):
-        child = path / name
         if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
-        if orbax_trees.is_array(child):
-            continue
-        if name not in items or not child.isdir():
+        if name in items and (path / name).isdir():
+            found += [os.path.join(name, inner) for inner in _extra_files(path / name)]
+        elif not orbax_trees.is_array(path / name):
             found.append(name)
-        else:
-            found += [os.path.join(name, inner) for inner in _extra_files(child)]
     return found
+
+
+def _check_overwrite(request: SaveRequest) -> None:
+    """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
+    path, checkpoint_dir = request.location, request.checkpoint_dir
+    if path.exists() and not path.holds_nothing():
+        found = contents.contents_of(path)
+        state = "already exists" if found.is_complete else f"is there, {found.state.value} ({found.why})"
+        raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
+    step = request.number
+    if step is None:
+        return
+    others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
+    last = saved_steps.newest_step(checkpoint_dir, step, but=others)
+    if last is not None:
+        state = "is newer" if request.is_newer(last) else "is the same step"
+        removed = "" if request.replace_only_checkpoints else _removed(request, step, others)
+        raise _invalid(
+            request,
+            f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
+            f"pass overwrite=True to save it anyway{removed}.",
+        )
+
+
+def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes; only a few are looked at."""
+    checkpoint_dir, prefix = request.checkpoint_dir, request.checkpoint_dir.prefix
+    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
+    names = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
+    with_items = request.orbax_checkpointer is not None
+    counted = saved_steps.counted_steps(checkpoint_dir, names[:_SHOWN], with_items=with_items)
+    removed = [name for name, may_go in counted.items() if may_go]
+    removed += [f"newer ones up to {names[-1]}"] if len(names) > _SHOWN else []
+    return f" and to remove {', '.join(removed)}" if removed else ""

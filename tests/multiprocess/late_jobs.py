@@ -149,23 +149,18 @@ def save_split_otherwise(folder: str, orbax: bool) -> str:
         return _error(checkpoints.save_checkpoint_multiprocess, folder, tree, 1)
 
 
-def save_differing(folder: str, orbax: bool, background: bool) -> list[str]:
-    """Saves two steps with leaves that differ between processes, and one after that without; what was warned of."""
+def save_differing(folder: str, orbax: bool, background: bool) -> None:
+    """Saves leaves that differ between processes."""
     use(orbax)
     manager = checkpoints.AsyncManager() if background else None
-    with warnings_logged() as warnings:
-        for step in (1, 2, 3):
-            tree = _differing(jax.process_index() if step < 3 else 0)
-            checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=9, async_manager=manager)
-        if manager:
-            manager.wait_previous_save()
-    for step in (1, 2, 3):
-        got = checkpoints.restore_checkpoint(folder, _differing(9), step)
-        assert got["n"] == 7
-        np.testing.assert_array_equal(got["v"], np.zeros(3))
-        np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
-        check_shards("halves", got["halves"], WHOLE)
-    return warnings
+    checkpoints.save_checkpoint_multiprocess(folder, _differing(jax.process_index()), 1, async_manager=manager)
+    if manager:
+        manager.wait_previous_save()
+    got = checkpoints.restore_checkpoint(folder, _differing(9), 1)
+    assert got["n"] == 7
+    np.testing.assert_array_equal(got["v"], np.zeros(3))
+    np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
+    check_shards("halves", got["halves"], WHOLE)
 
 
 def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
@@ -188,9 +183,7 @@ def _differing(own: int) -> dict[str, Any]:
         "v": np.full(3, own, np.float32),
         "copies": put(WHOLE + own, NamedSharding(where, P())),
         "halves": put(WHOLE + own, NamedSharding(where, P("y"))),
-        "same": np.arange(5),
         "split": put(WHOLE, NamedSharding(where, P("x"))),
-        "large": np.zeros((100, 100)) + np.float32(own),
     }
 
 

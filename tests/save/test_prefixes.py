@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,8 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._save import saved_prefixes
 from tests.support.logs import warnings_logged
 from tests.support.saves import names, tree
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing remembered of other tests."""
-    saved_prefixes._saved.clear()
-    saved_prefixes._warned.clear()
-    yield
 
 
 @pytest.mark.parametrize(("short", "long"), [("v", "v2"), ("", "7"), ("run-1", "run-1.5"), ("a", "a-"), ("m", "m1e")])
