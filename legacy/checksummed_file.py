@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -27,21 +27,38 @@ from flax_ckpt_compat._core.tree import show_path
 
 from .read_bytes import File, MsgpackSource, StoredObject
 
+# Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
+_STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
+_REMEDY = "restore an older step. To read it as it is, set checksums='off'"
 
-def open_checksums(source: MsgpackSource) -> ChecksummedFile | None:
-    """Return the recorded checksums of a file; None if there are none."""
-    if not isinstance(source, File):
-        return None
+
+def open_checksums(source: MsgpackSource) -> ChecksummedFile | ChecksummedObject | None:
+    """Return the recorded checksums of a file, or the store's of an object; None if there are none."""
+    if isinstance(source, StoredObject):
+        return ChecksummedObject(source)
     sums = recorded_checksums(source.fileno())
     return None if sums is None else ChecksummedFile(source, sums)
 
 
-def truncated(path: str, read: Read) -> CorruptCheckpointError:
-    """Return the error for a file that ends inside a read."""
+def read_unverified(source: MsgpackSource, reads: Sequence[Read], deliver: Deliver, meter: Meter) -> None:
+    """Read parts of a file or object, those of an object by requests of about one size."""
+    longest = min(max(sum([read.nbytes for read in reads]) // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
+    runs = neighbours(reads, PIECE_BYTES, None if source.is_local else longest)
+    read_runs(runs, deliver, functools.partial(truncated, source.path), meter)
+
+
+def truncated(path: str, read: Read | None) -> CorruptCheckpointError:
+    """Return the error for a file that ends inside a read, or behind all of them."""
+    if read is None:
+        return _changed(path)
     leaf = show_path(read.owner)
     message = f"{path}: {leaf}: expected {read.nbytes} bytes of data from byte {read.offset}, found the "
     message += "end of the file; it was truncated while it was open; restore another checkpoint"
     return CorruptCheckpointError(message, path=path, leaf=leaf)
+
+
+def _changed(path: str) -> ChecksumError:
+    return ChecksumError(f"{path}: it is not what it was when it was opened; restore it again", path=path)
 
 
 class ChecksummedFile:
@@ -51,6 +68,7 @@ class ChecksummedFile:
         self._source, self._sums = source, sums
         self._block_bytes = sums.units_per_block * checksums.BLOCK_BYTES
         self._verified = [False] * len(sums.blocks)
+        self._ended = functools.partial(truncated, source.path)
 
     @property
     def is_verified(self) -> bool:
@@ -64,13 +82,14 @@ class ChecksummedFile:
             run = self._run(block, [])
             self._check(run, Filled([run.start], [view[run.start : run.stop]]))
 
-    def verify_range(self, start: int, stop: int) -> None:
+    def verify(self, start: int, stop: int) -> bool:
         """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
         blocks = range(start // self._block_bytes, min(-(-stop // self._block_bytes), len(self._verified)))
         runs = [self._run(block, []) for block in blocks if not self._verified[block]]
         read_runs(runs, bool, self._ended, OFF, self._check)
+        return True
 
-    def read(self, reads: Iterable[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
+    def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
         """Read parts of the file; read and verify the blocks that they fill almost, or with ``whole`` all blocks."""
         parts, cut_reads = _by_block(reads, self._block_bytes)
         if whole:
@@ -96,86 +115,78 @@ class ChecksummedFile:
             raise self._damaged(run)
         self._verified[block] = True
 
-    def _ended(self, read: Read | None) -> CorruptCheckpointError:
-        return self._changed() if read is None else truncated(self._source.path, read)
-
     def _damaged(self, run: Run) -> ChecksumError:
         path = self._source.path
         if recorded_checksums(self._source.fileno()) != self._sums:
-            return self._changed()
-        leaves = dict.fromkeys(show_path(part.owner) for part in run.reads)
-        shown = ", ".join(map(repr, list(leaves)[:4])) + (", …" if len(leaves) > 4 else "")
+            return _changed(path)
+        leaves = list(dict.fromkeys(show_path(part.owner) for part in run.reads))
+        shown = ", ".join(map(repr, leaves[:4])) + (", …" if len(leaves) > 4 else "")
         return ChecksumError(
-            f"{path}: bytes {run.start} to {run.stop} are not what was saved: their checksum differs from the "
-            f"recorded one{f', and they hold data of {shown}' if leaves else ''}. Restore the file from a backup, or "
-            f"restore an older step. To read it as it is, set checksums='off'",
+            f"{path}: bytes {run.start} to {run.stop} are not what was saved: their checksum differs from the recorded "
+            f"one{f', and they hold data of {shown}' if leaves else ''}. Restore the file from a backup, or {_REMEDY}",
             path=path,
-            leaf=next(iter(leaves)) if len(leaves) == 1 else None,
-        )
-
-    def _changed(self) -> ChecksumError:
-        path = self._source.path
-        return ChecksumError(
-            f"{path}: another program has written into the file while it was read; restore it again", path=path
+            leaf=leaves[0] if len(leaves) == 1 else None,
         )
 
 
 class ChecksummedObject:
-    """A whole object of a store that reports the CRC-32C of its objects, and the checksum of what was read."""
+    """An object of a store that reports the CRC-32C of its objects, which is verified where it is read whole."""
 
     def __init__(self, source: StoredObject) -> None:
-        self._source = source
-        # The checksum of all bytes up to an offset, and pieces that arrived before those in front of them.
-        self._sum = self._at = 0
-        self._early: dict[int, Filled] = {}
-        self._lock = threading.Lock()
+        self._source, self.is_verified = source, False
 
-    def read(self, reads: Sequence[Read], deliver: Deliver = bool, meter: Meter = OFF) -> bool:
-        """Read parts, and the bytes between them; return False, without reading, if the store reports no CRC-32C.
+    @functools.cached_property
+    def _expected(self) -> int | None:
+        return self._source.location.stored_crc32c()
 
-        Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
+    def verify(self, _start: int, _stop: int) -> bool:
+        """Read and verify the whole object once; return False if the store reports no checksum."""
+        if not self.is_verified and self._expected is not None:
+            self.read([], bool, OFF, whole=True)
+        return self.is_verified
+
+    def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
+        """Read parts; if they are the ``whole`` object, with the bytes between them, and again if the sum differs."""
         source = self._source
-        expected = source.location.stored_crc32c()
-        if expected is None:
-            return False
+        if not whole or self._expected is None:
+            return read_unverified(source, reads, deliver, meter)
         (parts, cut_reads), starts = _by_block(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)
-        for version in (source, source.opened):
-            self._sum = self._at = 0
-            runs = [
-                Run(version, at, min(at + PIECE_BYTES, source.size), parts.get(at // PIECE_BYTES, [])) for at in starts
-            ]
-            read_runs(runs, deliver, self._ended, meter, self._add)
-            if self._sum == expected:
-                deliver(cut_reads)
-                return True
-        raise ChecksumError(
-            f"{source.path}: the bytes that arrive have the CRC-32C {self._sum:08x}, the store reports "
-            f"{expected:08x}; they are changed in transit, or the store is damaged. Check the proxy before the store, "
-            "or restore an older step. To read it as it is, set checksums='off'",
-            path=source.path,
-        )
+        stops = [*starts[1:], source.size]
+        runs = [
+            Run(source.opened, start, stop, parts.get(start // PIECE_BYTES, []))
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        found = self._read(runs, deliver, meter)
+        if found != self._expected:
+            found = self._read(runs, deliver, meter)
+        if found != self._expected:
+            raise ChecksumError(
+                f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports "
+                f"{self._expected:08x}; they are changed in transit, or the store is damaged. Check the proxy before "
+                f"the store, or {_REMEDY}",
+                path=source.path,
+            )
+        self.is_verified = True
+        deliver(cut_reads)
+        return None
 
-    def _add(self, run: Run, filled: Filled) -> None:
-        """Add a piece to the checksum, in the order of the file; raise if the structure was parsed from other bytes."""
-        if any(itertools.starmap(self._source.contradicts, zip(filled.pieces, filled.starts, strict=True))):
-            raise self._changed()
-        with self._lock:
-            self._early[run.start] = filled
-            while (next_one := self._early.pop(self._at, None)) is not None:
-                for piece in next_one.pieces:
-                    self._sum = checksums.crc32c(piece, self._sum)
-                    self._at += len(piece)
+    def _read(self, runs: Sequence[Run], deliver: Deliver, meter: Meter) -> int:
+        """Read the whole object and return its checksum; raise if the structure was parsed from other bytes."""
+        ended, found = functools.partial(truncated, self._source.path), 0
+        for first in range(0, len(runs), self._source.threads):
+            filled: dict[int, Filled] = {}
+            some = runs[first : first + self._source.threads]
+            read_runs(some, deliver, ended, meter, functools.partial(_keep, filled))
+            for run in some:
+                for start, piece in zip(*filled[run.start], strict=True):
+                    if self._source.contradicts(piece, start):
+                        raise _changed(self._source.path)
+                    found = checksums.crc32c(piece, found)
+        return found
 
-    def _ended(self, read: Read | None) -> CorruptCheckpointError:
-        return self._changed() if read is None else truncated(self._source.path, read)
 
-    def _changed(self) -> ChecksumError:
-        path = self._source.path
-        return ChecksumError(
-            f"{path}: the bytes read when it was opened differ from those read later, so some were changed in "
-            "transit; restore it again",
-            path=path,
-        )
+def _keep(filled: dict[int, Filled], run: Run, data: Filled) -> None:
+    filled[run.start] = data
 
 
 def _by_block(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], list[tuple[Read, memoryview]]]:

@@ -6,14 +6,14 @@ Both sources read one version of the checkpoint, even if it is replaced meanwhil
 from __future__ import annotations
 
 import bisect
-import os
+import errno
 from typing import NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
-from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import format
@@ -39,24 +39,10 @@ class File(LocalFile):
 
     window_sizes = WindowSizes(smallest=4 * 2**10, largest=256 * 2**10, read_over=0, growth=2)
 
-    def __init__(self, path: str):
-        try:
-            super().__init__(path)
-        except (IsADirectoryError, StorageError) as error:
-            message = f"{path}: expected a msgpack file, found something that is not a file"
-            raise CorruptCheckpointError(message, path=path) from error
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError) as error:
-            raise storage_error(path, error, "read") from error
-
     def look(self, length: int, offset: int) -> bytes:
         """Read bytes of the structure; fewer only at the end."""
-        data = os.pread(self._fd, length, offset)
-        if (missing := min(length, self.size - offset) - len(data)) > 0:  # a system call returns at most 2 GiB
-            rest = bytearray(missing)
-            data += rest[: self.fill([memoryview(rest)], offset + len(data))]
-        return data
+        data = bytearray(max(0, min(length, self.size - offset)))
+        return bytes(data[: self.fill([memoryview(data)], offset)])
 
 
 class StoredObject(Source):
@@ -130,8 +116,9 @@ class StoredObject(Source):
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""
+        end = offset + len(data)
         for start, cached in zip(self._offsets, self._cached, strict=True):
-            first, last = max(start, offset), min(start + len(cached), offset + len(data))
+            first, last = max(start, offset), min(start + len(cached), end)
             if first < last and cached[first - start : last - start] != data[first - offset : last - offset]:
                 return True
         return False
@@ -149,17 +136,20 @@ def open_source(location: Location) -> MsgpackSource:
     """Open a file or object; raise if nothing is there, or it is empty or no file."""
     path = location.path
     try:
-        source = StoredObject(location) if location.is_remote else File(path)
+        with translated(path, "read", (OSError, ValueError)):
+            source = StoredObject(location) if location.is_remote else File(path)
     except FileNotFoundError as error:
         message = f"{path}: no such checkpoint; list the directory for others"
         raise CheckpointNotFoundError(message, path=path) from error
+    except StorageError as error:
+        if error.errno != errno.EISDIR:
+            raise
+        message = f"{path}: expected a msgpack file, found something that is not a file"
+        raise CorruptCheckpointError(message, path=path) from error
     if not source.size:
         source.close()
-        raise CorruptCheckpointError(
-            f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another "
-            "checkpoint",
-            path=path,
-        )
+        found = "found an empty one: its writer never finished; restore another checkpoint"
+        raise CorruptCheckpointError(f"{path}: expected a msgpack file, {found}", path=path)
     return source
 
 

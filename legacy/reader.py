@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import Read
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.location import Location
@@ -22,10 +22,10 @@ from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
-from .checksummed_file import ChecksummedObject, open_checksums, truncated
+from .checksummed_file import ChecksummedFile, open_checksums, read_unverified
 from .format import FileRanges, is_one_range
 from .parse import parse, parse_stream
-from .read_bytes import File, MsgpackSource, StoredObject, Window, open_source
+from .read_bytes import File, MsgpackSource, Window, open_source
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
@@ -33,8 +33,6 @@ _SMALL = 32 * 2**10
 # A smaller file is read whole when it is opened, and held in memory while it is open.
 _WHOLE = 8 * 2**20
 _ARRAY = LeafKind.ARRAY  # Python 3.11 takes as long to look it up in its class as for an if
-# Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
-_STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 
 
 class MsgpackReader(Reader):
@@ -64,7 +62,7 @@ class MsgpackReader(Reader):
         source, data = self._source, b""
         if isinstance(source, File) and source.size <= _WHOLE:
             data = source.look(source.size, 0)
-            if self._sums is not None:
+            if isinstance(self._sums, ChecksummedFile):
                 self._sums.verify_data(data)
         window = Window(source, data)
         return parse_stream(window, self) if is_stream else parse(window, self, of_orbax=of_orbax)
@@ -107,19 +105,20 @@ class MsgpackReader(Reader):
         for index, handle in enumerate(wanted):
             if index in is_read:
                 continue
+            if handle.kind is not _ARRAY:
+                unfinished.append(index)
+                handle = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
             locator = handle.locator
-            if handle.dtype is None and type(locator) is not FileRanges:  # Python values are their own locator
-                values[index] = locator
-                continue
-            if type(locator) is bytes:
+            if type(locator) is bytes and handle.dtype is not None:
                 in_memory.append((index, handle, locator))
-            elif handle.nbytes < _SMALL and handle.dtype is not None and is_one_range(handle):
+            elif type(locator) is not FileRanges:  # Python values are their own locator
+                is_folder = isinstance(locator, gda_read.FolderArray)
+                values[index] = folders.begin(locator, handle.path) if is_folder else locator
+            elif handle.nbytes < _SMALL and handle.dtype is not None and len(locator.ranges) == 1:
                 ((offset, nbytes),) = locator.ranges
                 reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
             else:
-                values[index] = _begin(source, handle, reads, folders)
-            if handle.kind is not _ARRAY:
-                unfinished.append(index)
+                values[index] = _begin(source, handle, reads)
         _pack(in_memory, values)
         self._read(reads, values)
         folders.finish()
@@ -134,27 +133,14 @@ class MsgpackReader(Reader):
             _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
 
     def _read(self, reads: list[Read], values: list[Any]) -> None:
-        source, sums, nbytes = self._source, self._sums, sum([read.nbytes for read in reads])
-
         def deliver(found: list[tuple[Read, memoryview]]) -> None:
             _pack([(*read.content, data) for read, data in found], values)
 
         with translated(self.path, "read"):
-            if self._verify and reads and not (sums is not None and sums.is_verified):
-                whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
-                if sums is not None:
-                    sums.read(reads, deliver, self.meter, whole=whole)
-                    return
-                checked = ChecksummedObject(source) if isinstance(source, StoredObject) and whole else None
-                if checked is not None and checked.read(reads, deliver, self.meter):
-                    return
-            longest = min(max(nbytes // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
-            runs = neighbours(reads, PIECE_BYTES, None if source.is_local else longest)
-            read_runs(runs, deliver, functools.partial(truncated, self.path), self.meter)
-
-    @functools.cached_property
-    def _object_is_verified(self) -> bool:
-        return isinstance(self._source, StoredObject) and ChecksummedObject(self._source).read([])
+            if not self._verify or self._sums is None or self._sums.is_verified or not reads:
+                return read_unverified(self._source, reads, deliver, self.meter)
+            whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
+            return self._sums.read(reads, deliver, self.meter, whole=whole)
 
     @functools.cached_property
     def _array_nbytes(self) -> int:
@@ -171,14 +157,9 @@ class MsgpackReader(Reader):
             data = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
             return gda_read.verify(data.locator, handle.path)
         with translated(self.path, "read"):
-            self._sums = self._sums or open_checksums(self._source)
-            if isinstance(self._source, StoredObject):
-                return self._object_is_verified
-            if self._sums is None:
-                return False
-            for offset, nbytes in [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size):
-                self._sums.verify_range(offset, offset + nbytes)
-        return True
+            sums = self._sums = self._sums or open_checksums(self._source)
+            ranges = [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size)
+            return sums is not None and all(sums.verify(offset, offset + nbytes) for offset, nbytes in ranges)
 
 
 def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
@@ -224,18 +205,11 @@ def _is_mappable(handle: LeafHandle) -> bool:
     return is_large_array and is_one_range(handle)
 
 
-def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read], folders: gda_read.BatchedReads) -> Any:
-    """Allocate the value and add the reads into it; return Python values as they are."""
-    locator = handle.locator
-    if handle.kind is LeafKind.PRNG_KEY:
-        return _begin(source, locator.data, reads, folders)
-    if isinstance(locator, gda_read.FolderArray):
-        return folders.begin(locator, handle.path)
-    if isinstance(locator, bytes) and handle.dtype is not None:
-        return memory.pack_alike([locator], handle.shape, handle.dtype)[0]
+def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read]) -> np.ndarray[Any, Any]:
+    """Allocate the value and add the reads into it."""
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
-    for offset, nbytes in locator.ranges:
+    for offset, nbytes in handle.locator.ranges:
         reads.append(Read(source, offset, nbytes, handle.path, rest[:nbytes], None, offset))
         rest = rest[nbytes:]
     return array

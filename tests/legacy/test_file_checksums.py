@@ -280,7 +280,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
     sizes = {
         "_core.checksums.BLOCK_BYTES": unit,
         "_core.byte_reads._DIRECT_FROM": direct, "_core.byte_reads._THREADS_FROM_BYTES": 500,
-        "legacy.reader._SMALL": 40, "legacy.reader.PIECE_BYTES": 70,
+        "legacy.reader._SMALL": 40, "legacy.checksummed_file.PIECE_BYTES": 70,
         "_core.local.local_file._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])),
         "legacy.reader._WHOLE": 0,
     }  # fmt: skip
@@ -330,7 +330,7 @@ def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
         file.seek(MIB)
         file.write(bytes(MIB))
     handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
-    with pytest.raises(ChecksumError, match="written into the file while it was read"):
+    with pytest.raises(ChecksumError, match="not what it was when it was opened"):
         reader.read(handles)
     reader.close()
 

@@ -53,7 +53,7 @@ def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"_core.local.local_file.LocalFile.gap": gap, "_core.local.local_file.LocalFile.longest": block}
-        sizes |= {"legacy.reader.PIECE_BYTES": piece, "legacy.reader._SMALL": 40, "legacy.reader._WHOLE": 0}
+        sizes |= {"legacy.checksummed_file.PIECE_BYTES": piece, "legacy.reader._SMALL": 40, "legacy.reader._WHOLE": 0}
         for name, value in sizes.items():
             patch.setattr(f"flax_ckpt_compat.{name}", value)
         path = save({str(index): array for index, array in enumerate(tree)})
