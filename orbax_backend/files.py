@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
@@ -122,17 +122,3 @@ def read_ahead(location: Location, names: Iterable[str]) -> None:
 def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:
     """Return the error for a file that is damaged or missing."""
     return CorruptCheckpointError(f"{file}: {what}; {remedy}", path=str(file))
-
-
-def sizes_of(files: Collection[Location]) -> dict[Location, int | OSError]:
-    """Return file → its size, or the error; query stores concurrently."""
-    sizes = in_parallel(size_of, files, AT_ONCE if any(file.is_remote for file in files) else 1)
-    return dict(zip(files, sizes, strict=True))
-
-
-def size_of(file: Location) -> int | OSError:
-    """Return the size of a file, or the error."""
-    try:
-        return file.size()
-    except OSError as error:
-        return error

@@ -27,9 +27,10 @@ from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.tree import show_path
 
 from .chunk_codecs import MAX_RATIO, ChunkChecksumError, UnsupportedCodecError
-from .files import ByteRange, sizes_of
+from .files import ByteRange
 from .open_index import Index
 from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
 from .recorded_checksums import Checksums, Verifier
@@ -39,8 +40,8 @@ _BYTE = np.dtype(np.uint8)
 # Files that are open at once: a process may have 1024 open, by default, and a checkpoint of many hosts has more.
 _MOST_OPEN = 128
 # Releases before 0.10.3 left out chunks of the fill value. Arrays with such may take this many bytes of memory, or as
-# much as zstd could expand the checkpoint to. More chunks, of one array and in all, would take minutes to look up.
-_MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
+# much as zstd could expand the checkpoint to; a hostile grid has 2**60 chunks to look up.
+_MAX_FILLED_BYTES, _MAX_MISSING = 1 << 30, 1 << 20
 
 
 class ArrayReader:
@@ -61,9 +62,7 @@ class ArrayReader:
         extents: list[tuple[ArrayRead, ByteRange]] = []
         missing = 0
         for read in reads:
-            missing += self._locate(read, extents, verifier)
-            if missing > _MAX_MISSING_IN_ALL:
-                raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
+            missing = self._locate(read, extents, verifier, missing)
         self._check_bounds(extents)
         self._check_filled([read for read in reads if not read.complete])
         if mapped and not self._location.is_remote:
@@ -79,8 +78,8 @@ class ArrayReader:
         with self._naming_damage():
             for group in groups.values():
                 (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
-            self._read_pieces(pieces, meter, _scatter, verifier.check)
-            self._read_pieces(encoded, OFF, functools.partial(_decode, meter))
+            self._read_pieces(pieces, meter, _deliver, verifier.check)
+            self._read_pieces(encoded, OFF, functools.partial(_deliver, meter=meter))
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
@@ -88,30 +87,31 @@ class ArrayReader:
         verifier, extents = Verifier(self._location.path, recorded), list[tuple[ArrayRead, ByteRange]]()
         self._locate(read, extents, verifier)
         self._check_bounds(extents)
-        if not read.is_raw or not all(verifier.has(extent) for _, extent in extents):
+        if not (read.info.raw and read.complete and all(verifier.has(extent) for _, extent in extents)):
             return False
         for _, extent in extents:
             for start in range(0, extent.length, PIECE_BYTES):
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
                 piece = Piece(read, part, extent, memory.empty((count,), _BYTE))
-                self._read_pieces([piece], OFF, _scatter, verifier.check)
+                self._read_pieces([piece], OFF, _deliver, verifier.check)
         return True
 
-    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier) -> int:
+    def _locate(
+        self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier, missing: int = 0
+    ) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
-        Return the number of missing ones."""
+        Return the number of missing ones, with that of the arrays before."""
         prefix, stored, info = key_prefix(read.name), 0, read.info
         may_be_missing = self._fills_missing and info.has_fill_value
-        missing = 0
         for part in read.layout.parts:
             key = prefix + part.key
             value = self._index.find(key)
             if value is None and may_be_missing:
                 read.complete, missing = False, missing + 1
-                if missing > _MAX_MISSING:  # a hostile grid has 2**60 chunks
-                    raise self._corrupt(read, f"more than {_MAX_MISSING} of its chunks are missing")
+                if missing > _MAX_MISSING:
+                    raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
                 continue
             if value is None:
                 raise self._corrupt(read, f"the chunk {key!r} is missing")
@@ -130,34 +130,29 @@ class ArrayReader:
     def _check_filled(self, reads: Sequence[ArrayRead]) -> None:
         """Check that arrays with missing chunks, which the fill value replaces, are not absurdly large."""
         nbytes = sum(read.nbytes for read in reads)
-        if nbytes > _MAX_FILLED_BYTES:
-            stored = self._location.total_size()
-            if nbytes > stored * MAX_RATIO:
-                what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
-                raise self._corrupt(
-                    max(reads, key=lambda read: read.nbytes), f"{what}, but the checkpoint has {stored} bytes"
-                )
+        if nbytes > _MAX_FILLED_BYTES and nbytes > (stored := self._location.total_size()) * MAX_RATIO:
+            what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
+            largest = max(reads, key=lambda read: read.nbytes)
+            raise self._corrupt(largest, f"{what}, but the checkpoint has {stored} bytes")
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
         """Check that local files contain the ranges, before memory is allocated."""
         if self._location.is_remote:  # which would take a request for each file
             return
-        files = {extent.file: self._location / extent.file for _, extent in extents}
-        sizes = sizes_of(files.values())
+        sizes: dict[str, int] = {}
         for read, (file, offset, length) in extents:
-            size = sizes[files[file]]
-            if isinstance(size, OSError):
+            if file not in sizes:
                 with self._reading(read, file):
-                    raise size
-            if offset + length > size:
-                raise self._corrupt(read, f"the file {file} has {size} bytes, expected at least {offset + length}")
+                    sizes[file] = (self._location / file).size()
+            if offset + length > sizes[file]:
+                found = f"the file {file} has {sizes[file]} bytes, expected at least {offset + length}"
+                raise self._corrupt(read, found)
 
     def _map(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
-        """Map what is one range of a raw chunk of a file; what cannot be mapped is read afterwards."""
+        """Map what is exactly a raw chunk of a file; what cannot be mapped is read afterwards."""
         files: dict[str, list[tuple[ArrayRead, ByteRange]]] = {}
-        for read, chunk in extents:
-            extent = read.bytes_in(chunk)
-            if extent is not None and extent.length >= local_file.MAPPED_FROM:
+        for read, extent in extents:
+            if read.info.raw and read.layout.is_chunk and extent.length >= local_file.MAPPED_FROM:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
@@ -187,11 +182,12 @@ class ArrayReader:
         self, read: ArrayRead, what: str, error: type[CheckpointError] = CorruptCheckpointError
     ) -> CheckpointError:
         """Return the error for an array that cannot be read."""
+        keystr = show_path(read.path)
         return error(
-            f"{self._location.path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
+            f"{self._location.path}: the array {keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
             f"restore the files from a backup, or restore the other leaves only",
             path=self._location.path,
-            leaf=read.keystr,
+            leaf=keystr,
         )
 
     def _read_pieces(self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, check: Check | None = None) -> None:
@@ -226,7 +222,7 @@ class ArrayReader:
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
-        names = sorted({read.keystr for read in reads})
+        names = sorted({show_path(read.path) for read in reads})
         if names:
             _log.warning(
                 f"{self._location}: not all chunk files of the arrays {names[:8]} are there; they are read as the fill "
@@ -267,13 +263,10 @@ class _DataObject(Source):
             return self._file.read(start, stop)
 
 
-def _scatter(found: list[tuple[Read, memoryview]]) -> None:
+def _deliver(found: list[tuple[Read, memoryview]], meter: Meter = OFF) -> None:
+    """Copy what was read to the arrays; count what is decoded."""
     for read, data in found:
-        read.content.scatter(data)
-
-
-def _decode(meter: Meter, found: list[tuple[Read, memoryview]]) -> None:
-    for read, data in found:
-        read.content.scatter(data)
+        piece: Piece = read.content
+        piece.deliver(data)
         if meter.is_on:
-            meter.add(sum(copy.nbytes for copy in read.content.copies), read.owner)
+            meter.add(sum(copy.array[copy.target].nbytes for copy in piece.copies), read.owner)

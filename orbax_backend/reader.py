@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .open_index import Index, open_index
 from .read_arrays import ArrayReader
 from .read_plan import ArrayRead
 from .recorded_checksums import Checksums
-from .tree_structure import Structure, read_structure
+from .tree_structure import read_structure
 
 _CHECKED_BYTES = 32 << 20
 _Wanted = Sequence[LeafHandle | ArraySlice]
@@ -62,7 +61,6 @@ class OrbaxReader(Reader):
                 else None
             )
             try:
-                _check_depth(structure)
                 self.tree: Node = build_tree(structure, LeafDescriptions(self, structure, self._index).handles())
             except RecursionError as error:
                 raise DepthError(
@@ -211,21 +209,16 @@ class OrbaxReader(Reader):
 
 def _inline(leaf: StoredLeaf, value: Any) -> Any:
     """Return the data of a chunk if all of it is inline, and intact: `ArrayReader` names a damaged one."""
-    if type(value) is not bytes or (codec := leaf.info.codec) is None:
-        return value if type(value) is bytes and len(value) == leaf.chunk_nbytes else None
-    try:
-        return codec.decode(value, leaf.chunk_nbytes)
-    except UndecodableChunkError:
+    if type(value) is not bytes:
         return None
+    if leaf.info.codec is None:
+        return value if len(value) == leaf.chunk_nbytes else None
+    with contextlib.suppress(UndecodableChunkError):
+        return leaf.info.codec.decode(value, leaf.chunk_nbytes)
+    return None
 
 
 def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
     if isinstance(one, LeafHandle):
         return ArrayRead(one.name, one.path, one.locator.layouts.whole)
     return ArrayRead(one.handle.name, one.handle.path, one.handle.locator.layouts.of(one.index))
-
-
-def _check_depth(structure: Structure) -> None:
-    """Raise RecursionError at once, because to build branches of so many levels takes quadratic time."""
-    if max((len(entry.path) for entry in structure.entries), default=0) > sys.getrecursionlimit():
-        raise RecursionError

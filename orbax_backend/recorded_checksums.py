@@ -27,6 +27,7 @@ from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
+from flax_ckpt_compat._core.tree import show_path
 
 from .files import ByteRange, refuse_escape
 from .open_index import StoredValue, process_databases
@@ -227,5 +228,5 @@ class Verifier:
             found = expected.crc(bytes(max(end - stop, 0)), found)
             at = SUM_BYTES * number
             sums = expected.sums[:at] + checksums.encode(found) + expected.sums[at + SUM_BYTES :]
-            leaf = expected.read.keystr
+            leaf = show_path(expected.read.path)
             checksums.check(self._path, f"the chunk {expected.key!r} of the leaf {leaf!r}", expected.sums, sums, leaf)

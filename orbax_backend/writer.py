@@ -39,11 +39,7 @@ from .zarr import Encoding
 
 # The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
-_ENCODINGS = {
-    None: Encoding(),
-    "crc32c": Encoding(checksums=True),
-    "zstd": Encoding(_ZSTD, checksums=True),
-}
+_ENCODINGS = {None: Encoding(), "crc32c": Encoding(checksums=True), "zstd": Encoding(_ZSTD, checksums=True)}
 
 
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
@@ -84,8 +80,7 @@ def encoding_of(options: WriteOptions) -> Encoding:
     """Return how chunks are stored; raise SettingError if the compression is unknown."""
     compression = options.compression
     if compression not in _ENCODINGS:
-        known = [name for name in _ENCODINGS if name is not None]
-        raise SettingError(f"compression={compression!r} is unknown; expected None or one of {known}")
+        raise SettingError(f"compression={compression!r} is unknown; expected one of {list(_ENCODINGS)}")
     return dataclasses.replace(_ENCODINGS[compression], part_bytes=options.part_bytes)
 
 
@@ -100,22 +95,17 @@ def write_metadata(
             listed = encode_metadata.array_metadatas(plan, encoding_of(options).chunk_bytes)
             files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
         if process == 0:
-            files |= _tree_files(plan, options)
+            zarr3 = encoding_of(options).checksums
+            files[layout.TREE_METADATA] = encode_metadata.tree_metadata(plan, zarr3=zarr3).encode()
+            if encode_metadata.has_jax_arrays(plan):
+                files[layout.SHARDING] = encode_metadata.shardings(plan).encode()
+            if plan.strings:
+                files[layout.STRINGS] = json.dumps(plan.strings).encode()
     contents = {os.path.join(path, name): content for name, content in files.items()}
     write_files(contents)
     if lists_arrays:
         sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
     return contents
-
-
-def _tree_files(plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
-    """Return name → content of the files that describe the tree."""
-    files = {layout.TREE_METADATA: encode_metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
-    if encode_metadata.has_jax_arrays(plan):
-        files[layout.SHARDING] = encode_metadata.shardings(plan).encode()
-    if plan.strings:
-        files[layout.STRINGS] = json.dumps(plan.strings).encode()
-    return files
 
 
 @contextmanager
@@ -159,9 +149,8 @@ def _put(database: Database, arrays: list[tuple[str, EncodedLeaf]], encoding: En
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
     _end(path)
-    files = {
-        os.path.join(path, layout.STEP_METADATA): json.dumps(encode_metadata.step_metadata(plan.started_ns)).encode()
-    }
+    metadata = json.dumps(encode_metadata.step_metadata(plan.started_ns)).encode()
+    files = {os.path.join(path, layout.STEP_METADATA): metadata}
     if record is not None:
         record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): layout.COMMITTED})
         files |= file_of_database(record, path, path)
