@@ -22,28 +22,17 @@ _NO_NUMBERS, _COMPLEX = "USMmO", "cW"  # kinds of dtypes; W is that of ml_dtypes
 
 @dataclasses.dataclass(slots=True)
 class Values:
-    """Differences between the values of two arrays; arrays may be added in pieces.
+    """Differences between the values of two arrays; arrays may be added in pieces."""
 
-    Attributes:
-        rtol, atol: the tolerances: values may differ by ``atol + rtol * |b|``.
-        size: number of elements.
-        other_bits: elements with other bits; in arrays of different dtypes, with other values.
-        other_values: elements with other values. NaN equals NaN, and 0.0 equals -0.0.
-        outside: elements outside of the tolerances.
-        only_one_nan: elements that are NaN in one array only.
-        max_abs: largest ``|a - b|``, without NaN; None if they are not numbers.
-        max_rel: largest ``|a - b| / |b|``, likewise; infinite where b is 0.
-    """
-
-    rtol: float = 0.0
+    rtol: float = 0.0  # values may differ by ``atol + rtol * |b|``
     atol: float = 0.0
-    size: int = 0
-    other_bits: int = 0
-    other_values: int = 0
-    outside: int = 0
-    only_one_nan: int = 0
-    max_abs: float | None = None
-    max_rel: float | None = None
+    size: int = 0  # number of elements
+    other_bits: int = 0  # elements with other bits; in arrays of different dtypes, with other values
+    other_values: int = 0  # elements with other values: NaN equals NaN, and 0.0 equals -0.0
+    outside: int = 0  # elements outside of the tolerances
+    only_one_nan: int = 0  # elements that are NaN in one array only
+    max_abs: float | None = None  # largest ``|a - b|``, without NaN; None if they are not numbers
+    max_rel: float | None = None  # largest ``|a - b| / |b|``, likewise; infinite where b is 0
 
     def add(self, a: _Array, b: _Array) -> None:
         """Add two arrays of equal shapes."""

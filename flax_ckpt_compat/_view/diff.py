@@ -76,12 +76,7 @@ class Diff(_Shown):
         return not self.differences
 
     def _report(self) -> Report:
-        return report(self)
-
-
-def report(found: Diff) -> Report:
-    """Return what is shown of a `Diff`."""
-    return Report(_lines(found), functools.partial(_to_json, found), found=not found.same)
+        return Report(_lines(self), functools.partial(_to_json, self), found=not self.same)
 
 
 def _lines(found: Diff) -> Iterator[Line]:
@@ -89,7 +84,8 @@ def _lines(found: Diff) -> Iterator[Line]:
     for name, path, format in zip("ab", (found.a, found.b), found.formats, strict=True):
         yield Line(printable(f"{name}: {path} ({format})", one_line=True), hang=2)
     by_path = {one.path: one for one in found.differences}
-    rows = [Row((one.path,), (one.kind, _types(one))) for one in found.differences]
+    types_of = {one.path: " → ".join(dict.fromkeys(filter(None, (one.a, one.b)))) for one in found.differences}
+    rows = [Row((one.path,), (one.kind, types_of[one.path])) for one in found.differences]
     folded = fold_with_members(rows) if len(rows) > _FOLD_FROM else [(row, [row]) for row in rows]
     for row, members in folded[:_MAX_LINES]:
         kind, types = row.detail
@@ -103,10 +99,6 @@ def _lines(found: Diff) -> Iterator[Line]:
     for kind, count in Counter(one.kind for one in found.differences).items():
         words.append(f"{count} {kind if kind.startswith('only') else f'of other {kind}'}")
     yield Line(", ".join(words) + ".")
-
-
-def _types(one: LeafDifference) -> str:
-    return one.a or one.b if one.kind.startswith("only") else one.a if one.a == one.b else f"{one.a} → {one.b}"
 
 
 def _numbers(values: Sequence[Values | None]) -> str:
@@ -174,19 +166,10 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
-    return run(a, b, step, prefix, item, rtol, atol)
+    return run(a, b, step, prefix, item, rtol, atol, metadata.uncounted)
 
 
-def run(
-    a: Any,
-    b: Any,
-    step: Any,
-    prefix: str,
-    item: str | None,
-    rtol: Any,
-    atol: Any,
-    begin: metadata.Begin = metadata.uncounted,
-) -> Diff:
+def run(a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, atol: Any, begin: metadata.Begin) -> Diff:
     """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
     first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
@@ -244,7 +227,9 @@ class Comparison:
         common = [path for path in a.leaves if path in b.leaves]
         pairs = [(path, a.leaves[path], b.leaves[path]) for path in common if path not in self._found]
         self._count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
-        in_parallel(self._compare_batch, list(_batches(pairs)), _AT_ONCE)
+        pair_of = {pair[1]: pair for pair in pairs}
+        batches = [[pair_of[a] for a in batch] for batch in backend.batches(list(pair_of), _PART)]
+        in_parallel(self._compare_batch, batches, _AT_ONCE)
         found = tuple(self._found[path] for path in dict.fromkeys([*here, *there]) if path in self._found)
         same = sum(path not in self._found for path in common) - len(self._tolerated)
         return Diff(a.path, b.path, (a.format, b.format), same, len(self._tolerated), found)
@@ -296,13 +281,6 @@ class Comparison:
             self._note(path, "values", *shown, numbers)
         elif found.other_bits:
             self._tolerated.add(path)
-
-
-def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
-    left = iter(pairs)
-    for batch in backend.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs], _PART):
-        yield [next(left) for _ in batch]
 
 
 def _parts(a: LeafHandle, b: LeafHandle) -> Iterator[tuple[Any, Any]]:

@@ -51,23 +51,8 @@ def plan_restore(
     For a preview of ``restore_checkpoint``, pass ``shape_mismatch="warn", kind_mismatch="warn"``, and
     ``missing_leaves="ignore"`` if its ``orbax_transforms`` are not rules.
 
-    Args:
-        path: a directory of checkpoints, or one checkpoint.
-        target: tree of the wanted structure, or None.
-        step: the step in the directory; None takes the latest complete one.
-        prefix: literal text before the step in the checkpoints' names.
-        item: the item of a checkpoint of several, as one tree; None takes all that the target has.
-        transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
-        transforms_default_to_original: True: leaves that no transform matches come from the checkpoint; False: from
-            the target.
-        missing_leaves: policy, as for `flax_ckpt_compat.restore`; None takes the setting or that function's default.
-        shape_mismatch: likewise.
-        kind_mismatch: likewise.
-        unused_leaves: likewise.
-        dtype: likewise.
-        structure: likewise.
-        must_exist: likewise. If False and there is no checkpoint, every leaf is the target's, and the format is empty.
-        mapped: likewise.
+    The arguments are those of `flax_ckpt_compat.restore`. If ``must_exist`` is False and there is no checkpoint, every
+    leaf is the target's, and the format is empty.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.

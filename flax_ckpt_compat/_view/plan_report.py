@@ -173,17 +173,12 @@ class Plan(_Shown):
         return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
 
     def _report(self) -> Report:
-        return report(self)
+        return Report(_lines(self), functools.partial(_to_json, self), found=self.raises is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         # The report only, without the trees and the target's arrays.
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**state, "_plans": (), "_pickled": tuple(_verdict(self, math.inf))}
-
-
-def report(plan: Plan) -> Report:
-    """Return what is shown of a plan."""
-    return Report(_lines(plan), functools.partial(_to_json, plan), found=plan.raises is not None)
 
 
 def _lines(plan: Plan) -> Iterator[Line | Table]:

@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from flax_ckpt_compat._core import backend
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, format_size, printable
@@ -105,23 +105,20 @@ def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
 
 def _stats(leaves: dict[Path, LeafHandle], begin: metadata.Begin) -> dict[Path, Stats]:
     """Read leaves, and return the statistics of those that are numbers."""
-    by_reader: dict[Reader, list[LeafHandle]] = {}
-    for handle in leaves.values():
-        if handle.kind not in (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY):
-            by_reader.setdefault(handle.reader, []).append(handle)
+    texts = (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY)
+    handles = [handle for handle in leaves.values() if handle.kind not in texts]
     found: dict[LeafHandle, Stats] = {}
-    count = begin(lambda: sum(handle.nbytes for handles in by_reader.values() for handle in handles))
+    count = begin(lambda: sum(handle.nbytes for handle in handles))
 
     def read(batch: Sequence[LeafHandle]) -> None:
-        reader, alone = batch[0].reader, len(batch) == 1
-        parts = ((batch[0], reader.read([part])[0]) for part in backend.pieces(batch[0]))
-        for handle, value in parts if alone else zip(batch, reader.read(batch), strict=True):
+        parts = ((batch[0], backend.read_all([part])[0]) for part in backend.pieces(batch[0]))
+        for handle, value in parts if len(batch) == 1 else zip(batch, backend.read_all(batch), strict=True):
             array = np.asarray(value)
             if is_numeric(array):
                 found.setdefault(handle, Stats()).add(array)
             count(array.nbytes)
 
-    in_parallel(read, [batch for handles in by_reader.values() for batch in backend.batches(handles)], _AT_ONCE)
+    in_parallel(read, list(backend.batches(handles)), _AT_ONCE)
     return {path: found[handle] for path, handle in leaves.items() if handle in found}
 
 
@@ -264,15 +261,11 @@ def _sharding(text: str | None) -> str:
         kind = found.get("sharding_type", "")
         if kind != "NamedSharding":
             return "" if kind == "SingleDeviceSharding" else _short(str(kind))
-        spec = ", ".join(map(_axis, found["partition_spec"]))
+        spec = str(found["partition_spec"])[1:-1].replace("[", "(").replace("]", ")")
         mesh = ", ".join(f"{name}={size}" for name, size in zip(found["axis_names"], found["shape"], strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "?"
     return _short(f"P({spec}) of {mesh}")
-
-
-def _axis(name: Any) -> str:
-    return f"({', '.join(map(_axis, name))})" if isinstance(name, list) else repr(name)
 
 
 def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core import arguments, array_boxes, backend, errors, text_formatting
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
@@ -23,9 +24,8 @@ from flax_ckpt_compat._view.metadata import wait_for_pending_saves
 from flax_ckpt_compat._view.report import Line, Report, _Shown
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
-_WORDS = {"ok": "ok", "unverified": "unverified", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
-_COLORS = {"ok": "green", "unverified": "yellow", "damaged": "red", "unreadable": "yellow"}
-_WIDTH = max(map(len, _WORDS.values()))
+# From the best to the worst, with the colours of their lines.
+_COLORS: dict[State, str] = {"ok": "green", "unverified": "yellow", "unreadable": "yellow", "damaged": "red"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,14 +69,9 @@ class VerifiedCheckpoint:
     @property
     def state(self) -> State:
         """Return the worst state of its leaves and files; ``unverified`` if one has no checksums, or none was read."""
-        if not self.readable:
-            return "unreadable"
-        states = {leaf.state for leaf in self.leaves}
-        if self.damage or "damaged" in states:
-            return "damaged"
-        if "unreadable" in states:
-            return "unreadable"
-        return "unverified" if "unverified" in states or not self.format else "ok"
+        states: list[State] = [leaf.state for leaf in self.leaves] + ["damaged"] * bool(self.damage)
+        states += ["unverified"] * (not self.format)
+        return _worst(states) if self.readable else "unreadable"
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +94,7 @@ class Verification(_Shown):
     @property
     def state(self) -> State:
         """Return the worst state of the checkpoints, ``ok`` only if recorded checksums cover all of them."""
-        return max((one.state for one in self.checkpoints), key=list(_WORDS).index, default="ok")
+        return _worst([one.state for one in self.checkpoints])
 
     @property
     def ok(self) -> bool:
@@ -121,48 +116,43 @@ class Verification(_Shown):
         return dataclasses.replace(found, lines=[*itertools.chain(*map(lines_of, self.checkpoints)), *found.lines])
 
 
+def _worst(states: Sequence[State]) -> State:
+    return max(states, key=list(_COLORS).index, default="ok")
+
+
 def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
     """Return what is shown below the checkpoints; if ``strict``, missing checksums and unexpected files count, too."""
     checkpoints = [checkpoint for one in found for checkpoint in one.checkpoints]
+    counts = Counter(one.state for one in checkpoints)
+    words = [f"{counts[state]} {state}" for state in _COLORS if counts[state] or state == "ok"]
+    strange = sum(bool(one.unexpected) for one in checkpoints)
+    words += [f"{strange} with unexpected files"] if strange else []
+    text = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
+    if counts["unverified"]:
+        text += "\nUnverified: all leaves decode, but no recorded checksums cover them: changed values would not show."
     is_bad = not all(one.verified if strict else not one.damaged for one in found)
-    return Report([Line(_summary(checkpoints), hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
+    return Report([Line(text, hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
 
 
 def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
     """Yield a line with state, leaves, size, format and path, then what is wrong and what lies there unexpectedly."""
-    count = count_of_leaves(len(checkpoint.leaves))
-    what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {checkpoint.format or '-':<7}"
-    title = f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
-    yield Line(title, _COLORS[checkpoint.state], hang=2)
-    for detail in _details(checkpoint):
-        yield Line(printable(f"  {detail}", one_line=True), hang=4)
-
-
-def _details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, without the paths that the lines above name."""
-    start = f"{checkpoint.path}: "
+    word = checkpoint.state if checkpoint.state in ("ok", "unverified") else checkpoint.state.upper()
+    count, size = count_of_leaves(len(checkpoint.leaves)), format_size(checkpoint.nbytes)
+    title = f"{word:<10}  {count:>12}  {size:>8}  {checkpoint.format or '-':<7}  {checkpoint.path}"
+    yield Line(printable(title, one_line=True), _COLORS[checkpoint.state], hang=2)
+    start = f"{checkpoint.path}: "  # which the line above names
     wrong = [one for one in checkpoint.leaves if one.why]
     rows = [Row((one.path, one.why.removeprefix(start).removeprefix(f"{one.path}: ")), (one.state,)) for one in wrong]
     found, more = text_formatting.shown(rows)
     paths: dict[tuple[str, str], list[str]] = {}
     for row in found:
         paths.setdefault((row.detail[0], row.names[1]), []).append(row.names[0] + row.note)
-    yield from (f"{state}: {', '.join(names)}: {why}" for (state, why), names in paths.items())
-    yield from [f"and {more} more"] * bool(more)
-    yield from (text.removeprefix(start) for text in checkpoint.damage)
+    details = [f"{state}: {', '.join(names)}: {why}" for (state, why), names in paths.items()]
+    details += [f"and {more} more"] if more else []
+    details += [text.removeprefix(start) for text in checkpoint.damage]
     if checkpoint.unexpected:
-        yield f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}"
-
-
-def _summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
-    """Return the last lines: how many checkpoints are in which state, and what the states mean."""
-    counts = {state: sum(one.state == state for one in checkpoints) for state in _WORDS}
-    words = [f"{counts['ok']} ok"] + [f"{count} {state}" for state, count in counts.items() if count and state != "ok"]
-    strange = sum(bool(one.unexpected) for one in checkpoints)
-    words += [f"{strange} with unexpected files"] if strange else []
-    total = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
-    note = "Unverified: all leaves decode, but no recorded checksums cover them, so that changed values would not show."
-    return f"{total}\n{note}" if counts["unverified"] else total
+        details.append(f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}")
+    yield from (Line(printable(f"  {detail}", one_line=True), hang=4) for detail in details)
 
 
 def _to_json(found: Verification) -> dict[str, Any]:
@@ -368,25 +358,24 @@ def _checked(check: Callable[[LeafHandle], bool], handles: Sequence[LeafHandle])
 
 def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     """Read leaves, and return the errors of those that do not decode, or are not what the structure says."""
-    if len(batch) > 1:
-        with suppress(errors.CheckpointError):  # each leaf on its own tells which one it is
-            for handle, value in zip(batch, reader.read(batch), strict=True):
-                _check_type(reader, handle, handle.shape, value)
-            return {}
+
+    def check(part: LeafHandle | ArraySlice, value: Any) -> None:
+        handle, array = backend.handle_of(part), value.data if isinstance(value, KeyData) else value
+        shape = array_boxes.shape_of(part.index) if isinstance(part, ArraySlice) else handle.shape
+        is_array = handle.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
+        if is_array and (array.shape, array.dtype) != (shape, handle.dtype):
+            types = f"expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
+            message = f"{reader.path}: {show_path(handle.path)}: {types}; restore the file from a backup"
+            raise errors.CorruptCheckpointError(message, path=reader.path, leaf=show_path(handle.path))
 
     def read(handle: LeafHandle) -> bool:
         for part in backend.pieces(handle):
-            shape = handle.shape if isinstance(part, LeafHandle) else array_boxes.shape_of(part.index)
-            _check_type(reader, handle, shape, reader.read([part])[0])
+            check(part, reader.read([part])[0])
         return True
 
+    if len(batch) > 1:
+        with suppress(errors.CheckpointError):  # each leaf on its own tells which one it is
+            for handle, value in zip(batch, reader.read(batch), strict=True):
+                check(handle, value)
+            return {}
     return _checked(read, batch)[1]
-
-
-def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], value: Any) -> None:
-    array = value.data if isinstance(value, KeyData) else value
-    if handle.kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY) or (array.shape, array.dtype) == (shape, handle.dtype):
-        return
-    leaf = show_path(handle.path)
-    message = f"{reader.path}: {leaf}: expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
-    raise errors.CorruptCheckpointError(f"{message}; restore the file from a backup", path=reader.path, leaf=leaf)

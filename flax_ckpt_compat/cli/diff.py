@@ -40,4 +40,4 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
 
     with progress_shown(as_json=as_json) as begin:
         found = diff.run(a, b, **options, begin=begin)
-    return print_report(diff.report(found), as_json=as_json)
+    return print_report(found._report(), as_json=as_json)

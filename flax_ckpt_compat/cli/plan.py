@@ -52,7 +52,7 @@ def command(
     raise, 2 if there is no plan.
     """
     from flax_ckpt_compat._core.arguments import load_name, load_value
-    from flax_ckpt_compat._view import plan_report, report
+    from flax_ckpt_compat._view import report
     from flax_ckpt_compat._view.plan import plan_restore
 
     state, rules = load_value(target) if target else None, load_name(transforms) if transforms else None
@@ -61,10 +61,10 @@ def command(
     if as_flax:
         found = dataclasses.replace(found, function="restore_checkpoint", flax_succeeds=False)
     if html is not None:
-        report.write_page(html, found.path, [report.html(plan_report.report(found))])
+        report.write_page(html, found.path, [report.html(found._report())])
         click.echo(f"Wrote {html}.", err=True)
         return found.raises is not None
-    return print_report(plan_report.report(found), as_json=as_json)
+    return print_report(found._report(), as_json=as_json)
 
 
 def _policies_of_flax(rules: Any) -> dict[str, Any]:

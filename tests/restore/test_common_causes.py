@@ -15,7 +15,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 from flax_ckpt_compat import checkpoints, errors, plan_restore, restore, rules, save
-from flax_ckpt_compat._view import plan_report
 from flax_ckpt_compat.transforms import Transform
 from tests.support.peers import skip_without_typed_keys
 
@@ -174,7 +173,7 @@ def test_a_plan_says_what_each_function_does(tmp_path: Path) -> None:
             succeeds = True
         text = f"restore raises {verdict}" if verdict else "restore succeeds."
         assert text in str(plan)
-        found = plan_report.report(plan).value()
+        found = plan._report().value()
         assert (found["function"], found["flax_succeeds"]) == ("restore", succeeds and bool(verdict))
         assert plan.flax_succeeds == (succeeds and plan.raises is not None)
     mild = plan_restore(path, {"a": np.ones(3)}, shape_mismatch="warn")
