@@ -16,8 +16,8 @@ from typing import Any
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessRestoreError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._save import key_value_store
-from flax_ckpt_compat._save.key_value_store import KeyValueStore
+from flax_ckpt_compat._save import coordination
+from flax_ckpt_compat._save.coordination import KeyValueStore
 
 _log = logging.getLogger("flax_ckpt_compat")
 _ROOT = "flax_ckpt_compat/found"
@@ -43,7 +43,7 @@ class Agreement:
     def __init__(self, checkpoint_dir: CheckpointDir, step: Any):
         """Begin to look; nothing is sent yet."""
         self._root, self._start = checkpoint_dir.root.path, time.time()
-        self.process, self._count = key_value_store.process_and_count()
+        self.process, self._count = coordination.process_and_count()
         self._subject = _digest(self._root, checkpoint_dir.given_prefix, None if step is None else str(step))
         self._steps = None if step is None else _digest(self._root, checkpoint_dir.given_prefix, "any step")
         self.has_reported = False
@@ -129,6 +129,6 @@ def _changed(location: Location) -> float | None:
 
 def begin(checkpoint_dir: CheckpointDir, step: Any) -> Agreement | None:
     """Return the agreement of a restore in a job of several processes; None in a process on its own."""
-    if not key_value_store.is_connected() or key_value_store.process_and_count()[1] < 2:
+    if not coordination.is_connected() or coordination.process_and_count()[1] < 2:
         return None
     return Agreement(checkpoint_dir, step)

@@ -70,10 +70,7 @@ class Commit:
             _drop(commits, self)
             raise
         if _drop(commits, self):
-            try:
-                self.then()
-            except CleanupError as error:  # raised, it would prevent the next save
-                _log.error("%s", error)
+            _run([self.then])
 
 
 def _wait_for_future(future: Future[Any], timeout: float = math.inf) -> None:

@@ -1,32 +1,137 @@
-"""Coordinate the processes of a multi-process save: barriers with timeouts, and errors that every process raises.
+"""Coordinate the processes of a job by jax's key-value store: barriers with timeouts, and errors that all raise.
 
-They are built on jax's key-value store. jax's own ``wait_at_barrier`` needs an identifier that all processes agree on,
-which is what the first barrier finds out; it blocks signals for the whole timeout, and names only some of the missing
-processes.
+jax's own ``wait_at_barrier`` needs an identifier that all processes agree on, which is what the first barrier finds
+out; it blocks signals for the whole timeout, and names only some of the missing processes.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import jax
 
+from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
-from flax_ckpt_compat._save.key_value_store import KeyValueStore, decode_error, encode_error, growing
 
 BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS = 1.0
+# The first and the longest blocking read, in seconds; Python handles no signal meanwhile.
+_READ_SECONDS = (1.0, 4.0)
 _REPORTS, _ANSWERS = "flax_ckpt_compat/reports", "flax_ckpt_compat/answers"
 # By the clock, so that a process which was started anew takes no answer to the one before for its own.
 _ids = itertools.count(time.time_ns())
 Reports = Mapping[int, Mapping[str, Any]]  # by process, but for process 0
+
+
+class KeyValueStore:
+    """Read and write JSON objects under string keys.
+
+    Every method raises ProcessTimeoutError if the store, which lives in process 0, cannot be reached.
+    """
+
+    def __init__(self, path: str):
+        """Connect to the store of this job; ``path`` is the checkpoint's, for error messages."""
+        self._path, self._client = path, _state().client
+        if self._client is None:
+            raise MultiprocessSaveError(
+                f"jax counts {jax.process_count()} processes but has no connection between them; call "
+                "jax.distributed.initialize() in all of them first"
+            )
+
+    def set(self, key: str, value: Mapping[str, Any]) -> None:
+        """Set a key that has no value yet."""
+        self._call(lambda: self._client.key_value_set(key, json.dumps(value)))
+
+    def read_folder(self, folder: str) -> dict[str, Any]:
+        """Return the present values below ``folder`` (with its final slash) by the last part of their keys, sorted.
+
+        It never blocks; to read a single key is to wait for it.
+        """
+        found = self._call(lambda: self._client.key_value_dir_get(folder))
+        return {key.rpartition("/")[2]: json.loads(text) for key, text in sorted(found)}
+
+    def wait_for(self, key: str, seconds: float) -> dict[str, Any] | None:
+        """Wait for a value; return None if there is none in time."""
+        deadline, pauses = time.monotonic() + seconds, _growing(*_READ_SECONDS)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                text = self._client.blocking_key_value_get(key, max(1, int(min(next(pauses), left) * 1000)))
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self._unreachable(error) from error
+            else:
+                return dict(json.loads(text))
+        return None
+
+    def delete(self, key: str) -> None:
+        """Delete a key, or, if it ends in a slash, all keys below it."""
+        self._call(lambda: self._client.key_value_delete(key))
+
+    def _call(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except Exception as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> ProcessTimeoutError:
+        message = f"{self._path}: process 0, which holds the job's key-value store, does not answer: {error}"
+        return ProcessTimeoutError(message, path=self._path, absent=(0,))
+
+
+def _growing(seconds: float, most: float) -> Iterator[float]:
+    """Yield growing pauses in seconds, so that thousands of processes can poll for long."""
+    while True:
+        yield seconds
+        seconds = min(1.5 * seconds, most)
+
+
+def is_connected() -> bool:
+    """Return whether this process is connected with others, as one of a job; does not start jax's backends."""
+    return _state().client is not None
+
+
+def process_and_count() -> tuple[int, int]:
+    """Return this process's index in its job, and the number of processes; does not start jax's backends."""
+    state = _state()
+    return state.process_id or 0, state.num_processes or 1
+
+
+def _state() -> Any:
+    # jax has no public way to the store; multihost_utils and Orbax use it in just this way.
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def _encode_error(error: BaseException | None) -> dict[str, Any] | None:
+    """Return a JSON-serializable form of an error; None for None."""
+    if error is None:
+        return None
+    return {
+        "kind": type(error).__name__,
+        "message": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
+        **{name: getattr(error, name, None) for name in ("path", "leaf", "absent")},
+    }
+
+
+def _decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
+    """Return the error of `_encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
+    kind, own_path = getattr(errors, encoded["kind"], None), encoded["path"] or path
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
+        return MultiprocessSaveError(f"{path}: {encoded['message']}", path=own_path)
+    error = kind(encoded["message"], path=own_path)
+    error.leaf = encoded["leaf"]
+    if isinstance(error, ProcessTimeoutError):
+        error.absent = tuple(encoded["absent"])
+    return error
 
 
 class Coordinator:
@@ -62,7 +167,7 @@ class Coordinator:
         """
         if self.process.index == 0:
             return self._lead(stage, failed, on_primary)
-        content = {**(report or {}), "path": self._path, "error": encode_error(failed)}
+        content = {**(report or {}), "path": self._path, "error": _encode_error(failed)}
         try:
             self._store.set(f"{_REPORTS}/{stage}/{self._id}", content)
             answer = self._wait_for_answer(stage, is_failed=failed is not None)
@@ -78,7 +183,7 @@ class Coordinator:
         if failed is not None and not was_late:
             raise failed
         if self.is_aborted:
-            raise decode_error(answer["error"], self._path) from failed
+            raise _decode_error(answer["error"], self._path) from failed
         return answer["value"]
 
     def _bound(self, *, is_failed: bool) -> float:
@@ -95,15 +200,15 @@ class Coordinator:
             answer = self._store.wait_for(key, (1 if is_short else 2) * self._bound(is_failed=is_short)) or earlier
         if answer is None:
             raise self._timeout_error(stage, [0])
-        self._store.delete(f"{_REPORTS}/{stage}/{self._id}")
-        self._store.delete(key)
+        for used in (f"{_REPORTS}/{stage}/{self._id}", key):
+            self._store.delete(used)
         return answer
 
     def _withdraw(self, error: BaseException) -> None:
         """Let process 0 not wait for this process, which was interrupted: not now, and not at the commit."""
         with suppress(CheckpointError):
             self._store.delete(f"{_REPORTS}/{BEGIN}/{self._id}")
-            self._store.set(f"{_REPORTS}/{COMMIT}/{self._id}", {"path": self._path, "error": encode_error(error)})
+            self._store.set(f"{_REPORTS}/{COMMIT}/{self._id}", {"path": self._path, "error": _encode_error(error)})
 
     def _lead(self, stage: str, failed: BaseException | None, on_primary: Callable[[Reports], Any]) -> Any:
         """Run a barrier in process 0."""
@@ -116,7 +221,7 @@ class Coordinator:
             value = on_primary(reports)
         except BaseException as raised:  # noqa: BLE001  (reported to the other processes)
             error = raised
-        answer = {"value": value, "error": encode_error(error)}
+        answer = {"value": value, "error": _encode_error(error)}
         if error is not None and stage == BEGIN and len(self._joined) < self.process.count - 1:
             self._store.set(f"{self._failures}answer", answer)
             self._reports(stage)  # those that came before they could see that key
@@ -131,7 +236,7 @@ class Coordinator:
     def _collect(self, stage: str, *, is_failed: bool) -> Reports:
         """Wait for the reports of all; once the save has failed only briefly, until the others have stopped writing."""
         start, wanted = time.monotonic(), self.process.count - 1
-        for pause in growing(0.005, min(0.5, self.timeout / 20)):
+        for pause in _growing(0.005, min(0.5, self.timeout / 20)):
             reports = self._reports(stage)
             here = [report for report in reports.values() if report["path"] == self._path]
             is_failed = is_failed or any(report["error"] for report in here)

@@ -1,9 +1,15 @@
-"""Run a multi-process save: the steps of `pipeline`, with a barrier before and after writing; process 0 commits."""
+"""Run a multi-process save: the steps of `pipeline`, with a barrier before and after writing; process 0 commits.
+
+Before anything is written, small digests of the trees are compared. Arrays spread over processes must agree; of other
+leaves process 0's are saved.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,19 +18,24 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import multiprocess as uploads
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, nbytes_of
 from flax_ckpt_compat._core.storage_errors import writing
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, StoredArray, iter_leaves
+from flax_ckpt_compat._core.text_formatting import one_line
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Reports
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
-from flax_ckpt_compat._save.tree_agreement import Replicas, TreeSummary
+from flax_ckpt_compat._save.snapshot import Replicas
 
+# Leaves are grouped by a checksum of their names, so that messages of large trees stay small.
+_GROUPS = 64
 # Look-ups wait for this process's part of a background save, for so many times ``coordination_timeout``.
 _LOOKUP_TIMEOUTS = 4
 
@@ -41,7 +52,7 @@ def save(request: SaveRequest, target: Any) -> None:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
         prepared = backend.prepare(tree, coordinator.process)
-        summary = TreeSummary(tree)
+        summary = _TreeSummary(tree)
         signature += f" and {summary.spread}"
         report = {"tree": summary.details, "replicas": replicas.digest()}
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
@@ -151,11 +162,8 @@ class _OwnSave:
                 failed = error
             try:
                 self.coordinator.barrier(COMMIT, failed=failed, on_primary=self._commit)
-            except BaseException:
+            finally:
                 self._clean_up()
-                raise
-            if self.part.upload is not None and not self.is_primary:
-                atomic.remove_temporary(self.part.path)
         meter.settle(in_background=request.async_manager is not None)
 
     def _commit(self, _: Reports) -> None:
@@ -174,10 +182,10 @@ class _OwnSave:
         retain(request)
 
     def _clean_up(self) -> None:
-        """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
+        """Remove what is left of the temporary, and in process 0 of an upload that no store may count as a checkpoint.
 
-        Keep what a store may already count as a checkpoint. Another process removes what all write to only once
-        process 0 has given up: it may have made anew what that one removed."""
+        Another process removes what all write to only once process 0 has given up: it may have made anew what that one
+        removed."""
         if self.is_primary or self.coordinator.is_aborted or self.part.upload is not None:
             atomic.remove_temporary(self.part.path)
         if self.is_primary and self.part.upload is not None and not self.publishing:
@@ -189,8 +197,7 @@ def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:
     found = 0
     for path, leaf in iter_leaves(tree):
         array = leaf.data if isinstance(leaf, KeyData) else leaf
-        sharding = getattr(array, "sharding", None)
-        if sharding is None or isinstance(array, StoredArray) or sharding.is_fully_addressable:
+        if not _spans_processes(array):
             found += nbytes_of([array]) if writers.get(path, 0) == process else 0
         elif isinstance(array, HostCopy):
             found += sum(shard.data.nbytes for shard in array.shards)
@@ -219,3 +226,68 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
         failed = error
     # Only now has process 0 published what replaces something.
     coordinator.barrier(COMMIT, failed=failed)
+
+
+class _TreeSummary:
+    """Digest of one process's tree, sent to process 0."""
+
+    def __init__(self, tree: Node):
+        described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
+        self._names = defaultdict[str, list[str]](list)  # of arrays that are spread, by group
+        spread, count, names = Counter[str](), 0, 0
+        for path, leaf in iter_leaves(tree):
+            name = show_path(path)
+            checksum = zlib.crc32(name.encode("utf-8", "surrogateescape"))
+            count, names = count + 1, names + checksum
+            array = leaf.data if isinstance(leaf, KeyData) else leaf
+            if _spans_processes(array):
+                group = str(checksum % _GROUPS)
+                self._names[group].append(name)
+                layout = described.of((array.sharding, array.shape, array.dtype))
+                spread[group] += zlib.crc32(layout.encode(), checksum)
+        whole, number = zlib.crc32(repr(sorted(spread.items())).encode()), sum(map(len, self._names.values()))
+        # Number and digest of the arrays that are spread over processes, as text.
+        self.spread = f"{number} arrays spread over processes (names, shapes, dtypes and shardings: {whole:08x})"
+        # JSON-serializable: digests by group, which have to be the same in all processes; number of leaves, and a sum
+        # of their names.
+        digests = {group: f"{total % 2**16:x}" for group, total in spread.items()}
+        self.details: dict[str, Any] = {"spread": digests, "leaves": [count, names % 2**32]}
+
+    def why_spread_differs(self, theirs: Mapping[str, Any]) -> str:
+        """Name arrays that another process, with these `details`, spreads differently, for an error; '' for none."""
+        mine, other = self.details["spread"], theirs.get("spread", {})
+        groups = [group for group in mine.keys() | other.keys() if mine.get(group) != other.get(group)]
+        names = one_line(sorted(name for group in groups for name in self._names.get(group, ())))
+        return f"; look at {names}" if names else ""
+
+    def warn_of_more_leaves(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
+        """Warn once of leaves that only other processes hold; ``others`` has their `details` by process."""
+        mine = self.details["leaves"]
+        more = {index: details["leaves"][0] for index, details in others.items() if details["leaves"] != mine}
+        more = {index: count for index, count in sorted(more.items()) if count >= mine[0]}  # fewer are a part of ours
+        if more:
+            processes, counts = (", ".join(map(str, numbers)) for numbers in (more, more.values()))
+            folder = path.rpartition("/")[0]
+            log_once(
+                (folder, "more leaves"),
+                f"{folder}: processes hold leaves that process 0 does not hold, and these are not saved (process "
+                f"{processes}: {counts} leaves; process 0: {mine[0]}). Give the tree the same keys in all processes. "
+                "This warning is shown once.",
+            )
+
+
+def _spans_processes(array: Any) -> bool:
+    """Return whether each process writes its own shards of an array."""
+    sharding = getattr(array, "sharding", None) if isinstance(array, jax.Array | HostCopy) else None
+    return sharding is not None and not sharding.is_fully_addressable
+
+
+def _layout(sharding: Any) -> str:
+    """Return a sharding as text, equal in all processes whose shards fit together."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return f"{type(sharding).__name__} over {sorted(device.id for device in sharding.device_set)}"
+    spec = [tuple(part) if isinstance(part, tuple | list) else part and (part,) for part in sharding.spec]
+    while spec and not spec[-1]:
+        spec.pop()
+    mesh = sharding.mesh
+    return f"{dict(mesh.shape)} {[device.id for device in mesh.devices.flat]} {spec}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,10 +16,9 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import host_copies, tree_agreement
+from flax_ckpt_compat._save import host_copies
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
-from flax_ckpt_compat._save.tree_agreement import Replicas
 from flax_ckpt_compat._trees import depth, prng_keys, state_dict
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
@@ -33,6 +34,8 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 }
 _EXACT = {bool, int, float, complex, str, bytes, type(None)}
 _warned: set[type] = set()
+# Smaller replicated arrays are left to process 0: they are written together.
+_MIN_SHARED_BYTES = 2**20
 
 
 def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = None) -> Node:
@@ -50,6 +53,30 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
         depth.check(snapshot.levels, request.path)
         snapshot.copies.make()
     return tree
+
+
+class Replicas:
+    """Arrays of one save that are replicated over processes, process 0 among them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]] = {}  # holders, dtype and shape
+
+    def add(self, path: Path, array: Any, holders: Collection[int]) -> None:
+        """Add a ``jax.Array``, and the processes that hold it."""
+        if array.nbytes >= _MIN_SHARED_BYTES and len(holders) > 1:
+            self._arrays[path] = tuple(sorted(holders)), str(array.dtype), array.shape
+
+    def writers(self) -> dict[Path, int]:
+        """Return which process writes each array, by a hash of its name."""
+        return {
+            path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
+            for path, (holders, _, _) in self._arrays.items()
+        }
+
+    def digest(self) -> str:
+        """Return what has to be the same in all processes that share out the work."""
+        text = repr(sorted(self._arrays.items()))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class _Snapshot:
@@ -169,12 +196,19 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
     """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = _owners(leaf.sharding)
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
-        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else tree_agreement.placeholder(leaf)
+        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else placeholder(leaf)
     if len(owners) == 1:
         remedy = "spread or replicate it over several processes, or put it on process 0, before saving"
         blind = f"process {jax.process_index()} sees nothing of it"
         raise _unsupported(path, f"lies wholly on the devices of process {min(owners)}, and {blind}; {remedy}")
     return leaf
+
+
+def placeholder(array: jax.Array) -> Any:
+    """Return a stand-in, without memory, for an array that process 0 writes and this process cannot see."""
+    if prng_keys.is_prng_key(array):
+        return KeyData(str(jax.random.key_impl(array)), placeholder(jax.eval_shape(jax.random.key_data, array)))
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 def plain(leaf: Any, path: Path) -> Any:

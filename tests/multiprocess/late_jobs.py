@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save.key_value_store import KeyValueStore
+from flax_ckpt_compat._save.coordination import KeyValueStore
 from flax_ckpt_compat._trees import prng_keys
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
 from tests.support.logs import warnings_logged
