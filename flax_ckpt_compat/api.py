@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.location import as_text, normal
 from flax_ckpt_compat._core.progress import Callback
@@ -43,7 +42,6 @@ def restore(path: str | os.PathLike[str], target: None = None, **keywords: Unpac
 def restore(path: str | os.PathLike[str], target: Tree, **keywords: Unpack[RestoreKeywords]) -> Tree: ...
 
 
-@arguments.explained(arguments.OF_RESTORE)
 def restore(
     path: str | os.PathLike[str],
     target: Tree | None = None,
@@ -142,7 +140,6 @@ def restore(
     return restored
 
 
-@arguments.explained(arguments.OF_SAVE)
 def save(
     path: str | os.PathLike[str],
     tree: Any,

@@ -46,7 +46,6 @@ PyTree = Any
 MultiprocessArrayType = Any
 
 
-@arguments.explained(arguments.OF_SAVE_CHECKPOINT)
 def save_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -102,7 +101,6 @@ def save_checkpoint(
     return save_pipeline.save(request, target)
 
 
-@arguments.explained(arguments.OF_SAVE_CHECKPOINT)
 def save_checkpoint_multiprocess(
     ckpt_dir: str | os.PathLike[str],
     target: PyTree,
@@ -152,7 +150,6 @@ def save_checkpoint_multiprocess(
     return save_pipeline.save(request, target)
 
 
-@arguments.explained(arguments.OF_RESTORE_CHECKPOINT)
 def restore_checkpoint(
     ckpt_dir: str | os.PathLike[str],
     target: Any | None,

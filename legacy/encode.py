@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -43,9 +42,8 @@ _BLOCK = 8 * 2**20
 # Below this, an array in shards is assembled in memory, to be written with its neighbours.
 _MIN_SHARDED = 256 * 2**10
 
-# Types of which msgpack's encoder takes many values at once, and how many names and values these are.
-_NUMBERS = frozenset({int, float, bool, type(None)})
-_AT_ONCE = 512
+# Types that msgpack's encoder takes as they are, also many at once.
+_VALUES = frozenset({int, float, bool, str, type(None)})
 
 _Array = np.ndarray[Any, Any]
 
@@ -91,14 +89,14 @@ class _Writer:
                 key = b"" if name is None else pack(name)
                 kind = type(node)
                 if kind is Branch:
-                    put(key + self._map_header(len(node.children)))
-                    if _NUMBERS.issuperset(map(type, node.children.values())):
-                        self._put_numbers(node.children)
+                    if _VALUES.issuperset(map(type, node.children.values())):
+                        put(key + pack(node.children))
                         continue
+                    put(key + self._map_header(len(node.children)))
                     stack.append(iter(node.children.items()))
                     trail += [] if name is None else [name]
                     break
-                if kind is str or kind in _NUMBERS:
+                if kind in _VALUES:
                     put(key + pack(node))
                     continue
                 if kind not in jax_types:
@@ -117,13 +115,6 @@ class _Writer:
         if self._sums is not None:
             self._file.write_rest()
             local_file.record_checksums(self._file.descriptor, self._sums.encoded())
-
-    def _put_numbers(self, children: dict[str, Any]) -> None:
-        """Write names and numbers, many at once."""
-        rest = itertools.chain.from_iterable(children.items())
-        while batch := list(itertools.islice(rest, _AT_ONCE)):
-            header = self._packer.pack_array_header(len(batch))
-            self._put(self._pack(batch)[len(header) :])
 
     def _write_leaf(self, leaf: Any, *, is_own: bool = False) -> None:
         """Write a leaf; an array that is not our own may change meanwhile."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
+import itertools
 import os
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import zstandard
 
 from flax_ckpt_compat._core.backend import ProcessSave
-from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
@@ -27,8 +25,6 @@ from .gda_split import DistributedArray
 
 # Syncing and requests mostly wait.
 _THREADS = 16
-# Bytes of shards that are compressed and written at the same time.
-_IN_FLIGHT = 2**29
 
 
 def begin(save: ProcessSave) -> None:
@@ -102,35 +98,18 @@ def _write_shards(save: ProcessSave) -> list[str]:
     """Write and sync this process's shards with bounded memory; return their paths relative to the folder.
 
     `finish` syncs their names, once a folder."""
-    arrays: Sequence[DistributedArray] = save.prepared.arrays
-    if not arrays:
-        return []
-    in_parallel(functools.partial(_check_metadata, save), arrays, _THREADS)
-    written: list[str] = []
-    for batch in _batches(arrays):
-        # Their end is waited for: none may continue into a folder that is about to be removed.
-        shards = [(array, shard) for array in batch for shard in array.shards()]
-        written += in_parallel(functools.partial(_write_shard, save), shards, _THREADS)
-    return written
+    # Their end is waited for: none may continue into a folder that is about to be removed.
+    names = in_parallel(functools.partial(_write_array, save), save.prepared.arrays, _THREADS)
+    return list(itertools.chain.from_iterable(names))
 
 
-def _batches(arrays: Sequence[DistributedArray]) -> Iterator[list[DistributedArray]]:
-    """Yield arrays of at most `_IN_FLIGHT` bytes together, or one that is larger."""
-    batch: list[DistributedArray] = []
-    nbytes = 0
-    for array in arrays:
-        if batch and nbytes + array.value.nbytes > _IN_FLIGHT:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(array)
-        nbytes += array.value.nbytes
-    if batch:
-        yield batch
+def _write_array(save: ProcessSave, array: DistributedArray) -> list[str]:
+    """Write the shards of an array, one after another, so that few are in memory at once."""
+    return [_write_shard(save, array, shard) for shard in array.shards()]
 
 
-def _write_shard(save: ProcessSave, one: tuple[DistributedArray, Shard]) -> str:
+def _write_shard(save: ProcessSave, array: DistributedArray, shard: Shard) -> str:
     """Encode a shard and write it as a chunk; return its path relative to the folder."""
-    array, shard = one
     name = _subpath(array, array.chunk_name(shard.index))
     compressor = zstandard.ZstdCompressor(level=gda_read.LEVEL, write_checksum=save.options.checksums)
     encoded = compressor.compress(array.chunk(shard.data).reshape(-1).view(np.uint8).data)
@@ -144,19 +123,6 @@ def _write_shard(save: ProcessSave, one: tuple[DistributedArray, Shard]) -> str:
     return name
 
 
-def _check_metadata(save: ProcessSave, array: DistributedArray) -> None:
-    """Raise StorageError unless the array has the metadata that process 0 wrote."""
-    expected, folder = _metadata(array, save), _base(save) / array.subpath
-    found = (folder / ZARR2_METADATA).read()
-    if found == expected:
-        return
-    theirs = json.loads(found)
-    shape, dtype = tuple(theirs["shape"]), dtype_from_name(theirs["dtype"])
-    what = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
-    message = f"{folder}: {array.subpath or 'the array'} is saved as {what}; all processes have to save one tree"
-    raise StorageError(message, path=folder.path)
-
-
 def _write_file(path: str, data: bytes) -> None:
     with open(path, "xb") as file:
         file.write(data)
@@ -166,9 +132,10 @@ def _write_file(path: str, data: bytes) -> None:
 
 def _check_chunks(base: Location, array: DistributedArray) -> None:
     folder = (base / array.subpath).path
-    listed = set(os.listdir(folder))
+    with translated(folder, "listed"):
+        listed = set(os.listdir(folder))
     # On network file systems a listing may be stale, so check unlisted names directly too.
-    missing = [name for name in array.chunk_names() if name not in listed]
+    missing = [name for name in [ZARR2_METADATA, *array.chunk_names()] if name not in listed]
     _require(base, array, [name for name in missing if not presence.exists(os.path.join(folder, name))])
 
 

@@ -5,14 +5,13 @@ One-element arrays are accepted as scalars."""
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
 
@@ -80,49 +79,11 @@ def is_traced(value: Any) -> bool:
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-_POLICIES = ("missing_leaves", "shape_mismatch", "kind_mismatch", "dtype", "structure", "must_exist", "mapped")
-_IN_SETTINGS = "with flax_ckpt_compat.config.override({}=…): around the call, or pass {}= to flax_ckpt_compat.{}"
-
-OF_RESTORE_CHECKPOINT = {"path": "ckpt_dir=", "transforms": "orbax_transforms="} | {
-    name: _IN_SETTINGS.format(name, name, "restore") for name in _POLICIES
-}
-OF_RESTORE = {
-    "ckpt_dir": "path=",
-    "orbax_transforms": "transforms=",
-    "orbax_checkpointer": "restore_checkpoint(…, orbax_checkpointer=…)",
-}
-OF_SAVE_CHECKPOINT = {
-    "path": "ckpt_dir=",
-    "compression": _IN_SETTINGS.format("compression", "compression", "save"),
-    "format": "format= in a call of flax_ckpt_compat.save; here, flax.config.flax_use_orbax_checkpointing decides",
-}
-OF_SAVE = {"ckpt_dir": "path=", "orbax_checkpointer": "save_checkpoint(…, orbax_checkpointer=…)"}
-
-
-def explained(instead: dict[str, str]) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Decorate a function: for a keyword in ``instead`` it raises a TypeError that says what to write."""
-
-    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        @functools.wraps(function)
-        def wrapper(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            for name in instead.keys() & kwargs.keys():
-                raise TypeError(f"{function.__name__}() takes no {name}=; write {instead[name]}")
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate
-
-
 def load_name(name: str) -> Any:
     """Return what ``module:name`` names; modules in the working directory are found, as by ``python -m``."""
     module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise SettingError(f"{name!r} names nothing: expected module:name, such as train:create_state")
-    _refuse_file(name, module, attribute)
+    if not module or not attribute or "/" in module or module.endswith(".py"):
+        raise SettingError(f"{name!r} is not module:name, such as train:create_state; a module is no path of a file")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -144,20 +105,6 @@ def load_name(name: str) -> Any:
             raise SettingError(f"{name!r}: {module} has no {attribute}; {hint}")
         found = getattr(found, part)
     return found
-
-
-def _refuse_file(name: str, module: str, attribute: str) -> None:
-    """Raise SettingError, with the name to use, if a file stands where the module is expected."""
-    if not module.endswith(".py") and "/" not in module:
-        return
-    path = os.path.relpath(module)
-    parts = path.removesuffix(".py").split("/")
-    if os.pardir not in parts and all(map(str.isidentifier, parts)):
-        searched = f"{os.getcwd()} and PYTHONPATH are searched for it"
-    else:
-        parts = parts[-1:]
-        searched = f"run this in {os.path.dirname(os.path.abspath(module))}, or put that on PYTHONPATH"
-    raise SettingError(f"{name!r} names a file, not a module: write {'.'.join(parts)}:{attribute}; {searched}")
 
 
 def load_value(name: str) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
@@ -27,7 +26,6 @@ from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
 Owners = dict[Reader, str]  # reader of an item → its name
 
 
-@arguments.explained(arguments.OF_RESTORE)
 def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,
