@@ -42,6 +42,7 @@ _IS_FOLDER = {"isdir", "is_dir", "IsDirectory"}
 _IS_FOLDER_OR_FILE = {*_IS_FOLDER, "isfile", "is_file"}
 _LEAVES = ast.Continue | ast.Return | ast.Raise
 _FOR_FOLDERS = {"rmtree", "copytree", "DeleteRecursively"}
+_NO_SIZE = re.compile(r"st_(?!size)\w+|[<>=] ?0\b")  # another fact, or only whether there is anything
 _MODE_TO_WRITE = re.compile(r"[wax][bt+]*")
 _SHELLS = re.compile(r"os\.(system|popen)|subprocess\.\w+|get_ipython\(\)\.system")
 _COMMANDS = re.compile(r"cp|scp|gsutil|rsync|azcopy|aws|zip|rm|unlink|cat|curl|gzip|pigz|bzip2|xz|zstd|lz4|\w+sum")
@@ -140,21 +141,14 @@ class FileUses:
         """Return whether a call has to change, or asks for a look; None if it is about another file."""
         modes = [getattr(one, "value", "") for one in [*node.args, *(keyword.value for keyword in node.keywords)]]
         is_writing = any(isinstance(mode, str) and _MODE_TO_WRITE.fullmatch(mode) for mode in modes)
-        if self._is_spared(node) or (kind == "open" and is_writing) or (kind == "size" and not self._asks_size(node)):
+        is_fact = kind == "size" and _NO_SIZE.search(self._module.finding("", "", node).code)
+        if is_fact or (kind == "open" and is_writing) or self._is_spared(node):
             return None
         said = [self._is_checkpoint(path) for path in paths]
         if True in said:
             return KINDS[kind].action
         is_likely = kind != "wrapped" and (kind != "open" or "rb" in modes)
         return CHECK if None in said and is_likely else None
-
-    def _asks_size(self, node: ast.Call) -> bool:
-        """Return whether the size is used, and not only compared with 0, or another fact of ``stat``."""
-        above = self._module.above(node)
-        fact = getattr(around := next(above), "attr", "st_size")
-        around = next(above) if isinstance(around, ast.Attribute) else around
-        is_compared = 0 in [getattr(one, "value", None) for one in getattr(around, "comparators", [])]
-        return not is_compared and fact in {"st_size", "length"}
 
     def _is_checkpoint(self, text: str) -> bool | None:
         """Return whether a text is the path of a checkpoint; None if nothing says so."""
@@ -197,35 +191,30 @@ class FileUses:
     def _is_spared(self, node: ast.AST) -> bool:
         """Return whether tests around a call exclude directories or checkpoints, or directories have their own call."""
         for test, holds in self._guards(node):
-            for one in test.values if isinstance(test, ast.BoolOp) else [test]:
-                operation = one.ops[0] if isinstance(one, ast.Compare) else None
-                is_alike = holds is not isinstance(operation, ast.NotEq | ast.NotIn)
-                if not holds and _called(one) & _IS_FOLDER:
-                    return True
-                # That a name is not this one says little of it.
-                texts = self._texts_of_test(one) if is_alike or not isinstance(operation, ast.Eq | ast.NotEq) else []
-                if texts and any(map(self._may_be, texts)) is not is_alike:
-                    return True
+            parts = list(ast.walk(test))
+            is_alike = holds is not any(isinstance(one, ast.Not | ast.NotEq | ast.NotIn) for one in parts)
+            if not holds and _called(test) & _IS_FOLDER:
+                return True
+            # That a name is not this one says little of it.
+            says_much = is_alike or not any(isinstance(one, ast.Eq | ast.NotEq) for one in parts)
+            texts = [text for one in parts for text in self._texts_of_test(one)] if says_much else []
+            if texts and any(map(self._may_be, texts)) is not is_alike:
+                return True
         around = [one for one in self._module.above(node) if isinstance(one, ast.If | ast.IfExp | ast.Try)]
         by_kind = (one for one in around if isinstance(one, ast.Try) or _called(one.test) & _IS_FOLDER_OR_FILE)
         return any(_called(one) & _FOR_FOLDERS for one in by_kind)
 
     def _guards(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield the tests whose result is known at a node: those around it, and those before that would have left."""
-        found: list[tuple[ast.expr, bool]] = []
         for parent in self._module.above(node):
             body = getattr(parent, "body", None)
             block = body if isinstance(body, list) else [body]
             if isinstance(parent, ast.If | ast.While | ast.IfExp) and node is not parent.test:
-                found.append((parent.test, node in block))
-            elif isinstance(parent, ast.ListComp | ast.SetComp | ast.GeneratorExp) and node is parent.elt:
-                found += ((test, True) for one in parent.generators for test in one.ifs)
+                yield parent.test, node in block
             for before in block[: block.index(node)] if node in block else []:
                 if isinstance(before, ast.If) and isinstance(before.body[-1], _LEAVES):
-                    found.append((before.test, False))
+                    yield before.test, False
             node = parent
-        for test, holds in found:
-            yield (test.operand, not holds) if isinstance(test, ast.UnaryOp) else (test, holds)
 
 
 def _letters(text: str) -> int:

@@ -152,9 +152,8 @@ class Module:
     def bind(self, target: ast.AST, value: ast.expr) -> None:
         """Note that a name, attribute or parameter may have a value; a container is what its elements are."""
         if isinstance(target, ast.Tuple | ast.List):
-            values = value.elts if isinstance(value, ast.Tuple) else []
-            for at, one in enumerate(target.elts):
-                self.bind(one, values[at] if len(values) == len(target.elts) else value)
+            for one in target.elts:
+                self.bind(one, value)
         elif name := last_name(target):
             self._values[name].append(value)
             self.project.values[name].append(value)
@@ -263,8 +262,6 @@ class Module:
             return "/".join([first, *others])
         if name in {"abspath", "resolve", "absolute"}:
             return f"/{first}"
-        if name == "with_suffix":
-            return "".join([first, *others])
         if name in _SAME or dotted == "shlex.split":
             return first
         given = [one for one in parts if self.text(one, depth) in (CHECKPOINT, LISTED)]
