@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._convert import safetensors, stored_trees
@@ -333,11 +334,7 @@ def _add_beside(found: Output, items: _Items) -> None:
         above = items.names.get(item, "" if "" in items.names else item) if item or source.isdir() else ""
         final = f"{above}/{name}" if above else name
         if final in found.files:
-            raise NameCollisionError(
-                f"{opened.path}: {final} would be two files; give the item a name (--item {item}={item}), or rename a "
-                "file",
-                path=opened.path,
-            )
+            raise NameCollisionError(f"{opened.path}: {final} would be two files; rename one", path=opened.path)
         found.files[final] = None if source.isdir() else source
         found.files |= {f"{final}/{path}": file for path, file in _below(source)} if source.isdir() else {}
 
@@ -361,12 +358,17 @@ def _add_metadata(found: Output, items: _Items, described: metadata.Metadata) ->
         found.left_out.append("custom metadata")
     # A copy has its own.
     customs = {name: one for name, one in described.custom_of_trees.items() if is_file or name in items.rewritten}
-    found.custom_of_trees = {names[name]: one for name, one in customs.items() if name in names and _is_dict(one)}
-    if len(found.custom_of_trees) < len(customs):
+    kept = {names[name]: one for name, one in customs.items() if name in names and isinstance(one, dict)}
+    found.custom_of_trees = kept
+    if len(kept) < len(customs):
         found.left_out.append("custom metadata of trees")
-    if not is_file and items.job.target is None and items.job.transforms is None:
-        found.rich_types = {names[name]: text for name, text in described.rich_types.items() if name in names}
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
+    if is_file or items.job.target is not None or items.job.transforms is not None:
+        return
+    hook = without_device if items.job.sharding == "drop" else None
+    for name, text in described.rich_types.items():
+        leaves = [leaf for _, leaf in iter_leaves(found.trees[names[name]])] if name in items.rewritten else []
+        if hook is not None and any(kind_of(leaf) is LeafKind.PRNG_KEY for leaf in leaves):
+            found.notes.append("tuples and namedtuples beside random keys are written without their types")
+        elif leaves:
+            with suppress(ValueError, RecursionError):  # no record of Orbax
+                found.rich_types[names[name]] = json.dumps(json.loads(text, object_hook=hook))

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Node, Path
+from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
@@ -111,28 +111,9 @@ def _add_metadata(path: str, output: Output, item: str) -> None:
     with open(path, "rb") as file:
         content = json.load(file)
     content["custom_metadata"] = {**output.custom_of_trees.get(item, {}), **(content.get("custom_metadata") or {})}
-    if (rich := output.rich_types.get(item)) is not None:
-        entries = content["tree_metadata"].values()
-        values = {tuple(str(key["key"]) for key in one["key_metadata"]): one["value_metadata"] for one in entries}
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no record of Orbax
-            content["value_metadata_tree"] = json.dumps(_with_values(json.loads(rich), (), values))
+    if item in output.rich_types:
+        content["value_metadata_tree"] = output.rich_types[item]
     write_file(path, json.dumps(content).encode(), new=False)
-
-
-def _with_values(node: Any, path: Path, values: dict[Path, Any]) -> Any:
-    """Return Orbax's record of a tree with the leaves that were written: shardings may be left out."""
-    if isinstance(node, list):
-        return [_with_values(child, (*path, str(at)), values) for at, child in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    if not isinstance(node.get("category"), str):
-        return {key: _with_values(child, (*path, key), values) for key, child in node.items()}
-    if node["category"] == "namedtuple":
-        entries = [{**one, "value": _with_values(one["value"], (*path, one["key"]), values)} for one in node["entries"]]
-        return {**node, "entries": entries}
-    if "entries" in node:
-        return {**node, "entries": _with_values(node["entries"], path, values)}
-    return {**node, "data": values[path]}
 
 
 def compare(location: Location, output: Output, progress: Progress) -> None:
