@@ -99,15 +99,13 @@ def _cut(row: Row, levels: int) -> Row:
 def _shown(rows: list[Row]) -> tuple[list[Row], str]:
     """Return the rows to show, and a line that counts the leaves they leave out; empty if none."""
     # Leaves that simply come from the stored leaf of the same name come second.
-    kept = set(sorted(range(len(rows)), key=lambda at: (_is_simple(rows[at]), at))[:MAX_ROWS])
-    left_out = [row for at, row in enumerate(rows) if at not in kept]
-    more = sum(row.count for row in left_out)
-    what = "each from the stored leaf of the same name" if all(map(_is_simple, left_out)) else "all in plan.leaves"
-    return [rows[at] for at in sorted(kept)], f"  … and {more} more, {what}" if more else ""
-
-
-def _is_simple(row: Row) -> bool:
-    return row.detail[1] == _SAME and _TARGET not in row.detail[2]
+    simple = [row.detail[1] == _SAME and _TARGET not in row.detail[2] for row in rows]
+    order = sorted(range(len(rows)), key=lambda at: (simple[at], at))
+    kept, left_out = sorted(order[:MAX_ROWS]), order[MAX_ROWS:]
+    is_simple = all(simple[at] for at in left_out)
+    what = "each from the stored leaf of the same name" if is_simple else "all in plan.leaves"
+    more = f"  … and {sum(rows[at].count for at in left_out)} more, {what}" if left_out else ""
+    return [rows[at] for at in kept], more
 
 
 def _cells(row: Row) -> tuple[str, str, str]:

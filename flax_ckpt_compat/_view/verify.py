@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._core import arguments, array_boxes, backend, errors, text_formatting
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core import arguments, backend, errors, text_formatting
+from flax_ckpt_compat._core.backend import LeafHandle, Reader
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
-from flax_ckpt_compat._core.tree import KeyData, Path, show_path
+from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
 from flax_ckpt_compat._discovery.orbax_items import Item
 from flax_ckpt_compat._view.metadata import wait_for_pending_saves
@@ -279,7 +279,7 @@ def _verify_item(name: str, item: Item, opened: opening.Opened, count: Callable[
     unexpected: list[str] = []
     format, readable = "", True
     try:
-        with closing(_open(item, damage)) as reader:
+        with closing(opening.open_item(item, verify=True)) as reader:
             format, inspection = opened.format, reader.inspect()
             unexpected = [os.path.join(name, one) for one in inspection.unexpected]
             damage += inspection.damaged
@@ -294,19 +294,6 @@ def _verify_item(name: str, item: Item, opened: opening.Opened, count: Callable[
         damage.append(str(error))
         readable = not isinstance(error, _NO_DAMAGE)
     return VerifiedCheckpoint(item.location.path, format, tuple(leaves), tuple(damage), tuple(unexpected), readable)
-
-
-def _open(item: Item, damage: list[str]) -> Reader:
-    """Open an item; one whose structure has a wrong checksum as far as it decodes."""
-    try:
-        return opening.open_item(item, verify=True)
-    except errors.ChecksumError as error:
-        try:
-            reader = opening.open_item(item)
-        except errors.CheckpointError:
-            raise error from None
-        damage.append(str(error))
-        return reader
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:
@@ -357,25 +344,15 @@ def _checked(check: Callable[[LeafHandle], bool], handles: Sequence[LeafHandle])
 
 
 def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
-    """Read leaves, and return the errors of those that do not decode, or are not what the structure says."""
-
-    def check(part: LeafHandle | ArraySlice, value: Any) -> None:
-        handle, array = backend.handle_of(part), value.data if isinstance(value, KeyData) else value
-        shape = array_boxes.shape_of(part.index) if isinstance(part, ArraySlice) else handle.shape
-        is_array = handle.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
-        if is_array and (array.shape, array.dtype) != (shape, handle.dtype):
-            types = f"expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
-            message = f"{reader.path}: {show_path(handle.path)}: {types}; restore the file from a backup"
-            raise errors.CorruptCheckpointError(message, path=reader.path, leaf=show_path(handle.path))
+    """Read leaves, and return the errors of those that do not decode."""
 
     def read(handle: LeafHandle) -> bool:
         for part in backend.pieces(handle):
-            check(part, reader.read([part])[0])
+            reader.read([part])
         return True
 
     if len(batch) > 1:
         with suppress(errors.CheckpointError):  # each leaf on its own tells which one it is
-            for handle, value in zip(batch, reader.read(batch), strict=True):
-                check(handle, value)
+            reader.read(batch)
             return {}
     return _checked(read, batch)[1]
