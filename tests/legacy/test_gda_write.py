@@ -283,13 +283,13 @@ def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pyt
     first, second = temporaries = [atomic.temporary_path(str(path)) for _ in range(2)]
     for n, temporary in enumerate(temporaries):
         write(temporary, {"a": Spread(np.full(4, n + 2))})
-    module, name = (os, "replace") if moment == "before the rename" else (gda_folder.Move, "remove_replaced")
+    module, name = (os, "replace") if moment == "before the rename" else (gda_folder, "_replaced_generations")
     real = getattr(module, name)
 
-    def overtaken(*arguments: Any) -> None:
+    def overtaken(*arguments: Any) -> Any:
         monkeypatch.setattr(module, name, real)
         atomic.publish(second, str(path))
-        real(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(module, name, overtaken)
     atomic.publish(first, str(path))

@@ -31,17 +31,12 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
     Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
     directory is replaced."""
     with translated(final):
-        arrays = gda_folder.Move(temporary, final)
-        try:
-            arrays.place()
-            replaced = None
+        replaced = None
+        with gda_folder.moved(temporary, final):
             if new:
                 _publish_new(temporary, final)
             else:
                 replaced = _replace(temporary, final)
-        except BaseException:
-            arrays.undo()
-            raise
         release(temporary)
         if replaced is not None:
             try:
@@ -49,7 +44,6 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
                 sync_directory(os.path.dirname(final))
             except OSError as error:  # the new one is in place
                 _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
-        arrays.remove_replaced()
 
 
 def _publish_new(temporary: str, final: str) -> None:

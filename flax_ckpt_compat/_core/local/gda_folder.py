@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
@@ -43,61 +44,59 @@ def generation_prefix(temporary: str) -> str:
     return f"{generation}/" if generation and presence.isdir(os.path.join(folder_of(temporary), generation)) else ""
 
 
-class Move:
-    """The move of a finished temporary's arrays to the place that the renamed file refers to."""
+@contextmanager
+def moved(temporary: str, final: str) -> Iterator[None]:
+    """Move a finished temporary's arrays to where its file refers to them, for a block that renames the file.
 
-    def __init__(self, temporary: str, final: str) -> None:
-        self._own, self._folder, self._final = folder_of(temporary), folder_of(final), final
-        self._written = os.lstat(temporary)
-        self._has_arrays = presence.isdir(self._own)
-        self._generation = generation_prefix(temporary).rstrip("/")
+    After it, the arrays that were replaced are removed; if it fails, the move is undone."""
+    own, folder, written = folder_of(temporary), folder_of(final), os.lstat(temporary)
+    has_arrays, generation = presence.isdir(own), generation_prefix(temporary).rstrip("/")
+    try:
+        if generation:
+            os.makedirs(folder, exist_ok=True)
+            os.rename(os.path.join(own, generation), os.path.join(folder, generation))
+            sync_directory(folder)
+        elif has_arrays:
+            _rename_folder(own, folder)
+        elif presence.isdir(folder):
+            temporaries.create_directory(own)
+        if presence.isdir(folder):
+            sync_directory(os.path.dirname(final))
+        yield
+    except BaseException:
+        if not _is_at(final, written):  # else interrupted after the rename
+            with suppress(OSError):  # `settle` removes the rest later
+                if generation:
+                    _remove_generation(folder, generation)
+                elif has_arrays and not presence.isdir(own) and not presence.lexists(final):
+                    os.rename(folder, own)
+        raise
+    try:
+        if generation or (not has_arrays and presence.isdir(folder)):
+            names = _replaced_generations(final, generation)
+            if _is_at(final, written):  # else the arrays may be those of another writer
+                _remove(folder, names)
+            _remove_empty(own)
+    except OSError as error:  # the checkpoint itself is complete
+        _log.warning("Cannot remove replaced arrays in %s: %s", folder, error)
+    finally:
+        temporaries.release(own)
 
-    def place(self) -> None:
-        """Move the arrays, before the file is renamed."""
-        if self._generation:
-            os.makedirs(self._folder, exist_ok=True)
-            os.rename(os.path.join(self._own, self._generation), os.path.join(self._folder, self._generation))
-            sync_directory(self._folder)
-        elif self._has_arrays:
-            try:
-                os.rename(self._own, self._folder)
-            except OSError as error:
-                if not is_taken(error):
-                    raise
-                message = f"{self._folder}: another save wrote the same checkpoint after this one began; save it again"
-                raise StorageError(message, path=self._folder, errno=error.errno) from error
-        elif presence.isdir(self._folder):
-            temporaries.create_directory(self._own)
-        if presence.isdir(self._folder):
-            sync_directory(os.path.dirname(self._final))
 
-    def undo(self) -> None:
-        """Undo `place` after the rename of the file failed."""
-        if self._is_published():  # interrupted after the rename
-            return
-        with suppress(OSError):  # `settle` removes the rest later
-            if self._generation:
-                _remove_generation(self._folder, self._generation)
-            elif self._has_arrays and not presence.isdir(self._own) and not presence.lexists(self._final):
-                os.rename(self._folder, self._own)
+def _rename_folder(own: str, folder: str) -> None:
+    try:
+        os.rename(own, folder)
+    except OSError as error:
+        if not is_taken(error):
+            raise
+        message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
+        raise StorageError(message, path=folder, errno=error.errno) from error
 
-    def remove_replaced(self) -> None:
-        """Remove the arrays that the renamed file replaced; log a warning on failure."""
-        try:
-            if self._generation or (not self._has_arrays and presence.isdir(self._folder)):
-                names = _replaced_generations(self._final, self._generation)
-                if self._is_published():  # else the arrays may be those of another writer
-                    _remove(self._folder, names)
-                _remove_empty(self._own)
-        except OSError as error:  # the checkpoint itself is complete
-            _log.warning("Cannot remove replaced arrays in %s: %s", self._folder, error)
-        finally:
-            temporaries.release(self._own)
 
-    def _is_published(self) -> bool:
-        with suppress(*temporaries.GONE):
-            return os.path.samestat(os.lstat(self._final), self._written)
-        return False
+def _is_at(final: str, written: os.stat_result) -> bool:
+    with suppress(*temporaries.GONE):
+        return os.path.samestat(os.lstat(final), written)
+    return False
 
 
 def settle(temporary: str) -> None:

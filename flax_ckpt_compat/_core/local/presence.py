@@ -109,7 +109,7 @@ class ContainedFiles:
         root = os.path.realpath(path)
         snapshot = _SNAPSHOT.fullmatch(root)
         self._roots = [root, *([os.path.realpath(f"{snapshot[1]}/blobs")] if snapshot else [])]
-        self._folders: set[str] = set()
+        self._folders = {""}
         self._follows_links = follows_links()
 
     def check(self, relative: str) -> int | None:
@@ -118,11 +118,15 @@ class ContainedFiles:
         Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
         checkpoint's directory, unless the setting ``links`` is "follow"."""
         shown = relative if len(relative) <= _MAX_SHOWN else f"{relative[:_MAX_SHOWN]}…"
-        wrong = f"{self._path}: its file {shown!r}"
+        wrong, folder = f"{self._path}: its file {shown!r}", relative.rpartition("/")[0]
         try:
-            self._check_folders(relative)
-            self._check_link(relative)
-            status = os.stat(f"{self._path}/{relative}")
+            if folder not in self._folders:
+                self._check_target(folder)
+                self._folders.add(folder)
+            status = os.lstat(f"{self._path}/{relative}")
+            if stat.S_ISLNK(status.st_mode):
+                self._check_target(relative)
+                status = os.stat(f"{self._path}/{relative}")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -143,19 +147,10 @@ class ContainedFiles:
         sizes = {name: self.check(f"{folder}/{name}" if folder else name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
-    def _check_folders(self, relative: str) -> None:
-        folder = relative.rpartition("/")[0]
-        if folder and folder not in self._folders:
-            self._check_folders(folder)
-            self._check_link(folder)
-            self._folders.add(folder)
-
-    def _check_link(self, relative: str) -> None:
-        path = f"{self._path}/{relative}"
-        if self._follows_links or not stat.S_ISLNK(os.lstat(path).st_mode):
-            return
-        real = os.path.realpath(path)
-        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
+    def _check_target(self, relative: str) -> None:
+        real = os.path.realpath(f"{self._path}/{relative}")
+        is_inside = any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots)
+        if not is_inside and not self._follows_links:
             raise StorageError(
                 f"{self._path}: its file {relative!r:.300} is a link to {real}, outside its directory, and is not "
                 "followed. If you trust it, copy it with the files that its links lead to (cp -rL) and restore that, "
