@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.coordination import KeyValueStore
 from flax_ckpt_compat._trees import prng_keys
-from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
+from tests.multiprocess.jobs import barrier, count, mesh, names, put, save_small, small, use
 from tests.support.logs import warnings_logged
 
 WHOLE = count((24, 4), np.float32)
@@ -149,20 +149,6 @@ def save_split_otherwise(folder: str, orbax: bool) -> str:
         return _error(checkpoints.save_checkpoint_multiprocess, folder, tree, 1)
 
 
-def save_differing(folder: str, orbax: bool, background: bool) -> None:
-    """Saves leaves that differ between processes."""
-    use(orbax)
-    manager = checkpoints.AsyncManager() if background else None
-    checkpoints.save_checkpoint_multiprocess(folder, _differing(jax.process_index()), 1, async_manager=manager)
-    if manager:
-        manager.wait_previous_save()
-    got = checkpoints.restore_checkpoint(folder, _differing(9), 1)
-    assert got["n"] == 7
-    np.testing.assert_array_equal(got["v"], np.zeros(3))
-    np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
-    check_shards("halves", got["halves"], WHOLE)
-
-
 def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
     """Saves two steps with a key that names the process beside so many that are the same; what was warned of."""
     use(orbax)
@@ -174,17 +160,6 @@ def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
             tree = {**{f"leaf{number}": np.float32(number) for number in range(count)}, **own}
             checkpoints.save_checkpoint_multiprocess(folder, tree, step)
     return warnings
-
-
-def _differing(own: int) -> dict[str, Any]:
-    where = mesh()
-    return {
-        "n": 7 + own,
-        "v": np.full(3, own, np.float32),
-        "copies": put(WHOLE + own, NamedSharding(where, P())),
-        "halves": put(WHOLE + own, NamedSharding(where, P("y"))),
-        "split": put(WHOLE, NamedSharding(where, P("x"))),
-    }
 
 
 # Name → the processes whose devices hold an array, and how it is split.

@@ -68,20 +68,13 @@ def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> Non
     assert jobs.names(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_of_values_that_differ_process_0s_are_saved(orbax: bool, tmp_path: Path, background: bool) -> None:
-    """As in Flax."""
-    team_of(2).call(late_jobs.save_differing, str(tmp_path), orbax, background)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 200])
-def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path, count: int) -> None:
+def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path) -> None:
     """They are not saved, as in Flax, which process 0 says once; a process may hold fewer."""
-    warned, *others = team_of(3).call(late_jobs.save_own_keys, str(tmp_path), orbax, count)
+    warned, *others = team_of(3).call(late_jobs.save_own_keys, str(tmp_path), orbax, 3)
     assert others == [[], []]
     assert len(warned) == 1, warned
-    assert f"are not saved (process 1: {count + 1} leaves; process 0: {count + 1})" in warned[0]
+    assert "are not saved (process 1: 4 leaves; process 0: 4)" in warned[0]
 
 
 @needs_arrays_without_shards

@@ -117,58 +117,30 @@ def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_p
 SAME: dict[str, Any] = {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "found"),
     [
         ({"step": 6}, ["checkpoint_6", "checkpoint_5"]),
-        ({"below": "/elsewhere"}, ["/elsewhere/checkpoint_5"]),
-        ({"overwrite": True}, ["overwrite=True", "overwrite=False"]),
-        ({"orbax": None}, ["msgpack", "orbax"]),
+        pytest.param({"below": "/elsewhere"}, ["/elsewhere/checkpoint_5"], marks=pytest.mark.slow),
+        pytest.param({"overwrite": True}, ["overwrite=True", "overwrite=False"], marks=pytest.mark.slow),
+        pytest.param({"orbax": None}, ["msgpack", "orbax"], marks=pytest.mark.slow),
+        ({"checksums": "off"}, ["checksums='off'"]),  # else a part of the checkpoint would have none
+        ({"compression": "crc32c"}, ["orbax with overwrite=False, compression='crc32c'"]),
+        ({"more": ["spread"]}, ["with overwrite=False and 2 arrays"]),  # not a checkpoint with a hole
     ],
 )
 def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any], found: list[str]) -> None:
     """All processes fail within the bound and name the process and the difference; nothing is saved."""
     other = {"orbax": not orbax} if "orbax" in other else other
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, other], 0.5, timeout=20):
+    orbax = orbax or "compression" in other  # has no effect on msgpack
+    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, other], 2, timeout=20):
         assert outcome.kinds[0] == "MultiprocessSaveError"
         assert "process 1 saves" in outcome.error
         assert all(text in outcome.error for text in found), outcome.error
-        assert outcome.seconds < 4
+        assert outcome.seconds < 8
     assert jobs.names(str(tmp_path)) == []
     team_of(2).call(rule_jobs.save_with, str(tmp_path), orbax, [SAME, SAME])
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
-
-
-def test_a_compression_that_differs(tmp_path: Path) -> None:
-    """It is refused in all processes: what one of them compressed otherwise than process 0 says could not be read."""
-    changes = [{"compression": "zstd"}, {"compression": "crc32c"}]
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), True, changes, timeout=20):
-        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
-        assert "process 1 saves orbax with overwrite=False, compression='crc32c'" in outcome.error
-    assert jobs.names(str(tmp_path)) == []
-
-
-def test_checksums_that_differ(orbax: bool, tmp_path: Path) -> None:
-    """They are refused in all processes: a part of the checkpoint would have none."""
-    changes = [{"checksums": "off"}, {}]
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, changes, timeout=20):
-        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
-        assert "process 0 " in outcome.error
-        assert "checksums='off'" in outcome.error
-    assert jobs.names(str(tmp_path)) == []
-
-
-@pytest.mark.parametrize("holder", [0, 1])
-def test_trees_that_differ(orbax: bool, tmp_path: Path, holder: int) -> None:
-    """A spread array that only one process has is an error in all, not a checkpoint with a hole."""
-    more = {"more": ["spread"]}
-    changes = [more, SAME] if holder == 0 else [SAME, more]
-    name = "orbax" if orbax else "msgpack"
-    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, changes, timeout=20):
-        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
-        assert f"process 1 saves {name} with overwrite=False and {1 + holder} arrays" in outcome.error
-    assert jobs.names(str(tmp_path)) == []
 
 
 def test_threads_save_at_once(orbax: bool, tmp_path: Path) -> None:

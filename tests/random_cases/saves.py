@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
-from tests.save.test_retention_differential import KEEPS, number, one_spelling
+from tests.save.test_retention import KEEPS, number, one_spelling
 from tests.support.saves import names, tree, use_flag
 
 # Beginnings of one another, but no name of one is a name of another.

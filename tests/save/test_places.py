@@ -111,14 +111,6 @@ def test_file_urls(flag: bool, tmp_path: Path, scheme: str) -> None:
     assert names(tmp_path) == ["best", "c_4", "checkpoint_1", "checkpoint_2"]
 
 
-def test_file_urls_in_the_background(flag: bool, tmp_path: Path) -> None:
-    """A failure or a wait is of the same directory, with or without the scheme."""
-    manager = checkpoints.AsyncManager()
-    checkpoints.save_checkpoint(f"file://{tmp_path}", tree(1), 1, async_manager=manager)
-    checkpoints.save_checkpoint(tmp_path, tree(2), 2)
-    assert names(tmp_path) == ["checkpoint_2"]
-
-
 @pytest.mark.parametrize("url", ["file://host/tmp", "file:/tmp", "file://", "file://localhost"])
 def test_file_urls_that_mean_nothing_here(url: str) -> None:
     """Of another machine, relative, or with a slash that pathlib dropped."""

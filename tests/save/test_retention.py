@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
-from tests.support.saves import later, names, tree, use_flag
+from tests.support.logs import warnings_logged
+from tests.support.profiles import examples
+from tests.support.saves import later, names, new_folder, tree, use_flag
 
 DATA = Path(__file__).parents[1] / "data"
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
@@ -554,3 +559,218 @@ def test_few_looks_in_a_directory_of_many_steps(
     ours.save_checkpoint(tmp_path, tree(41), 41, keep=keep, keep_every_n_steps=every)
     assert len(names(tmp_path)) == (39 if keep == 39 else 41)
     assert len(seen) <= looks + 1  # and the newest one, before the save
+
+
+# Which checkpoints are left after a sequence of saves: ours on both formats against real legacy Flax
+
+
+# None is the beginning of another: there Flax deletes the other prefix's files, and we do not.
+PREFIXES = ("checkpoint_", "opt_", "best_opt_", "cifar10_64_", "m", "a.b_")
+KEEPS = (0, 1, 2, 3, 1e6, np.inf)
+
+number = st.one_of(
+    st.integers(-12, 40),
+    st.integers(-8, 30).map(lambda quarter: quarter / 4),
+    st.integers(-5, 20).map(np.int64),
+    st.integers(-5, 20).map(lambda half: np.float32(half / 2)),
+    st.integers(0, 20).map(np.array),
+    st.sampled_from([1e22, 1e-7, 10**17, np.float64(0.1)]),
+)
+call = st.fixed_dictionaries(
+    {"step": number},
+    optional={
+        "prefix": st.sampled_from(PREFIXES),
+        "keep": st.sampled_from(KEEPS),
+        "overwrite": st.booleans(),
+        "keep_every_n_steps": st.sampled_from([1, 2, 5, 0.5, 10]),
+    },
+)
+ascending = st.lists(st.integers(-6, 40), min_size=3, max_size=12, unique=True).map(sorted)
+
+
+def run(module: Any, folder: str, call: dict[str, Any]) -> Any:
+    """The path's last part, or the class of the error, of one save."""
+    try:
+        return Path(module.save_checkpoint(folder, tree(), **call)).name
+    except flax_errors.InvalidCheckpointError:
+        return "InvalidCheckpointError"
+
+
+def one_spelling(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each step spelled in one way only: how Flax orders 7 and 7.0 depends on the file system."""
+    spelled: dict[float, Any] = {}
+    return [call | {"step": spelled.setdefault(float(call["step"]), call["step"])} for call in calls]
+
+
+def compare(calls: list[dict[str, Any]], flag: bool) -> None:
+    """Runs the calls with both, and compares the outcome of every call and what is left after it."""
+    with new_folder() as folder:
+        theirs_folder, ours_folder = f"{folder}/theirs", f"{folder}/ours"
+        for index, call in enumerate(calls):
+            with use_flag(False):
+                expected = run(flax_checkpoints, theirs_folder, call)
+            with use_flag(flag):
+                assert run(ours, ours_folder, call) == expected, (index, call)
+            assert names(ours_folder) == names(theirs_folder), (index, call)
+        for prefix in {call.get("prefix", "checkpoint_") for call in calls}:
+            expected = flax_checkpoints.latest_checkpoint(theirs_folder, prefix)
+            found = ours.latest_checkpoint(ours_folder, prefix)
+            assert (found and Path(found).name) == (expected and Path(expected).name)
+            expected_steps = flax_checkpoints.available_steps(theirs_folder, prefix, float)
+            assert ours.available_steps(ours_folder, prefix, float) == expected_steps
+
+
+# The flag is the same for all examples of one test.
+bounded = settings(
+    max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.mark.slow
+@bounded
+@given(st.lists(call, min_size=1, max_size=10).map(one_spelling))
+@example([{"step": 5}, {"step": 3}])
+@example([{"step": 5}, {"step": 9, "keep": 3}, {"step": 7, "keep": 3, "overwrite": True}])
+@example([{"step": 0.9}, {"step": 0.7}, {"step": 0.7, "overwrite": True}])
+def test_any_sequence_of_saves_leaves_what_flax_leaves(flag: bool, calls: list[dict[str, Any]]) -> None:
+    """Steps, prefixes, keep, overwrite and keep_every_n_steps act as in legacy Flax, errors included."""
+    compare(calls, flag)
+
+
+@pytest.mark.slow
+@bounded
+@given(ascending, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3, 7, 10]))
+@example(list(range(0, 60, 5)), 1, 20)
+@example([100, 205, 250, 299, 310, 420], 1, 100)
+@example(list(range(-6, 5)), 2, 3)
+@example(list(range(11)), 2, 3)
+def test_growing_steps_with_keep_every_leave_what_flax_leaves(
+    flag: bool, numbers: list[int], keep: int, every: int
+) -> None:
+    """keep_every_n_steps keeps the same checkpoints, step 0 never."""
+    compare([{"step": step, "keep": keep, "keep_every_n_steps": every} for step in numbers], flag)
+
+
+@pytest.mark.parametrize(
+    ("steps", "arguments", "left"),
+    [
+        ([0, 1, 2, 10], {"keep": 3}, [1, 2, 10]),
+        (range(11), {"keep": 2, "keep_every_n_steps": 3}, [1, 4, 7, 9, 10]),
+        (range(0, 60, 5), {"keep_every_n_steps": 20}, [5, 25, 45, 55]),
+        ([1, 2, 3], {"keep": 0}, [1, 2, 3]),
+        ([1, 2, 3], {"keep": np.inf}, [1, 2, 3]),
+        ([1, 2, 3], {"keep": 1e6}, [1, 2, 3]),
+    ],
+)
+def test_what_flax_was_measured_to_leave(
+    flag: bool, tmp_path: Path, steps: list[int], arguments: dict[str, Any], left: list[int]
+) -> None:
+    """The surviving steps are those that were written down when Flax 0.12.8 was measured."""
+    for step in steps:
+        ours.save_checkpoint(tmp_path, tree(step), step, **arguments)
+    assert ours.available_steps(tmp_path) == left
+
+
+# Two prefixes of which one is the beginning of the other, in one directory
+
+
+@pytest.mark.parametrize(("short", "long"), [("v", "v2"), ("", "7"), ("run-1", "run-1.5"), ("a", "a-"), ("m", "m1e")])
+def test_neither_evicts_nor_blocks_the_other(flag: bool, tmp_path: Path, short: str, long: str) -> None:
+    """Whatever their order, each keeps its own newest, although the names of one read as steps of the other."""
+    with warnings_logged() as warnings:
+        for step in (3, 4, 5):
+            ours.save_checkpoint(tmp_path, tree(step), step, prefix=long)
+            ours.save_checkpoint(tmp_path, tree(-step), step, prefix=short)
+    assert names(tmp_path) == sorted([f"{long}5", f"{short}5"])
+    assert ours.restore_checkpoint(tmp_path, None, 5, prefix=long)["n"] == 5
+    assert ours.restore_checkpoint(tmp_path, None, 5, prefix=short)["n"] == -5
+    (warning,) = warnings
+    assert f"The prefixes {short!r} and {long!r}" in warning and str(tmp_path) in warning
+
+
+def test_overwrite_removes_only_its_own(flag: bool, tmp_path: Path) -> None:
+    """What is newer under the other prefix stays, and an older step of one's own is refused as ever."""
+    ours.save_checkpoint(tmp_path, tree(3), 3, prefix="v2")
+    for step in (6, 7):
+        ours.save_checkpoint(tmp_path, tree(step), step, prefix="v", keep=0)
+    with pytest.raises(errors.InvalidCheckpointError, match="v7 is newer"):
+        ours.save_checkpoint(tmp_path, tree(5), 5, prefix="v")
+    ours.save_checkpoint(tmp_path, tree(5), 5, prefix="v", overwrite=True)
+    assert names(tmp_path) == ["v23", "v5"]
+
+
+def test_prefixes_that_share_no_name_are_not_mentioned(flag: bool, tmp_path: Path) -> None:
+    """Nor are the same prefixes in two directories."""
+    with warnings_logged() as warnings:
+        for prefix in ("ckpt_", "ckpt_best_", "ckpt"):
+            ours.save_checkpoint(tmp_path, tree(1), 1, prefix=prefix)
+        ours.save_checkpoint(tmp_path / "a", tree(1), 1, prefix="v")
+        ours.save_checkpoint(tmp_path / "b", tree(1), 1, prefix="v2")
+    assert not warnings
+
+
+def test_in_the_background(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Retention of a background save knows what was saved meanwhile."""
+    caplog.set_level(logging.WARNING)
+    managers = ours.AsyncManager(), ours.AsyncManager()
+    for step in (3, 4):
+        for manager, prefix in zip(managers, ("v", "v2"), strict=True):
+            ours.save_checkpoint(tmp_path, tree(step), step, prefix=prefix, async_manager=manager)
+    for manager in managers:
+        manager.wait_previous_save()
+    assert names(tmp_path) == ["v24", "v4"]
+    assert caplog.text.count("The prefixes") == 1
+
+
+def test_a_path_is_a_prefix(flag: bool, tmp_path: Path) -> None:
+    """As in Flax, which formats it, a prefix may be a path object; anything else is a TypeError before it is saved."""
+    prefix: Any = Path("run") / "a_"
+    (tmp_path / "run").mkdir()
+    assert ours.save_checkpoint(tmp_path, tree(3), 3, prefix=prefix) == str(tmp_path / "run" / "a_3")
+    assert ours.latest_checkpoint(tmp_path, prefix) == str(tmp_path / "run" / "a_3")
+    assert ours.available_steps(tmp_path, prefix) == [3]
+    assert ours.restore_checkpoint(tmp_path, None, prefix=prefix)["n"] == 3
+    nothing: Any = None
+    with pytest.raises(TypeError, match="a prefix is text or a path object"):
+        ours.save_checkpoint(tmp_path, tree(4), 4, prefix=nothing)
+
+
+# The clock jumps between saves: steps are ordered by their numbers, never by time
+
+
+YEARS = 10 * 365 * 24 * 3600.0
+
+
+def test_the_clock_jumps_between_saves(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back before the epoch, and decades ahead: retention and the latest step are those of a steady clock."""
+    now = time.time()
+    for step, jump in enumerate((0.0, -6 * YEARS, YEARS, 0.0, 6 * YEARS, -YEARS)):
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda jump=jump: now + jump)
+            patched.setattr(time, "time_ns", lambda jump=jump: int((now + jump) * 1e9))
+            checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2)
+            assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == step
+    assert names(tmp_path) == ["checkpoint_4", "checkpoint_5"]
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 2 * 24 * 3600.0])
+@pytest.mark.parametrize("background", [False, True])
+def test_the_clock_jumps_in_the_middle_of_a_save(
+    flag: bool, jump: float, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the commit and retention: an hour back, and further than a dead writer's temporaries stay."""
+    now, manager = time.time(), checkpoints.AsyncManager() if background else None
+
+    def jumped() -> float:
+        return now + jump * (tmp_path / "checkpoint_3").exists()
+
+    monkeypatch.setattr(time, "time", jumped)
+    monkeypatch.setattr(time, "time_ns", lambda: int(jumped() * 1e9))
+    for step in range(1, 6):
+        live = tmp_path / f".checkpoint_9.{'0' * 12}-1-1-0new.orbax-checkpoint-tmp_gda"  # of another machine
+        live.touch()
+        checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=manager)
+        if manager:
+            manager.wait_previous_save()
+        assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == step
+    assert names(tmp_path) == [live.name, "checkpoint_4", "checkpoint_5"]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from tests.save.test_retention_differential import call, one_spelling, run
+from tests.save.test_retention import call, one_spelling, run
 from tests.support import s3
 from tests.support.interpreters import run_python
 from tests.support.profiles import examples
