@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from typing import TYPE_CHECKING
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
 from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.storage import Location
-
-if TYPE_CHECKING:
-    from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
 
 __all__ = ["LocalLocation", "Location", "as_text", "is_url", "local", "location_of", "normal", "of_text", "resolved"]
 
@@ -31,27 +26,14 @@ def of_text(path: str) -> Location:
     """Return the location of a path's text; see `location_of`."""
     _refuse_mangled(path)
     if is_url(path):
-        kind = _kind_of(path.partition("://")[0].lower())
-        return kind(kind.normal(path))
+        from flax_ckpt_compat._core.object_store.storage import ObjectLocation  # here, because few programs need it
+
+        return ObjectLocation.of(path)
     try:
         return LocalLocation(os.path.abspath(local(path)))
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
         raise StorageError(message, path=path, errno=error.errno) from error
-
-
-@functools.lru_cache(maxsize=64)
-def _kind_of(scheme: str) -> type[RemoteLocation]:
-    """Return the locations of a scheme."""
-    # Here, because few programs need them.
-    from flax_ckpt_compat._core.epath_store import hub, storage
-    from flax_ckpt_compat._core.object_store.client import SCHEMES
-    from flax_ckpt_compat._core.object_store.storage import ObjectLocation
-
-    if scheme == "hf":
-        return hub.HubLocation
-    # Of unknown schemes, ObjectLocation refuses every path.
-    return storage.EpathLocation if scheme not in SCHEMES and storage.is_known(scheme) else ObjectLocation
 
 
 def resolved(path: str) -> Location:

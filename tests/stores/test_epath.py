@@ -138,9 +138,9 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
 
 def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save says what such a store cannot promise; the next ones do not repeat it."""
-    from flax_ckpt_compat._core.epath_store import storage
+    from flax_ckpt_compat._core.object_store import epath as store
 
-    monkeypatch.setattr(storage, "_warned", set())
+    monkeypatch.setattr(store, "_warned", set())
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         for step in (1, 2):
             checkpoints.save_checkpoint(f"{shelf.url}/run", {"w": np.ones(2)}, step, keep=5)

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat._core.object_store import commit, remote_storage
-from flax_ckpt_compat._core.object_store.client import ABSENT, Client
-from flax_ckpt_compat._core.object_store.request_errors import ConflictError
+from flax_ckpt_compat._core.object_store import commit, storage
+from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CheckpointError, StorageError
@@ -42,11 +41,7 @@ class Memory(Client):
         by_content: equal bytes are one version, as on ``s3://``.
     """
 
-    package = extra = ""
-    variables = ()
-
     def __init__(self, *, needs_commit_file: bool, by_content: bool) -> None:
-        super().__init__()
         self.needs_commit_file, self.by_content = needs_commit_file, by_content  # type: ignore[misc]
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.hook: Callable[[], BaseException | None] = lambda: None
@@ -78,16 +73,13 @@ class Memory(Client):
             data, version = self._found(url)
             return Stat(len(data), version)
 
-    def read(self, url: str, start: int = 0, stop: int | None = None, version: str | None = None) -> bytes:
+    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
         with self._request():
             found = self._found(url)[0][start:stop]
             self._check(url, version)
-            return found
+            return found, None
 
-    def open(self, url: str, nbytes: int) -> tuple[bytes, Stat]:
-        return self.read(url, 0, nbytes), self.stat(url)
-
-    def _put_once(self, url: str, data: bytes, version: str | None) -> str:
+    def put_once(self, url: str, data: bytes, version: str | None) -> str:
         with self._request():
             self._check(url, version)
             new = hashlib.md5(data).hexdigest() if self.by_content else str(next(self._numbers))
@@ -100,11 +92,6 @@ class Memory(Client):
                 return False
             del self.objects[url]
             return True
-
-    _list = _stat = _read = _put = _delete = connect = _put_large = None  # type: ignore[assignment]
-
-
-Memory.__abstractmethods__ = frozenset()
 
 
 def tree(number: int, kind: str) -> dict[str, Any]:
@@ -216,7 +203,7 @@ def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
 
 def run(seeds: range, patch: pytest.MonkeyPatch) -> None:
     """Run histories on stores of both kinds."""
-    for module in (commit, remote_storage):
+    for module in (commit, storage):
         patch.setattr(module, "in_parallel", serially)
     for seed in seeds:
         store = Memory(needs_commit_file=seed % 2 == 0, by_content=seed % 2 == 1)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.object_store.client import ABSENT, ANSWER_SECONDS, CONNECT_SECONDS, Client
-from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
+from flax_ckpt_compat._core.object_store.client import ABSENT, ANSWER_SECONDS, CONNECT_SECONDS, PART_BYTES, FsspecClient
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 
-_AT_ONCE, _PIECE = 8, 32 * 2**20  # bytes; a larger file is never in memory as a whole
+_AT_ONCE = 8
 _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
 
 
-class AzClient(Client):
+class AzClient(FsspecClient):
     """The scheme ``az``; requests go through the client of Azure's own package, which adlfs opens."""
 
     package, extra, needs_commit_file = "adlfs", "az", False
@@ -50,12 +49,7 @@ class AzClient(Client):
     ) -> tuple[bytes, Stat | None]:
         blob = store.service_client.get_blob_client(bucket, key)
         length = None if stop is None else stop - start
-        try:
-            answer = await blob.download_blob(start, length, max_concurrency=1, **_condition(version), **_IN_TIME)
-        except Exception as error:
-            if status_of(error) == OUT_OF_RANGE:
-                return b"", None
-            raise
+        answer = await blob.download_blob(start, length, max_concurrency=1, **_condition(version), **_IN_TIME)
         told = answer.properties
         size, etag = str(told.content_range or "").rpartition("/")[2], told.etag.strip('"')
         return bytes(await answer.readall()), Stat(int(size), etag) if size.isdigit() else None
@@ -68,7 +62,7 @@ class AzClient(Client):
         return str(found["etag"]).strip('"')
 
     def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
-        if os.path.getsize(path) <= _PIECE:
+        if os.path.getsize(path) <= PART_BYTES:  # a larger one is never in memory as a whole
             return super().put_file(url, path, version, meter)
         with open(path, "rb") as file:
             found: str = self._run(

@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store.client import ANSWER_SECONDS, CONNECT_SECONDS, Client
-from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, status_of
+from flax_ckpt_compat._core.object_store.client import ANSWER_SECONDS, CONNECT_SECONDS, FsspecClient, byte_range
 from flax_ckpt_compat._core.storage import Stat
 
 _ENDPOINTS = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
@@ -18,7 +17,7 @@ _TOKEN = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105  (which TensorStore takes
 _FIELDS = "name,size,generation,crc32c"
 
 
-class GsClient(Client):
+class GsClient(FsspecClient):
     """The scheme ``gs``."""
 
     package, extra, needs_commit_file = "gcsfs", "gcs", True
@@ -54,13 +53,8 @@ class GsClient(Client):
         self, store: Any, bucket: str, key: str, start: int, stop: int | None, version: str | None
     ) -> tuple[bytes, Stat | None]:
         asked = {"ifGenerationMatch": version} if version else {}
-        headers = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
-        try:
-            told, found = await store._call("GET", "b/{}/o/{}", bucket, key, headers=headers, alt="media", **asked)
-        except Exception as error:
-            if status_of(error) == OUT_OF_RANGE or "range" in str(error).lower():
-                return b"", None
-            raise
+        headers = {"Range": byte_range(start, stop)} if start or stop is not None else {}
+        told, found = await store._call("GET", "b/{}/o/{}", bucket, key, headers=headers, alt="media", **asked)
         size, version = told.get("Content-Range", "").rpartition("/")[2], told.get("x-goog-generation", "")
         is_told = version and (size.isdigit() or "Range" not in headers)
         return bytes(found), Stat(int(size or len(found)), version) if is_told else None
@@ -79,11 +73,9 @@ class GsClient(Client):
         )
         stat = _stat_of(found)
         if stat.crc32c not in (None, checksums.crc32c(data)):
-            raise StorageError(
-                f"gs://{bucket}/{key}: the store has other bytes than were sent: they were changed on their way; save "
-                "it again with overwrite=True",
-                path=f"gs://{bucket}/{key}",
-            )
+            url = f"gs://{bucket}/{key}"
+            message = f"{url}: its bytes were changed on their way; save it again with overwrite=True"
+            raise StorageError(message, path=url)
         return stat.version
 
     async def _delete(self, store: Any, bucket: str, key: str, version: str | None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import commit
-from flax_ckpt_compat._core.object_store.client import SCHEMES
+from flax_ckpt_compat._core.object_store.client import SCHEMES, Client
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
@@ -32,38 +32,41 @@ class Upload:
     marker: str  # name of the marker object in ``folder``
 
     @property
+    def _client(self) -> Client:
+        return commit.client_for(self.folder)
+
+    @property
     def needs_commit_file(self) -> bool:
         """Return whether real Flax, and jax, look for ``commit_success.txt`` before they read arrays."""
-        return commit.client_for(self.folder).needs_commit_file
+        return self._client.needs_commit_file
 
     @property
     def tag(self) -> str:
         """Return the suffix of the names of directories that no other save uses."""
-        return commit.tag_of(self.marker)
+        return f".{commit.tag_of(self.marker)}"
 
     def fields(self) -> dict[str, str]:
         """Return the arguments with which other processes make this object."""
         return dataclasses.asdict(self)
 
-    def _is_part(self, key: str) -> bool:
-        return key.partition("/")[0].endswith(self.tag) and "/" in key
-
     def written(self) -> list[str]:
         """List what the processes have written so far, relative to the folder."""
-        return [key for key in commit.client_for(self.folder).list(self.folder) if self._is_part(key)]
+        return list(filter(self._is_part, self._client.list(self.folder)))
+
+    def _is_part(self, key: str) -> bool:
+        return f".{commit.tag_of(key)}" == self.tag and key != self.marker
 
     def write(self, name: str, data: bytes) -> None:
         """Write one file below the folder."""
-        commit.client_for(self.folder).put(f"{self.folder}/{name}", data)
+        self._client.put(f"{self.folder}/{name}", data)
 
     def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
         """Upload this process's files under the same names; ``last`` tells others that all are complete.
 
         Raise ConcurrentWriteError if process 0 has aborted the save."""
-        client = commit.client_for(self.folder)
 
         def put(name: str) -> None:
-            client.put_file(f"{self.folder}/{name}", posixpath.join(directory, name), meter=meter)
+            self._client.put_file(f"{self.folder}/{name}", posixpath.join(directory, name), meter=meter)
 
         in_parallel(put, [name for name in names if name != last], commit.AT_ONCE)
         put(last)
@@ -71,11 +74,10 @@ class Upload:
 
     def check_active(self, written: Collection[str]) -> None:
         """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
-        if commit.client_for(self.folder).find(f"{self.folder}/{self.marker}") is not None:
-            return
-        self._delete(written)
-        message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
-        raise ConcurrentWriteError(message, path=self.url)
+        if self._client.find(f"{self.folder}/{self.marker}") is None:
+            self._delete(written)
+            message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
+            raise ConcurrentWriteError(message, path=self.url)
 
     def delete_harmless(self, name: str) -> None:
         """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
@@ -85,46 +87,40 @@ class Upload:
             commit.warn_of_leftovers(self.url, "what told how far a save was", error)
 
     def _delete(self, names: Collection[str]) -> None:
-        client = commit.client_for(self.folder)
-        in_parallel(lambda name: client.delete(f"{self.folder}/{name}"), names, commit.AT_ONCE)
+        in_parallel(lambda name: self._client.delete(f"{self.folder}/{name}"), names, commit.AT_ONCE)
 
     def publish(self, staged: str, *, new: bool) -> None:
         """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Location.publish`."""
         try:
-            if self.folder == self.url:
-                save = commit.FolderSave(self.url, self.marker)
-                save.publish(staged, new=new, uploaded=self.written())
-                if not new:
-                    with commit.after_commit(self.url):
-                        commit.remove_arrays_beside(self.url)
-            else:
+            if self.folder != self.url:
                 self._publish_gda(staged, new)
+            else:
+                commit.FolderSave(self.url, self.marker).publish(staged, new=new, uploaded=self.written())
+                if not new:
+                    commit.remove_arrays_beside(self.url)
         except ConcurrentWriteError:
             self.abort()
             raise
         atomic.delete(staged)
 
     def _publish_gda(self, staged: str, new: bool) -> None:
-        there = commit.client_for(self.folder).list(self.folder)
+        there = self._client.list(self.folder)
         if self.marker not in there or max(map(commit.order_of, there)) > commit.order_of(self.marker):
             message = f"{self.url}: another process saves this checkpoint at the same time, so this one was not saved"
             raise ConcurrentWriteError(message, path=self.url)
         commit.publish_object(staged, self.url, new=new)
-        old = [key for key in there if not self._is_part(key)]
+        old = [key for key in there if key != self.marker and not self._is_part(key)]
         with commit.after_commit(self.url):
-            self._delete(commit.arrays_among(old))
-            self._delete([key for key in old if is_upload_marker(key) and key != self.marker])
+            self._delete([*commit.arrays_among(old), *filter(is_upload_marker, old)])
         self.delete_harmless(self.marker)
 
     def abort(self) -> None:
         """Remove what a failed save has written, unless it is committed; ignore refusals."""
-        client = commit.client_for(self.folder)
         with contextlib.suppress(StorageError):
-            there = client.list(self.folder)
-            if COMMIT_FILE in there and self.marker.encode() in client.read(f"{self.folder}/{COMMIT_FILE}"):
+            there = self._client.list(self.folder)
+            if COMMIT_FILE in there and self.marker.encode() in self._client.read(f"{self.folder}/{COMMIT_FILE}"):
                 return
-            self._delete([key for key in there if self._is_part(key)])
-            client.delete(f"{self.folder}/{self.marker}")
+            self._delete([*filter(self._is_part, there), self.marker])
 
 
 def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
@@ -133,11 +129,8 @@ def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
     if not location.is_remote:
         return None
     if (scheme := url.partition("://")[0]) not in SCHEMES:
-        message = (
-            f"{url}: several processes cannot save one checkpoint to {scheme}://, which has no conditional writes; "
-            "save to a shared disk, s3:// or gs://, and copy that"
-        )
-        raise StorageError(message, path=url)
+        message = f"{url}: several processes cannot save one checkpoint to {scheme}://, which has no conditional writes"
+        raise StorageError(f"{message}; save to a shared disk, s3:// or gs://, and copy that", path=url)
     folder = url + ARRAYS_POSTFIX if in_gda_folder else url
     save = commit.FolderSave(folder)
     save.begin()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import time
+from collections.abc import Collection
 from typing import Any
 
 from flax_ckpt_compat._core.object_store.client import (
     ABSENT,
     ANSWER_SECONDS,
     CONNECT_SECONDS,
-    Client,
+    EXPIRES_AFTER,
+    PART_BYTES,
+    ConflictError,
+    FsspecClient,
+    byte_range,
     split,
 )
-from flax_ckpt_compat._core.object_store.request_errors import OUT_OF_RANGE, ConflictError, status_of
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -24,12 +29,11 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
 _ANY_REGION = "us-east-1"  # servers of others have no regions, but requests are signed with one
-PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
 _TRIES, _AT_ONCE = 8, 64
 _MOST_PARTS = 10_000
 
 
-class S3Client(Client):
+class S3Client(FsspecClient):
     """The scheme ``s3``."""
 
     package, extra, needs_commit_file = "s3fs", "s3", False
@@ -90,7 +94,7 @@ class S3Client(Client):
     ) -> tuple[bytes, Stat | None]:
         s3, asked = await self._s3(store, bucket), {"Bucket": bucket, "Key": key}
         if start or stop is not None:
-            asked["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+            asked["Range"] = byte_range(start, stop)
         if version:
             asked["IfMatch"] = version
         for left in reversed(range(_TRIES)):
@@ -101,10 +105,8 @@ class S3Client(Client):
                 size = answer.get("ContentRange", "").rpartition("/")[2] or len(data)
                 return data, Stat(int(size), answer["ETag"])
             except Exception as error:
-                if status_of(error) == OUT_OF_RANGE:
-                    return b"", None
                 # The client itself tries again, but not once an answer has begun.
-                if status_of(error) or not left:
+                if hasattr(error, "response") or not left:
                     raise
             await asyncio.sleep(0.1)
         raise AssertionError
@@ -133,23 +135,13 @@ class S3Client(Client):
             parts = in_parallel(send, range(-(-size // part_bytes)), _AT_ONCE)
             whole = {"UploadId": begun, "MultipartUpload": {"Parts": parts}}
             return str(self._send(url, "complete_multipart_upload", **whole, **_condition(version))["ETag"])
-        except (ConflictError, FileNotFoundError):
-            # A try whose answer was lost has completed it: of other uploads the parts have other sums.
-            found = self.find(url)
-            if found is None or found.size != size or not self._has_content(url, path, found):
-                self._send(url, "abort_multipart_upload", UploadId=begun)
-                raise
-            return found.version
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (ConflictError, FileNotFoundError)):
+                with open(path, "rb") as file:
+                    if (found := self._version_if_written(url, file)) is not None:
+                        return found
             self._send(url, "abort_multipart_upload", UploadId=begun)
             raise
-
-    def _has_content(self, url: str, path: str, found: Stat) -> bool:
-        with open(path, "rb") as file:
-            starts = range(0, found.size, PART_BYTES)
-            return all(
-                self.read(url, start, start + PART_BYTES, found.version) == file.read(PART_BYTES) for start in starts
-            )
 
     def _send(self, url: str, operation: str, **arguments: Any) -> Any:
         async def request(store: Any, bucket: str, key: str) -> Any:
@@ -162,28 +154,18 @@ class S3Client(Client):
         s3 = await self._s3(store, bucket)
         await s3.delete_object(Bucket=bucket, Key=key, **({"IfMatch": version} if version else {}))
 
-    def unfinished(self, url: str) -> dict[str, float]:
-        key = split(url)[2]
-        prefix = f"{key}/" if key else ""
-        return {one["Key"][len(prefix) :]: _seconds_of(one["Initiated"]) for one in self._uploads(url, prefix)}
-
-    def abort_unfinished(self, url: str) -> None:
-        key = split(url)[2]
-        for one in self._uploads(url, key):
-            if one["Key"] == key:
-                self._send(url, "abort_multipart_upload", UploadId=one["UploadId"])
-
-    def _uploads(self, url: str, prefix: str) -> list[Any]:
-        async def request(store: Any, bucket: str, _: str) -> Any:
+    def stale_parts(self, url: str, abort: Collection[str] = ()) -> Collection[str]:
+        async def request(store: Any, bucket: str, key: str) -> Any:
             s3 = await self._s3(store, bucket)
-            return await s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+            return await s3.list_multipart_uploads(Bucket=bucket, Prefix=f"{key}/" if key else "")
 
-        found: list[Any] = self._run(url, "listed", request).get("Uploads", [])
+        found, start = [], len(split(url)[2] + "/") if split(url)[2] else 0
+        for one in self._run(url, "listed", request).get("Uploads", ()):
+            if time.time() - datetime.datetime.fromisoformat(one["Initiated"]).timestamp() > EXPIRES_AFTER:
+                found.append(one["Key"][start:])
+                if found[-1] in abort:
+                    self._send(f"{url}/{found[-1]}", "abort_multipart_upload", UploadId=one["UploadId"])
         return found
-
-
-def _seconds_of(text: str) -> float:
-    return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def _condition(version: str | None) -> dict[str, str]:

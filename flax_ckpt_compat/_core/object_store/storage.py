@@ -1,69 +1,220 @@
-"""Reach ``s3://``, ``gs://`` and ``az://`` URLs, where a folder exists while it holds an object."""
+"""Reach URLs of stores, where a folder exists while a file is below it."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.object_store import client, commit
-from flax_ckpt_compat._core.object_store.remote_storage import RemoteLocation
-from flax_ckpt_compat._core.object_store.request_errors import ConflictError
+from flax_ckpt_compat._core.object_store.client import ConflictError
+from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source, Stat
+from flax_ckpt_compat._core.storage import HEAD_BYTES, SHORT_HEAD, Listing, Location, Source, Stat
+from flax_ckpt_compat._core.storage_errors import not_found, translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
+_SLASHES_OF_BUCKET = 2
+_TINY_AT_ONCE = 64  # requests for a few bytes
 
 
-class ObjectLocation(RemoteLocation):
-    """A URL of a store that fsspec has a client for."""
+class ObjectLocation(Location):
+    """A URL; look-ups are answered by the listing, or by requests of the client of its scheme."""
 
     __slots__ = ()
+    is_remote = True
 
     @classmethod
-    def normal(cls, path: str) -> str:
-        return client.normal(path)
+    def of(cls, url: str) -> Self:
+        """Return the location of a user's URL; raise StorageError for a scheme that nothing reaches."""
+        client_for(url)
+        return cls(client.normal(url))
 
-    def list_files(self, path: str) -> dict[str, Stat]:
-        return commit.client_for(path).list(path)
+    def listed(self) -> Self:
+        if self.listing is not None and self.listing.covers(self.path):
+            return self
+        return self.with_listing(Listing(self.path, client_for(self.path).list(self.path)))
 
-    def find(self, path: str) -> Stat | None:
-        return commit.client_for(path).find(path)
+    def _inside(self) -> dict[str, Stat]:
+        known = None if self.listing is None else self.listing.below(self.path)
+        return client_for(self.path).list(self.path) if known is None else known
 
-    def read_range(self, path: str, start: int, stop: int | None) -> bytes:
-        return commit.client_for(path).read(path, start, stop)
+    def _file(self) -> Stat | None:
+        if self.listing is not None and self.path.startswith(f"{self.listing.root}/"):
+            return self.listing.file(self.path)
+        return client_for(self.path).find(self.path)
 
-    def needs_commit_file(self) -> bool:
-        return commit.client_for(self.path).needs_commit_file
+    def _stat(self) -> Stat:
+        if (found := self._file()) is None:
+            raise not_found(self.path)
+        return found
 
-    def open_file(self) -> OpenedObject:
-        return OpenedObject(self.path)
+    def isdir(self) -> bool:
+        inside = self._inside()
+        if COMMIT_FILE in inside or not inside:
+            return bool(inside)
+        # A file hides a folder that is not complete. Without a listing, ask only where a mark makes that likely.
+        asks = is_unfinished(inside) or self.listing is not None
+        return not (asks and self._file() is not None)
 
-    def remove(self, path: str) -> None:
-        commit.remove(path)
+    def isfile(self) -> bool:
+        return self._file() is not None and not self.isdir()
+
+    def exists(self) -> bool:
+        return bool(self._inside()) or self._file() is not None
+
+    def listdir(self) -> list[str]:
+        if not (found := self._inside()):
+            raise not_found(self.path)
+        return list(dict.fromkeys(key.partition("/")[0] for key in found))
+
+    def files_below(self) -> list[str]:
+        return list(self._inside())
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        if self.listing is not None and self.path in self.listing.contents:
+            return self.listing.contents[self.path][start:stop]
+        return b"" if stop is not None and stop <= start else client_for(self.path).read(self.path, start, stop)
+
+    def head(self) -> bytes:
+        heads = self.listing.heads if self.listing is not None else {}
+        if self.path not in heads:
+            heads[self.path] = client_for(self.path).read(self.path, 0, SHORT_HEAD)
+        return heads[self.path]
+
+    def size(self) -> int:
+        return self._stat().size
+
+    def total_size(self) -> int:
+        if inside := self._inside():
+            return sum(stat.size for stat in inside.values())
+        found = self._file()
+        return found.size if found is not None else 0
+
+    def stored_crc32c(self) -> int | None:
+        return self.unlisted()._stat().crc32c
+
+    def version(self) -> bytes:
+        return self.unlisted()._stat().version.encode()
+
+    def watch(self) -> Callable[[], bool]:
+        before = _versions(self._inside())
+        # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
+        return lambda: bool(before) and not before.items() <= _versions(client_for(self.path).list(self.path)).items()
+
+    def prefetch_heads(self, names: Iterable[str]) -> None:
+        if self.listing is not None:
+            there = [location.path for location in map(self.__truediv__, names) if location.isfile()]
+            self._prefetch(self.listing.heads, there, SHORT_HEAD)
+
+    def prefetch_contents(self, names: Iterable[str]) -> None:
+        if self.listing is not None:
+            self._prefetch(self.listing.contents, [(self / name).path for name in names], None)
+
+    def _prefetch(self, answers: dict[str, bytes], paths: Collection[str], stop: int | None) -> None:
+        """Ask the store for what is not among the answers, in parallel, before look-ups ask one by one."""
+
+        def look(path: str) -> None:
+            with suppress(FileNotFoundError):
+                answers[path] = client_for(path).read(path, 0, stop)
+
+        in_parallel(look, [path for path in paths if path not in answers], _TINY_AT_ONCE)
+
+    def why_too_long(self) -> str | None:
+        size = len(self.path.partition("://")[2].partition("/")[2].encode())
+        if size <= _MAX_KEY - _MAX_INSIDE:
+            return None
+        inside = f"up to {_MAX_INSIDE} for its files"
+        return f"{size} bytes without the bucket, and {inside}, are more than the store allows"
+
+    def can_hold_checkpoint(self) -> bool:
+        return self.path.count("/") > _SLASHES_OF_BUCKET
+
+    # Checkpoints.
+
+    def why_unfinished(self, names: Collection[str]) -> str | None:
+        if is_unfinished(names):
+            return f"{COMMIT_FILE} is missing: its upload never ended, or it is being removed"
+        if COMMIT_FILE not in names and client_for(self.path).needs_commit_file:
+            return (
+                f"{COMMIT_FILE} is missing, which Orbax writes last in this store; if all of it was copied here, add "
+                "an empty object of that name"
+            )
+        return None
+
+    def holds_nothing(self) -> bool:
+        inside, found = self._inside(), self._file()
+        if found is not None and COMMIT_FILE not in inside:
+            return not found.size
+        return is_unfinished(inside)
+
+    def temporary_path(self) -> str:
+        """Return a path in this user's folder for temporary files, and remove those of dead writers."""
+        folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
+        with translated(folder):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
+        atomic.remove_stale(folder)
+        return temporaries.temporary_path(os.path.join(folder, self.name))
+
+    def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
+        failures = {}
+        for name in names:
+            try:
+                commit.remove((self / name).path)
+            except StorageError as error:
+                failures[name] = error
+        return failures
+
+    def open_file(self) -> Source:
+        copy = client_for(self.path).local_copy(self.path)
+        if copy is None:
+            return OpenedObject(self.path)
+        source = LocalLocation(copy).open_file()
+        source.path = self.path
+        return source
 
     def prepare_directory(self) -> None:
-        for name in commit.leftovers(self._inside()):
+        client_for(self.path).prepare(self.path)
+        for name, found in commit.leftovers(self.path, self._inside()).items():
             try:
-                self.remove_leftovers([name])
+                commit.remove_leftovers(f"{self}/{name}", found)
             except StorageError as error:  # it must not prevent a save
                 commit.warn_of_leftovers(f"{self}/{name}", "what an interrupted save left", error)
 
     def leftovers(self) -> dict[str, bool]:
+        store = client_for(self.path)
+        there = store.list(self.path)
         # Parts that are no object yet are in no list; an object of that name, which is complete, stays.
-        parts = {name: self.find(f"{self}/{name}") is None for name in commit.stale_uploads(self.path)}
-        return parts | commit.leftovers(self.list_files(self.path))
+        parts = {name: name not in there for name in store.stale_parts(self.path)}
+        found = commit.leftovers(self.path, there)
+        return parts | {name: f"{name}/{COMMIT_FILE}" not in there for name in found}
 
     def remove_leftovers(self, names: Collection[str]) -> None:
-        files, uploads = self.list_files(self.path), commit.stale_uploads(self.path)
-        folders = commit.by_folder(files)
-        for name in set(names).intersection(commit.leftovers(files)):
-            commit.remove_leftovers(f"{self}/{name}", folders[name])
-        for name in set(names).intersection(uploads):
-            commit.client_for(self.path).abort_unfinished(f"{self}/{name}")
+        store = client_for(self.path)
+        for name, found in commit.leftovers(self.path, store.list(self.path)).items():
+            if name in names:
+                commit.remove_leftovers(f"{self}/{name}", found)
+        store.stale_parts(self.path, names)
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         commit.publish(temporary, self.path, new=new, meter=meter)
         atomic.delete(temporary)
+
+
+def _versions(found: dict[str, Stat]) -> dict[str, str]:
+    return {name: one.version for name, one in found.items() if not is_upload_marker(name)}
 
 
 class OpenedObject(Source):

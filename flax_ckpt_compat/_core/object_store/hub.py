@@ -6,70 +6,62 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flax_ckpt_compat._core.epath_store.storage import EpathLocation
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
 from flax_ckpt_compat._core.local.storage import LocalLocation
-from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source, Stat
+from flax_ckpt_compat._core.object_store.client import Client
+from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _MISSING_FILE = ("EntryNotFoundError", "RemoteEntryNotFoundError", "LocalEntryNotFoundError")
 _MISSING_REPOSITORY = ("RepositoryNotFoundError", "RevisionNotFoundError")
 
 
-class HubLocation(EpathLocation):
-    """A file or folder of ``hf://organization/model[@revision]/path``, for reads alone."""
+class HubClient(Client):
+    """Requests to ``hf://organization/model[@revision]/path``, for reads alone."""
 
-    __slots__ = ()
-
-    def list_files(self, path: str) -> dict[str, Stat]:
-        with _telling(path):
-            at = _resolve(path)
+    def list(self, url: str) -> dict[str, Stat]:
+        at = _resolve(url)
+        prefix = at.pop("path")
+        with _telling(url):
             try:
-                entries = list(_api().list_repo_tree(recursive=True, path_in_repo=at.pop("path") or None, **at))
+                entries = list(_api().list_repo_tree(recursive=True, path_in_repo=prefix or None, **at))
             except Exception as error:
                 if type(error).__name__ not in _MISSING_FILE:
                     raise
                 return {}
-        prefix = _resolve(path)["path"]
         start = len(prefix) + 1 if prefix else 0
         files = {one.path[start:]: Stat(one.size, one.blob_id) for one in entries if hasattr(one, "blob_id")}
         return dict(sorted(files.items()))
 
-    def find(self, path: str) -> Stat | None:
-        with _telling(path):
-            at = _resolve(path)
-            name = at.pop("path")
-            found = _api().get_paths_info(paths=[name], **at) if name else []
-            return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
+    def stat(self, url: str) -> Stat:
+        at = _resolve(url)
+        name = at.pop("path")
+        with _telling(url):
+            for one in _api().get_paths_info(paths=[name], **at) if name else []:
+                if hasattr(one, "blob_id"):
+                    return Stat(one.size, one.blob_id)
+            raise not_found(url)
 
-    def read_range(self, path: str, start: int, stop: int | None) -> bytes:
-        return LocalLocation(self._copy(path)).read(start, stop)
+    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:  # noqa: ARG002
+        return LocalLocation(self.local_copy(url)).read(start, stop), None
 
-    def open_file(self) -> Source:
-        source = LocalLocation(self._copy(self.path)).open_file()
-        source.path = self.path
-        return source
-
-    def _copy(self, path: str) -> str:
-        """Return the path of a local copy of a file, made now unless it is there."""
+    def local_copy(self, url: str) -> str:
         import huggingface_hub
 
-        with _telling(path):
-            at = _resolve(path)
+        with _telling(url):
+            at = _resolve(url)
             return str(huggingface_hub.hf_hub_download(filename=at.pop("path"), **at))
 
-    def prepare_directory(self) -> None:
-        message = f"{self}: hf:// is only read; save to a disk or to another store, and upload that"
-        raise StorageError(message, path=self.path)
+    def prepare(self, url: str) -> None:
+        raise StorageError(f"{url}: hf:// is only read; save to a disk or to another store, and upload that", path=url)
 
-    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
-        self.prepare_directory()
+    def put_once(self, url: str, data: bytes, version: str | None) -> str:  # noqa: ARG002
+        self.prepare(url)
+        return ""
 
-    def delete(self, path: str) -> None:
-        self.at(path).prepare_directory()
-
-    remove = delete
+    def delete(self, url: str, version: str | None = None) -> bool:  # noqa: ARG002
+        self.prepare(url)
+        return False
 
 
 def _api() -> Any:

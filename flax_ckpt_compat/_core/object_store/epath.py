@@ -1,0 +1,133 @@
+"""Reach the path classes that are registered with `etils.epath`, through the methods of ``pathlib``.
+
+Such a store can list, read, write and delete files, and no more: files are copied whole, and versions are compared
+before a file is written, not by the store. Saves warn of that once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError, split
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
+from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat._core.storage_errors import not_found, translated
+
+_log = logging.getLogger("flax_ckpt_compat")
+_PIECE = 2**24
+_warned: set[str] = set()  # schemes
+
+
+def is_known(scheme: str) -> bool:
+    """Return whether a path class of a scheme is registered with epath."""
+    try:
+        _path(f"{scheme}://x")
+    except (KeyError, NotImplementedError):
+        return False
+    return True
+
+
+class EpathClient(Client):
+    """Requests to the stores of schemes of epath."""
+
+    def list(self, url: str) -> dict[str, Stat]:
+        return dict(sorted(_walk(_path(url), "")))
+
+    def stat(self, url: str) -> Stat:
+        path = _path(url)
+        if path.is_dir() or not path.exists():
+            raise not_found(url)
+        return _stat(path)
+
+    def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
+        self.stat(url)  # path classes have other errors of their own
+        with _path(url).open("rb") as file:
+            file.seek(start)
+            data = bytes(file.read(-1 if stop is None else stop - start))
+        found = self.stat(url)
+        if version not in (None, found.version):
+            raise ConflictError(f"{url} was replaced since it was opened; open it again", path=url)
+        return data, found
+
+    def put_once(self, url: str, data: bytes, version: str | None) -> str:
+        return self._write(url, iter([data]), version)
+
+    def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
+        with open(path, "rb") as file:
+            found = self._write(url, iter(lambda: file.read(_PIECE), b""), version)
+        meter.add(os.path.getsize(path), url)
+        return found
+
+    def _write(self, url: str, pieces: Iterator[bytes], version: str | None) -> str:
+        with translated(url, "written"):
+            found, path = None if version is None else self.find(url), _path(url)
+            if version not in (None, ABSENT if found is None else found.version):
+                raise ConflictError(f"{url} was replaced or removed meanwhile", path=url)
+            # Such a store may be a disk, where no file and folder share a name.
+            if path.is_dir():
+                inside = list(self.list(url))
+                if version == ABSENT and COMMIT_FILE in inside:
+                    raise ConflictError(f"{url} was saved meanwhile", path=url)
+                for name in inside:
+                    self.delete(f"{url}/{name}")
+            self.delete(posixpath.dirname(url))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            return _stat(path).version
+
+    def delete(self, url: str, version: str | None = None) -> bool:
+        with translated(url, "removed"):
+            found, path = self.find(url), _path(url)
+            if found is None or version not in (None, found.version):
+                return False
+            with suppress(FileNotFoundError):
+                path.unlink()
+            with suppress(OSError):  # others write there
+                while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
+                    path = path.parent
+                    path.rmdir()
+            return True
+
+    def prepare(self, url: str) -> None:
+        scheme = split(url)[0]
+        if scheme not in _warned:
+            _warned.add(scheme)
+            _log.warning(
+                "%s: saves to %s:// have no conditional writes: let one process write a checkpoint, and do not "
+                "overwrite one that others read (migration_guide/object_stores.md)",
+                url,
+                scheme,
+            )
+
+
+def _path(url: str) -> Any:
+    from etils import epath
+
+    return epath.Path(url)
+
+
+def _walk(folder: Any, inside: str) -> Iterator[tuple[str, Stat]]:
+    if not folder.is_dir():
+        return
+    for child in folder.iterdir():
+        name = posixpath.join(inside, child.name)
+        if child.is_dir():
+            yield from _walk(child, name)
+        else:
+            yield name, _stat(child)
+
+
+def _stat(path: Any) -> Stat:
+    status = path.stat()
+    size = getattr(status, "length", None)
+    size = status.st_size if size is None else size
+    changed = getattr(status, "st_mtime_ns", None) or getattr(status, "mtime", None)
+    return Stat(int(size or 0), f"{size}|{changed}|{getattr(status, 'st_ino', '')}")
