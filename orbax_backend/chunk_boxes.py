@@ -14,6 +14,7 @@ from .zarr import ArrayInfo
 
 # Of more chunks, as a hostile grid of 2**60 has them, each is found when it is needed.
 _MAX_KNOWN = 512
+_MAX_BOXES = 64  # that are kept: a process has one for each of its devices
 
 
 class ChunkPart(NamedTuple):
@@ -60,7 +61,7 @@ class LayoutCache:
 
     def __init__(self, info: ArrayInfo) -> None:
         self.whole = BoxLayout(info)
-        self._info, self._known, self._room = info, dict[int, tuple[Box, BoxLayout]](), 2 * _MAX_KNOWN
+        self._info, self._known = info, dict[int, tuple[Box, BoxLayout]]()
 
     def of(self, box: Box) -> BoxLayout:
         """Return the layout of a box of the leaf; the stored array may have one more axis."""
@@ -68,8 +69,6 @@ class LayoutCache:
         if known is not None:
             return known[1]
         layout = BoxLayout(self._info, (*box, *array_boxes.full_box(self._info.shape[len(box) :])))
-        needed = 1 + len(layout.known or ())
-        if needed <= self._room:
-            self._room -= needed
+        if len(self._known) < _MAX_BOXES:
             self._known[id(box)] = box, layout  # holds the box, so that no other has its id
         return layout

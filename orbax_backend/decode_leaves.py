@@ -94,12 +94,13 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
     if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
         return _describe_text(info, annotation)
     shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
-    kind = annotation.kind or _kind(value_type, info)
+    is_scalar = value_type == SCALAR and info.shape == ()
+    kind = annotation.kind or (_scalar_kind(info.dtype) if is_scalar else LeafKind.ARRAY)
     if annotation.kind is LeafKind.PRNG_KEY:
         raise ValueError("the type annotation of a PRNG key names no implementation")
     if kind is not LeafKind.ARRAY and shape != ():
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name}{list(shape)} is stored")
-    if annotation.kind in _FROM_SCALAR and kind is not _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT):
+    if annotation.kind in _FROM_SCALAR and kind is not _scalar_kind(dtype):
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name} is stored")
     return StoredLeaf(info, kind, shape, dtype, possible_kinds=possible_kinds)
 
@@ -128,7 +129,7 @@ def _kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[Lea
     """
     if value_type not in (SCALAR, NP_ARRAY, UNKNOWN) or info.shape != ():
         return LeafKind.ARRAY, frozenset()
-    python = _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
+    python = _scalar_kind(info.dtype)
     as_python = info.dtype.kind == "b" or (info.dtype.kind in "iuf" and info.dtype.itemsize == 8)
     scalars = frozenset([python, LeafKind.NUMPY_SCALAR])
     if value_type == SCALAR:
@@ -140,10 +141,8 @@ def _kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[Lea
     return python, frozenset([LeafKind.ARRAY, LeafKind.NUMPY_SCALAR])
 
 
-def _kind(value_type: str, info: ArrayInfo) -> LeafKind:
-    if value_type != SCALAR or info.shape != ():
-        return LeafKind.ARRAY
-    return _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
+def _scalar_kind(dtype: np.dtype[Any]) -> LeafKind:
+    return _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT)
 
 
 def _utf8(array: np.ndarray[Any, Any]) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, MissingPathError
-from flax_ckpt_compat._core.local import presence, syncing
+from flax_ckpt_compat._core.local import syncing
 from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import Location
@@ -62,11 +61,6 @@ class CheckpointFiles:
         """Return the size of a local file, None for all else; raise if its path leads out, or it is not regular."""
         refuse_escape(relative, self._path)
         return None if self._local is None else self._local.check(relative)
-
-    def check_folder(self, folder: str) -> None:
-        """Check all files directly in a local directory."""
-        if self._local is not None and presence.isdir(os.path.join(self._path, folder)):
-            self._local.check_folder(folder)
 
 
 def make_directory(path: str) -> None:

@@ -5,6 +5,7 @@ The format is TensorStore's, as its documentation and `ocdbt_nodes`, which decod
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import os
@@ -38,6 +39,7 @@ _COMPRESS_FROM_BYTES = 4 << 20
 # Of an entry, besides its key and its inline value: its columns of numbers (worked out for files below 4 GiB).
 _ENTRY_BYTES = 16
 Append = Callable[[bytes], ByteRange]
+_number_of = functools.partial(int.from_bytes, byteorder="big")
 
 
 class _Node(NamedTuple):
@@ -168,7 +170,7 @@ def _file_table(names: Sequence[str]) -> bytes:
 
 def _front_coded(keys: Sequence[bytes]) -> tuple[bytes, bytes, bytes]:
     """Encode keys: how many bytes each shares with the one before, the lengths of the rest, and the rest."""
-    shared = [0, *map(_n_common, keys, keys[1:])]
+    shared = [0, *_all_common(keys, keys[1:])]
     suffixes = [key[start:] for key, start in zip(keys, shared, strict=True)]
     return varints(shared[1:]), varints(list(map(len, suffixes))), b"".join(suffixes)
 
@@ -189,6 +191,12 @@ def varints(numbers: Sequence[int]) -> bytes:
 
 def _n_common(one: bytes, other: bytes) -> int:
     """Return how many bytes two names begin with alike."""
-    length = min(len(one), len(other))
-    differ = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
-    return length - (differ.bit_length() + 7) // 8
+    return _all_common([one], [other])[0]
+
+
+def _all_common(ones: Sequence[bytes], others: Sequence[bytes]) -> list[int]:
+    """Return `_n_common` of pairs of names, without Python code for each; there may be one more of ``ones``."""
+    lengths = list(map(min, map(len, ones), map(len, others)))
+    first, second = (map(_number_of, map(operator.getitem, names, map(slice, lengths))) for names in (ones, others))
+    n_bits = map(int.bit_length, map(operator.xor, first, second))
+    return [length - (differ + 7) // 8 for length, differ in zip(lengths, n_bits, strict=True)]

@@ -11,11 +11,12 @@ import json
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
@@ -30,7 +31,6 @@ from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.
 _COPY_BELOW_BYTES = 16 << 10
-_UNCOMPRESSED = Encoding(checksums=True)  # of small chunks of a compressed array
 # Paths that real Orbax could not open: TensorStore writes ``a\\b`` to ``a/b``.
 _REFUSED = {r"\\": "has a backslash", r"\.__lock(/|$)": "ends in .__lock", "[\ud800-\udfff]": "is not UTF-8"}
 
@@ -39,7 +39,13 @@ class Database:
     """A new OCDBT database."""
 
     def __init__(
-        self, path: str, sums: dict[str, bytes] | None = None, meter: Meter = OFF, *, past_cache: bool = False
+        self,
+        path: str,
+        encoding: Encoding,
+        sums: dict[str, bytes] | None = None,
+        meter: Meter = OFF,
+        *,
+        past_cache: bool = False,
     ) -> None:
         """Begin a database in the directory ``path``; ``sums`` gets the checksums of chunks that have none.
 
@@ -55,6 +61,7 @@ class Database:
         self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
         self._values: list[Value] = []  # what does not
         self._batch, self._batch_nbytes = list[Value](), 0
+        self._forms = Memo(functools.partial(_form, encoding))
         self._known_cells: dict[Any, list[_Cells]] = {}
 
     def make_room(self, nbytes: int) -> None:
@@ -63,31 +70,27 @@ class Database:
             self.submit()
         self._files.wait(max(0, 2 * BATCH_BYTES - nbytes))
 
-    def put(self, name: str, stored: EncodedLeaf, encoding: Encoding, is_primary: bool = True) -> None:
+    def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the database is finished.
 
         Of an array that is spread over processes, only the shards of this process are added. Large arrays are
         compressed; the primary process also writes the metadata.
         """
-        # Not the largest local shard: processes without any must decide as the others do.
-        nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
-        if encoding.codec is not None and nbytes <= INLINE_BYTES:
-            encoding = _UNCOMPRESSED
-        prefix, (text, info) = key_prefix(name), metadata_of(stored.shape, stored.write_shape, stored.dtype, encoding)
+        form, prefix = self._forms[stored.shape, stored.write_shape, stored.dtype], key_prefix(name)
+        encoding, info = form.encoding, form.info
         if is_primary:
-            self._inline.append((prefix + encoding.metadata_file, text))
-        is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
-        if not nbytes:
+            self._inline.append((prefix + encoding.metadata_file, form.text))
+        if not form.nbytes:
             return
-        if is_small and info.chunks == stored.shape and not stored.spans_processes:
-            self._put_bytes(prefix + info.first_key, stored.whole().tobytes(), encoding)
+        if form.is_small and info.chunks == stored.shape and not stored.spans_processes:
+            self._put_bytes(prefix + form.first_key, stored.whole().tobytes(), encoding)
             return
         shards = stored.shards()
         may_change = memory.may_change(stored.source)
         for shard, cells in zip(shards, self._cells(stored, info, shards), strict=True):
             for key, box in cells:
                 data = shard.data if box is None else shard.data[box]
-                if is_small:
+                if form.is_small:
                     self._put_bytes(prefix + key, padded(data, info.chunks).tobytes(), encoding)
                 else:
                     self._put_outside(Value(prefix + key, data, encoding, info.chunks, may_change))
@@ -141,6 +144,28 @@ class Database:
         return inside + [
             (value.key.encode(), value.inline if value.place is None else value.place) for value in self._values
         ]
+
+
+class _Form(NamedTuple):
+    """How arrays of one shape and dtype are stored."""
+
+    encoding: Encoding
+    text: bytes  # of the metadata
+    info: ArrayInfo
+    first_key: str
+    nbytes: int  # of one shard
+    is_small: bool  # whether chunks are copied, and put into the index if that takes them
+
+
+def _form(encoding: Encoding, described: tuple[tuple[int, ...], tuple[int, ...], Any]) -> _Form:
+    shape, write_shape, dtype = described
+    # Not of the largest local shard: processes without any must decide as the others do.
+    nbytes = math.prod(write_shape) * dtype.itemsize
+    if encoding.codec is not None and nbytes <= INLINE_BYTES:
+        encoding = Encoding(checksums=True)
+    text, info = metadata_of(shape, write_shape, dtype, encoding)
+    is_small = encoding.codec is None and info.chunk_nbytes < _COPY_BELOW_BYTES
+    return _Form(encoding, text, info, info.first_key, nbytes, is_small)
 
 
 _Cells = list[tuple[str, Box | None]]  # key of a chunk below the array's prefix, and its box in a shard, if not all

@@ -121,12 +121,12 @@ def writing_arrays(
     Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
     metadata. Without arrays there are no files.
     """
-    encoding, sums = encoding_of(options), None if record is None else record.chunks
-    database = Database(path, sums, options.meter, past_cache=options.past_cache)
+    sums = None if record is None else record.chunks
+    database = Database(path, encoding_of(options), sums, options.meter, past_cache=options.past_cache)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
-            _put(database, arrays, encoding, is_primary)
+            _put(database, arrays, is_primary)
         yield
         with translated(path, "written", TENSORSTORE_ERRORS):
             database.finish()
@@ -136,13 +136,13 @@ def writing_arrays(
         raise
 
 
-def _put(database: Database, arrays: list[tuple[str, EncodedLeaf]], encoding: Encoding, is_primary: bool) -> None:
+def _put(database: Database, arrays: list[tuple[str, EncodedLeaf]], is_primary: bool) -> None:
     reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
     with pause_gc(enabled=not reads):
         for name, stored in arrays:
             if reads:
                 database.make_room(stored.source.nbytes)
-            database.put(name, stored, encoding, is_primary)
+            database.put(name, stored, is_primary)
     database.submit()
 
 

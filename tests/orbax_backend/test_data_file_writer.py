@@ -17,7 +17,6 @@ from flax_ckpt_compat.orbax_backend import data_file_writer
 from flax_ckpt_compat.orbax_backend.zarr import Encoding
 
 import flax_ckpt_compat as fcc
-from tests.support import ocdbt_files as made
 from tests.support.interpreters import run_python
 from tests.support.orbax_trees import save
 
@@ -47,15 +46,6 @@ def stored(folder: Path, one: data_file_writer.Value) -> bytes:
     if one.place is None:
         return one.inline
     return (folder / one.place.file).read_bytes()[one.place.offset : one.place.offset + one.place.length]
-
-
-@pytest.mark.parametrize("may_change", [False, True])
-def test_a_codec_appends_the_checksum_of_the_chunk(tmp_path: Path, may_change: bool) -> None:
-    """CRC-32C, as zarr's codec of this name, and none of ours."""
-    array, sums = np.arange(700, dtype=np.int16), dict[str, bytes]()
-    (data,) = written(tmp_path, [value("a", array, Encoding(checksums=True), may_change=may_change)], sums)
-    assert data == array.tobytes() + made.crc32c(array.tobytes()).to_bytes(4, "little")
-    assert not sums
 
 
 def test_what_becomes_small_lies_in_the_index(tmp_path: Path) -> None:

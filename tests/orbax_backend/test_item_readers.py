@@ -133,19 +133,6 @@ def test_v1_reads_the_flat_directory(tmp_path: Path, tree: Any) -> None:
     assert described["host"].shape == (300, 100)
 
 
-def test_v1_says_the_same_of_our_flat_directory_as_of_a_real_one(tmp_path: Path, tree: Any) -> None:
-    """``load_checkpointables`` refuses every directory without named items, ours with the very same words."""
-    ours, real = tmp_path / "c", tmp_path / "real"
-    save(ours, tree)
-    ocp.PyTreeCheckpointer().save(real, tree)
-    messages = []
-    for path in (ours, real):
-        with pytest.raises(Exception, match="flat") as raised:
-            ocp_v1.load_checkpointables(path)
-        messages.append(str(raised.value).replace(str(path), "PATH"))
-    assert messages[0] == messages[1]
-
-
 def test_v1_reads_our_item_of_a_step(tmp_path: Path, tree: Any) -> None:
     """A described step is one checkpointable to v1, for all its functions."""
     step = make_step(tmp_path / "root", tree)

@@ -1,8 +1,6 @@
 """The array database's index is decoded as TensorStore decodes it, without a leak, and hostile files are refused."""
 
-import gc
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.location import location_of
 from tests.support import ocdbt_files as made
-from tests.support.orbax_trees import load, save
 
 VALUES = {b"a": b"1", b"b/.zarray": b"{}", b"b/0": bytes(300)}
 ROOT = made.leaf(VALUES)
@@ -249,21 +246,3 @@ def test_versions_in_files_of_their_own(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(CorruptCheckpointError, match="its versions are missing"):
         open_index.open_database(location_of(path))
-
-
-def _blocks_kept_by(restores: int, path: str) -> int:
-    """Memory blocks of Python that this many restores leave behind."""
-    gc.collect()
-    before = sys.getallocatedblocks()
-    for _ in range(restores):
-        load(path)
-    gc.collect()
-    return sys.getallocatedblocks() - before
-
-
-@pytest.mark.slow
-def test_restores_leave_nothing_behind(tmp_path: Path) -> None:
-    """TensorStore's dump left 12 blocks for each leaf and restore: 12,000 here."""
-    path = save(tmp_path / "c", {f"{number:03}": np.arange(40.0) for number in range(200)})
-    _blocks_kept_by(3, path)
-    assert _blocks_kept_by(5, path) < 200

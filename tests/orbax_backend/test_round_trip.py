@@ -155,18 +155,6 @@ def test_an_unknown_compression_is_refused_before_writing(tmp_path: Path) -> Non
     assert not (tmp_path / "c").exists()
 
 
-def test_a_path_can_be_used_again(tmp_path: Path) -> None:
-    """A checkpoint that replaced another one under the same name is read as what it is."""
-    for step in range(3):
-        first = save(tmp_path / "tmp", {"a": np.full(30_000, step), "b": np.full(3, step)})
-        target = tmp_path / "c"
-        if target.exists():
-            target.rename(tmp_path / f"old{step}")
-        Path(first).rename(target)
-        assert load(target)["a"][0] == step
-        assert load(target)["b"][0] == step
-
-
 pytestmark = needs("orbax-checkpoint", 0, 11, 10, why="has no rich types")
 
 
