@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.location import as_text
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._discovery import saved_steps, step_lookup
 from flax_ckpt_compat._discovery.contents import Contents, State
-from flax_ckpt_compat._discovery.step_lookup import Entry
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -68,20 +67,21 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
 def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
     listed = step_lookup.Directory(checkpoint_dir, tolerant=last, lists_denied=True)
-    found = [_record(checkpoint_dir, *one) for one in step_lookup.everything_of(listed)]
+    found = [
+        record_of(entry.location, entry.step, os.path.join(checkpoint_dir.shown, entry.name), what)
+        for entry, what in step_lookup.everything_of(listed)
+    ]
     if None in found and not last:
         raise step_lookup.ChangedError
     return [record for record in found if record is not None]
 
 
-def _record(checkpoint_dir: saved_steps.CheckpointDir, entry: Entry, found: Contents) -> CheckpointRecord | None:
-    location = entry.location
-    format = Format.ORBAX if location.isdir() else Format.MSGPACK
+def record_of(location: Location, step: float | None, shown: str, found: Contents) -> CheckpointRecord | None:
+    """Return the record of a checkpoint; None if another process has just evicted it."""
+    is_foreign = found.state is State.FOREIGN
+    format = UNKNOWN_FORMAT if is_foreign else (Format.ORBAX if location.isdir() else Format.MSGPACK).value
     nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
-    if not location.exists():  # another process has just evicted it
+    if not location.exists():
         return None
-    shown_format, why = format.value, found.why or None
-    if found.state is State.FOREIGN:
-        shown_format, why = UNKNOWN_FORMAT, f"not a checkpoint: {why}"
-    shown = os.path.join(checkpoint_dir.shown, entry.name)
-    return CheckpointRecord(entry.step, shown, shown_format, nbytes, found.is_complete, why)
+    why = f"not a checkpoint: {found.why}" if is_foreign else found.why or None
+    return CheckpointRecord(step, shown, format, nbytes, found.is_complete, why)

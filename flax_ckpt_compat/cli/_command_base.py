@@ -1,13 +1,11 @@
 """Conventions of all subcommands, and what implements them.
 
-- Paths are local, ``s3://`` or ``gs://``. ``--help`` shows examples.
 - Exit code 0: done, and all is well. 1: done, and what was looked for is there (damage, a difference, a restore that
   would raise). 2: refused or failed; standard error has one paragraph that says what to do, ``--debug`` the traceback.
   130: interrupted. 141: whatever read the output went away, as ``head`` does (128 + SIGPIPE, as of other programs).
 - Results go to standard output, warnings and errors to standard error. Commands that read have ``--json``. Colours
   are for terminals, and ``NO_COLOR`` in the environment turns them off.
-- A command starts in less than 0.4 s: it imports jax only to place arrays, and everything slow when it runs. `doctor`,
-  which imports Flax to see whether it can be, takes 1 s.
+- A command imports everything slow when it runs, and jax only to place arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -44,20 +42,13 @@ class FailedError(click.ClickException):
 
 
 class Command(click.Command):
-    """Command with ``--debug`` that reports every failure alike; its help ends with ``examples``, lines of shell.
+    """Command with ``--debug`` that reports every failure alike.
 
     Its function returns whether what was looked for is there, for exit code 1; or None."""
 
-    def __init__(self, *args: Any, examples: str = "", **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._examples = examples
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Write the examples, without wrapping them."""
-        with formatter.section("Examples"):
-            for line in self._examples.strip().splitlines():
-                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command; translate what it raises."""
@@ -82,6 +73,11 @@ class Command(click.Command):
             raise FailedError(message) from None
 
 
+def command(examples: str) -> Callable[[Callable[..., Any]], Command]:
+    """Decorate the function of a command, whose help ends with ``examples``, lines of shell."""
+    return click.command(cls=Command, epilog="\b\nExamples:" + examples.rstrip().replace("\n", "\n  "))
+
+
 def print_report(report: Report, *, as_json: bool) -> bool:
     """Print a report, as JSON if that is asked for, and its problems; return whether what was looked for is there."""
     if as_json:
@@ -104,10 +100,9 @@ def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
             continue
         from rich.console import Console
 
-        is_plain = bool(os.environ.get("NO_COLOR"))  # to old releases of rich, empty is set, too
-        console = Console(
-            highlight=False, color_system=None if is_plain else "auto", no_color=is_plain, stderr=is_error
-        )
+        colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+        # To old releases of rich, an empty variable is set, too.
+        console = Console(highlight=False, color_system=colors, no_color=False, stderr=is_error)
         with console.capture() as shown:  # a console of its own would write into a bar
             console.print(line, crop=False)
         print(shown.get(), end="", file=stream)
@@ -217,9 +212,7 @@ def json_option(what: str) -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} instead of text.")
 
 
-prefix_option = click.option(
-    "--prefix", default="checkpoint_", show_default=True, help="What the names begin with, before the step."
-)
+prefix_option = click.option("--prefix", default="checkpoint_", show_default=True, help="What is before the step.")
 _item_option = click.option("--item", help="The item of a checkpoint of several, as one tree; all if not given.")
 _step_option = click.option("--step", help="The step in a directory of checkpoints; the latest if not given.")
 

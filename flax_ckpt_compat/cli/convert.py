@@ -13,32 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flax_ckpt_compat._convert.jobs import FILES, LAYOUTS
 from flax_ckpt_compat._core.arguments import load_name
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import (
-    Command,
-    echo,
-    json_option,
-    path_argument,
-    print_lines,
-    print_report,
-    progress_shown,
-    tell_passed_over,
-)
+from . import _command_base as base
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._convert.jobs import Conversion, Job
     from flax_ckpt_compat._view.metadata import Count
 
 _STATUSES = ("converted", "kept", "planned", "failed")
-_REMEDIES = dict.fromkeys(
-    ("msgpack", "safetensors"),
-    "--to orbax keeps them; of several items, --item takes one without them, with exit code 0.",
-)
-_EXAMPLES = """
+
+
+def _items(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, str] | None:  # noqa: ARG001
+    """Return the old and new names of ``--item``."""
+    pairs = [word.partition("=") for word in words]
+    if bad := [name for name, equals, new in pairs if not name or (equals and not new)]:
+        raise click.UsageError(f"--item takes NAME or NAME=NEW, not {bad[0]}=")
+    return {name: new for name, _, new in pairs} or None
+
+
+@base.command("""
 flax-ckpt convert runs/a/checkpoint_7 a7 --to orbax
 flax-ckpt convert runs runs_orbax --to orbax --dry-run
 flax-ckpt convert runs runs_orbax --to orbax --workers 4 --resume
@@ -46,109 +44,59 @@ flax-ckpt convert runs s3://bucket/runs --to manager --target train:make_state
 flax-ckpt convert best_model runs_orbax --to manager --step 5
 flax-ckpt convert runs/5 model --to msgpack --item state
 flax-ckpt convert runs/5 out --to manager --step 5 --item state=default
-"""
-
-
-@click.command(cls=Command, examples=_EXAMPLES)
-@path_argument("src")
-@path_argument("dst")
-@click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["orbax", "msgpack", "manager", "v1", "safetensors"]),
-    help="What to write: Orbax directories, msgpack files, steps of a CheckpointManager, steps of Orbax v1's "
-    "training.Checkpointer, or safetensors files.",
-)
-@click.option(
-    "--step",
-    "steps",
-    multiple=True,
-    help="Only this step; repeat it for more.  [default: all] If SRC is one checkpoint: the number of the step that it "
-    "becomes, also of one whose name has none.",
-)
-@click.option(
-    "--item",
-    "items",
-    multiple=True,
-    metavar="NAME[=NEW]",
-    help="Only this item, under a new name if given; repeatable.",
-)
-@click.option(
-    "--sharding",
-    type=click.Choice(["drop", "keep"]),
-    default="drop",
-    show_default=True,
-    help="drop: results restore on any machine. keep: they record the devices of the source.",
-)
+""")
+@base.path_argument("src")
+@base.path_argument("dst")
+@click.option("--to", required=True, type=click.Choice(LAYOUTS), help="What to write; see above.")
+@click.option("--step", multiple=True, help="Only this step; repeatable. For one checkpoint: its new number.")
+@click.option("--item", multiple=True, callback=_items, metavar="NAME[=NEW]", help="Only this, or renamed; repeatable.")
+@click.option("--sharding", type=click.Choice(["drop", "keep"]), default="drop", help="keep: record the devices.")
 @click.option("--target", metavar="MODULE:FUNCTION", help="Function that returns the saved state, for its containers.")
 @click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to apply, with the target's structure.")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show what would be done, how much space it takes and how much is free; write nothing.",
-)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, and the space it takes; write nothing.")
 @click.option("--resume", is_flag=True, help="Keep results that are there and equal to their sources.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Checkpoints at the same time.")
-@json_option(
-    "a list with source, destination, status, leaves, bytes, seconds, notes, error and left_out of each; with "
-    "--dry-run also free_bytes"
-)
+@base.json_option("a list with the fields of each result; with --dry-run also free_bytes")
 def command(
-    src: str,
-    dst: str,
-    to: str,
-    steps: Sequence[str],
-    items: Sequence[str],
-    workers: int,
-    *,
-    dry_run: bool,
-    resume: bool,
-    as_json: bool,
-    **options: Any,
+    src: str, dst: str, *, step: Sequence[str], workers: int, dry_run: bool, resume: bool, as_json: bool, **options: Any
 ) -> bool:
-    """Convert SRC, one checkpoint or all below a directory, to DST, and never touch SRC.
+    """Convert checkpoints to another layout. SRC, one checkpoint or all below a directory, is never touched.
 
     For one checkpoint DST is the path of the result, else the directory of the results, which lie in it as below
     SRC; for the steps of a manager it is the manager's directory. Nothing in DST is replaced.
 
-    Each result is read back and compared with its source before it gets its name. An interrupted conversion
-    leaves no half results: run it again with --resume. Memory: the largest array of each checkpoint that is
-    converted at the same time, besides buffers.
+    --to writes Orbax directories, msgpack files, steps of a CheckpointManager or of Orbax v1's training.Checkpointer,
+    or safetensors files. By default results restore on any machine; with --sharding keep they record the devices.
 
-    A msgpack file stores lists and tuples as dicts with the keys 0, 1, …. These become lists, with a
-    warning; --target gives the containers that the state has.
+    Each result is read back and compared with its source before it gets its name. An interrupted conversion
+    leaves no half results: run it again with --resume. Dicts of the keys 0, 1, …, as msgpack files store lists and
+    tuples, become lists, with a warning; --target gives the containers that the state has.
 
     msgpack and safetensors files have no place for custom metadata and other files in a checkpoint's directory:
     results without them are written and named, with exit code 1, unless --item chooses what to convert.
 
     Exit code 0: all converted. 1: some could not be, or lack something. 2: refused. 130: interrupted.
     """
-    chosen_items = _items(items)
     for name in filter(None, (options["target"], options["transforms"])):
         load_name(name)  # a wrong name is refused once, not for each checkpoint
     from flax_ckpt_compat._convert import convert
 
-    jobs = convert.plan(src, dst, to, step=steps or None, item=chosen_items, **options)
+    jobs = convert.plan(src, dst, step=step or None, **options)
     start = time.monotonic()
 
     def show(result: Conversion) -> None:
-        print_lines([] if as_json or dry_run else [_line(result)])
+        size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
+        line = Line(printable(f"{result.status} {result.source} → {result.destination}{size}"), hang=2)
+        base.print_lines([] if as_json else [line])
 
-    with progress_shown(as_json=as_json or dry_run) as begin:
+    with base.progress_shown(as_json=as_json or dry_run) as begin:
         # Each byte is written and compared. On disk some have another size, so the sum is approximate.
         count = begin(lambda: 2 * sum(of_text(job.source).total_size() for job in jobs))
         results = _converted(jobs, count, show, workers, dry_run=dry_run, resume=resume)
-    if not steps:
-        tell_passed_over(src, {job.source for job in jobs})
-    return print_report(_report(results, to, time.monotonic() - start, dry_run=dry_run), as_json=as_json)
-
-
-def _items(words: Sequence[str]) -> dict[str, str] | None:
-    """Return the old and new names of ``--item``."""
-    pairs = [word.partition("=") for word in words]
-    if bad := [name for name, equals, new in pairs if not name or (equals and not new)]:
-        raise click.UsageError(f"--item takes NAME or NAME=NEW, not {bad[0]}=")
-    return {name: new for name, _, new in pairs} or None
+    if not step:
+        base.tell_passed_over(src, {job.source for job in jobs})
+    report = _report(results, time.monotonic() - start, to_file=options["to"] in FILES, dry_run=dry_run)
+    return base.print_report(report, as_json=as_json)
 
 
 def _converted(
@@ -176,37 +124,39 @@ def _converted(
                 show(result)
         except KeyboardInterrupt:
             done = sum(result.error is None for result in results.values())
-            echo(f"{done} of {len(jobs)} converted; go on with --resume", err=True)
+            base.echo(f"{done} of {len(jobs)} converted; go on with --resume", err=True)
             raise
         finally:  # before the executor waits for its threads
             stopped.set()
     return [results[job.source] for job in jobs]
 
 
-def _report(results: Sequence[Conversion], to: str, seconds: float, *, dry_run: bool) -> Report:
-    """Return what is shown of the results, each of which is printed already unless nothing was written."""
-    lines = list(map(_line, results)) if dry_run else []
+def _report(results: Sequence[Conversion], seconds: float, *, to_file: bool, dry_run: bool) -> Report:
+    """Return what is shown of the results, each of which is printed already."""
+    from flax_ckpt_compat._convert import convert
+
     notes = _with_sources([(result, note) for result in results for note in result.notes])
-    lines += [Line(printable(f"Note: {note}"), hang=2, is_note=True) for note in notes]
+    lines = [Line(printable(f"Note: {note}"), hang=2, is_note=True) for note in notes]
     counts = Counter(result.status for result in results)
     summary = ", ".join(f"{counts[status]} {status}" for status in _STATUSES if counts[status])
     nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
-    if dry_run:
-        lines.append(Line(f"{summary}: {format_size(nbytes)}. Nothing was written."))
-    elif counts["converted"]:
-        rate = format_size(int(nbytes / max(seconds, 1e-3)))
-        lines.append(Line(f"{summary}: {format_size(nbytes)} in {seconds:.0f} s ({rate}/s)"))
-    else:
-        lines.append(Line(f"{summary}."))
+    rate = f" in {seconds:.0f} s ({format_size(int(nbytes / max(seconds, 1e-3)))}/s)"
+    size = f": {format_size(nbytes)}" if counts["converted"] or dry_run else ""
+    end = ". Nothing was written." if dry_run else rate if counts["converted"] else "."
+    lines.append(Line(f"{summary}{size}{end}"))
     rows = [{"bytes": result.nbytes} | dataclasses.asdict(result) for result in results]
-    if counts["planned"]:
-        free, space = _space(next(one.destination for one in results if one.status == "planned"), nbytes)
-        lines += [Line(printable(space), hang=2)] * bool(space)
-        rows = [row | {"free_bytes": free} for row in rows]
+    planned = [result.destination for result in results if result.status == "planned"]
+    free, folder = (convert.free_space(planned[0]) if planned else None) or (None, "")
+    if free is not None:
+        text = f"about {format_size(nbytes)}, and {format_size(free)} are free in {folder}"
+        text = f"Space: {'NOT ENOUGH: ' * (nbytes > free)}{text}; nothing of the source is removed."
+        lines.append(Line(printable(text), hang=2))
+    rows = [row | {"free_bytes": free} for row in rows] if dry_run else rows
     errors = [one.error for one in results if one.error is not None]
-    written, remedy = "would be written" if dry_run else "written", _REMEDIES.get(to, "The source has them: keep it.")
-    lacks = [(one, f"{written} without: {'; '.join(one.left_out)}. {remedy}") for one in results if one.left_out]
-    problems = [Line(printable(f"Error: {error}"), hang=2) for error in [*errors, *_with_sources(lacks)]]
+    remedy = "--to orbax keeps them; of several items, --item takes one without them, with exit code 0."
+    remedy = f"{'would be ' * dry_run}written without: {{}}. {remedy if to_file else 'The source has them: keep it.'}"
+    lacks = _with_sources([(one, remedy.format("; ".join(one.left_out))) for one in results if one.left_out])
+    problems = [Line(printable(f"Error: {error}"), hang=2) for error in [*errors, *lacks]]
     return Report(lines, lambda: rows, problems, found=bool(problems))
 
 
@@ -217,20 +167,3 @@ def _with_sources(facts: Sequence[tuple[Conversion, str]]) -> list[str]:
         sources.setdefault(fact, []).append(result.source)
     more = {fact: f" (and {len(found) - 1} more)" if len(found) > 1 else "" for fact, found in sources.items()}
     return [f"{found[0]}{more[fact]}: {fact}" for fact, found in sources.items()]
-
-
-def _space(destination: str, nbytes: int) -> tuple[int | None, str]:
-    """Return the bytes that are free where results go, and a line that says so; None if nothing tells."""
-    from flax_ckpt_compat._convert import convert
-
-    found = convert.free_space(destination)
-    if found is None:
-        return None, ""
-    free, folder = found
-    text = f"about {format_size(nbytes)}, and {format_size(free)} are free in {folder}"
-    return free, f"Space: {'NOT ENOUGH: ' * (nbytes > free)}{text}; nothing of the source is removed."
-
-
-def _line(result: Conversion) -> Line:
-    size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
-    return Line(printable(f"{result.status} {result.source} → {result.destination}{size}"), hang=2)

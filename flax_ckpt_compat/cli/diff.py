@@ -6,28 +6,21 @@ from typing import Any
 
 import click
 
-from ._command_base import Command, checkpoint_options, json_option, path_argument, print_report, progress_shown
+from . import _command_base as base
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt diff runs/a/checkpoint_100 runs/a/checkpoint_200
 flax-ckpt diff runs/a runs/b                        the latest of each
 flax-ckpt diff old.msgpack new/checkpoint_1         across formats
 flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
-""",
-)
-@path_argument("a")
-@path_argument("b")
-@checkpoint_options
-@click.option(
-    "--rtol",
-    type=float,
-    help="Values may differ by atol + rtol * |b|, and NaN equals NaN. Without both, bits are compared.",
-)
-@click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0.")
-@json_option("a JSON object with all differences")
+""")
+@base.path_argument("a")
+@base.path_argument("b")
+@base.checkpoint_options
+@click.option("--rtol", type=float, help="Let values differ by atol + rtol * |b|. Without both, bits are compared.")
+@click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0, and NaN NaN.")
+@base.json_option("a JSON object with all differences")
 def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     """Compare the checkpoints A and B, of any formats, leaf by leaf.
 
@@ -38,6 +31,6 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     """
     from flax_ckpt_compat._view import diff
 
-    with progress_shown(as_json=as_json) as begin:
+    with base.progress_shown(as_json=as_json) as begin:
         found = diff.run(a, b, **options, begin=begin)
-    return print_report(found._report(), as_json=as_json)
+    return base.print_report(found._report(), as_json=as_json)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-import click
-
 from flax_ckpt_compat import __version__
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import of_text
@@ -22,28 +20,24 @@ from flax_ckpt_compat._discovery import hints
 from flax_ckpt_compat._patching import installed_in_flax
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, json_option, path_argument, print_report
+from . import _command_base as base
 
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
 _OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors")
 _FLAG = "FLAX_USE_ORBAX_CHECKPOINTING"
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt doctor
 flax-ckpt doctor runs/a s3://bucket/runs     also: can these be listed
 flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
-""",
-)
-@path_argument("paths", metavar="[PATH]...", nargs=-1)
-@json_option("JSON")
+""")
+@base.path_argument("paths", metavar="[PATH]...", nargs=-1)
+@base.json_option("JSON")
 def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
-    """Say whether the shim is active here; then versions, Flax's flag, settings, and whether PATHs can be listed.
+    """Print what a bug report needs. First whether the shim is active; then versions, Flax's flag, settings, PATHs.
 
-    Exit code 1 if something is wrong: a library is missing or fails to import, an environment variable has a value that
-    its setting does not take, or a PATH does not exist or cannot be listed.
+    Exit code 1 if something is wrong: a library does not import, a variable is refused, a PATH cannot be listed.
     """
     problems: list[str] = []
     flax = {"flax.training.checkpoints": _shim, "flax_use_orbax_checkpointing": _flag}
@@ -58,7 +52,7 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> bool:
     for title, values in sections.items():
         lines += [Line(title, "bold"), *(Line(f"  {name:<28} {value}", hang=31) for name, value in values.items())]
     shown = [Line(f"Problem: {printable(problem)}", "red", hang=2) for problem in dict.fromkeys(problems)]
-    return print_report(Report(lines, lambda: sections, shown, found=bool(problems)), as_json=as_json)
+    return base.print_report(Report(lines, lambda: sections, shown, found=bool(problems)), as_json=as_json)
 
 
 def _tried(look: Callable[[], Any], problems: list[str]) -> Any:

@@ -15,13 +15,12 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.text_formatting import format_size, printable
-from flax_ckpt_compat._discovery import contents, hints, not_found, saved_steps, walk
-from flax_ckpt_compat._discovery.contents import State
+from flax_ckpt_compat._discovery import contents, not_found, saved_steps, walk
 from flax_ckpt_compat._save.interrupted_saves import in_folder
-from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
+from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints, record_of
 from flax_ckpt_compat._view.report import Line, Report, Table
 
-from ._command_base import Command, FailedError, json_option, path_argument, prefix_option, print_report
+from . import _command_base as base
 
 # A separator ends the prefix: pi0 is not step 0. A sign belongs to the number only after another one: the dash of
 # ckpt-3 belongs to the prefix.
@@ -31,22 +30,19 @@ _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)) 
 Entry = dict[str, Any]  # what JSON has of a checkpoint, of what is only named like one, or of a leftover
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt ls runs/a
 flax-ckpt ls runs --recursive
 flax-ckpt ls runs/a --prefix model_ --leaves
 flax-ckpt ls gs://bucket/runs/a --json
-""",
-)
-@path_argument("directory")
-@prefix_option
+""")
+@base.path_argument("directory")
+@base.prefix_option
 @click.option("-r", "--recursive", is_flag=True, help="List all directories below too, with checkpoints of any prefix.")
 @click.option("--leaves", is_flag=True, help="Open each checkpoint and count its leaves.")
-@json_option("a JSON list, with sizes in bytes and times in UTC")
+@base.json_option("a JSON list, with sizes in bytes and times in UTC")
 def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
-    """List the checkpoints in DIRECTORY: a path, or an s3:// or gs:// URL.
+    """List the checkpoints in DIRECTORY. It is a path, or an s3:// or gs:// URL.
 
     Shows step, format, size, when it was saved, and whether it is complete or why not; then, apart, what is
     no checkpoint despite its name, what interrupted saves left, and names with other prefixes. Without --leaves
@@ -62,8 +58,8 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     else:
         entries = _entries(checkpoint_dir.directory, iter_checkpoints(directory, prefix), leaves=leaves)
         found = {checkpoint_dir.shown: entries}
+        listed = {os.path.basename(entry["path"]) for entry in entries}  # the steps of a manager, too
         if any(entry["kind"] == "checkpoint" for entry in entries):
-            listed = {os.path.basename(entry["path"]) for entry in entries}  # the steps of a manager, too
             others = [name for name in not_found.of_other_prefixes(checkpoint_dir) if name not in listed]
     lines: list[Line | Table] = []
     for shown, entries in found.items():
@@ -76,9 +72,11 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
     if others:
         text = f"Also here, with other prefixes: {', '.join(others)}; --recursive lists all."
         lines.append(Line(printable(text, one_line=True)))
-    print_report(Report(lines, lambda: [entry for entries in found.values() for entry in entries]), as_json=as_json)
+    base.print_report(
+        Report(lines, lambda: [entry for entries in found.values() for entry in entries]), as_json=as_json
+    )
     if denied:
-        raise FailedError(printable("\n".join(map(str, denied))))
+        raise base.FailedError(printable("\n".join(map(str, denied))))
 
 
 def _below(
@@ -95,14 +93,9 @@ def _below(
 
 def _record(location: Location, shown: str) -> CheckpointRecord | None:
     """Return the record of a checkpoint of any prefix; None if it is gone."""
-    found = contents.contents_of(location)
     match = _NUMBERED.fullmatch(location.name)
     step = steps.parse_step(match[1]) if match else None
-    format = UNKNOWN_FORMAT if found.state is State.FOREIGN else "orbax" if location.isdir() else "msgpack"
-    nbytes = location.total_size() + location.sibling(steps.ARRAYS_POSTFIX).total_size()
-    why = f"not a checkpoint: {found.why}" if found.state is State.FOREIGN else found.why or None
-    is_gone = found.state is State.ABSENT
-    return None if is_gone else CheckpointRecord(step, shown, format, nbytes, found.is_complete, why)
+    return record_of(location, step, shown, contents.contents_of(location))
 
 
 def _entries(folder: Location, records: Iterable[CheckpointRecord], *, leaves: bool) -> list[Entry]:
@@ -146,13 +139,11 @@ def _count(path: str) -> tuple[int | None, str | None]:
 
 
 def _saved(path: str) -> datetime.datetime | None:
-    # Another process may just have removed it; a time may be in no year of the calendar, here or in local time.
+    # It may be in a store, or just removed; a time may be in no year of the calendar, here or in local time.
     with suppress(OSError, OverflowError, ValueError):
-        location = of_text(path)
-        if not location.is_remote:
-            saved = datetime.datetime.fromtimestamp(os.stat(location.path).st_mtime, datetime.UTC)
-            saved.astimezone()
-            return saved
+        saved = datetime.datetime.fromtimestamp(os.stat(of_text(path).path).st_mtime, datetime.UTC)
+        saved.astimezone()
+        return saved
     return None
 
 
@@ -167,10 +158,7 @@ def _empty_reason(checkpoint_dir: saved_steps.CheckpointDir, *, recursive: bool)
     if not path.is_remote and not path.listdir():
         return f"{path} is empty."
     absent = not_found.of_checkpoints(checkpoint_dir)
-    if recursive:
-        return f"{absent}, and none is below it"
-    is_all = absent.remedy.endswith("?") or (absent.remedy and not hints.checkpoints_below(path))
-    return str(absent) if is_all else f"{absent}; --recursive lists all below it"
+    return f"{absent}, and none is below it" if recursive else f"{absent}; --recursive lists all below it"
 
 
 def _lines(shown: str, entries: Sequence[Entry], *, leaves: bool) -> Iterator[Line | Table]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,49 +18,32 @@ from flax_ckpt_compat._discovery import contents, locating, saved_steps, walk
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import (
-    Command,
-    FailedError,
-    echo,
-    is_terminal,
-    json_option,
-    path_argument,
-    prefix_option,
-    print_report,
-)
+from . import _command_base as base
 
 if TYPE_CHECKING:
     from flax_ckpt_compat._save.interrupted_saves import Leftover
 
-_Found = TypeVar("_Found")
+_dry_run = click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
+_yes = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
-def _asks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of commands that remove things."""
-    dry_run = click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
-    return dry_run(click.option("--yes", is_flag=True, help="Do not ask.")(function))
-
-
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt clean runs/a --dry-run
 flax-ckpt clean runs                 asks before it removes anything
 flax-ckpt clean gs://bucket/runs --yes
 flax-ckpt clean runs --force         also what was changed today, where nothing saves any more
-""",
-)
-@path_argument("directory")
-@_asks
+""")
+@base.path_argument("directory")
+@_dry_run
+@_yes
 @click.option("--force", is_flag=True, help="Also what was changed within 24 hours: nothing may be saving here.")
-@json_option("a JSON list of what there is")
+@base.json_option("a JSON list of what there is")
 def clean(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: bool) -> bool:
     """Remove what interrupted saves left in DIRECTORY and below it.
 
-    That is: temporaries whose writer is dead, unfinished uploads, and the arrays of several processes (_gda) without
-    their checkpoint. What a live writer may still write stays: of writers that leave no trace of their process, such
-    as real Flax and Orbax, and of those whose locks do not reach this machine, all that changed within 24 hours, unless
-    you pass --force. No checkpoint is ever removed.
+    That is: temporaries of dead writers, unfinished uploads, and the arrays of several processes (_gda) without their
+    checkpoint. What a live writer may still write stays: of real Flax and Orbax, and of writers on other machines, all
+    that changed within 24 hours, unless you pass --force. No checkpoint is ever removed.
 
     Exit code 0 if nothing is left, 1 if something is (after --dry-run, a no, or where the system refused), 2 if
     DIRECTORY cannot be listed.
@@ -69,9 +52,8 @@ def clean(directory: str, *, dry_run: bool, yes: bool, force: bool, as_json: boo
 
     found = interrupted_saves.find_leftovers(of_text(directory))
     going = [one for one in found if not one.kept or (force and one.by_time)]
-    fields = ("what", "nbytes", "kept")
-    value = [{"path": one.location.path} | {name: getattr(one, name) for name in fields} for one in found]
-    print_report(Report(_leftovers(found, going), lambda: value), as_json=as_json)
+    value = [{"path": one.location.path, "what": one.what, "nbytes": one.nbytes, "kept": one.kept} for one in found]
+    base.print_report(Report(_leftovers(found, going), lambda: value), as_json=as_json)
     remove = functools.partial(interrupted_saves.remove, force=force)
     return bool(going) and _remove_all(going, remove, yes=yes, dry_run=dry_run, as_json=as_json)
 
@@ -84,24 +66,21 @@ def _leftovers(found: Sequence[Leftover], going: Sequence[Leftover]) -> Iterator
         yield Line(f"{'':10}{printable(one.location.path, one_line=True)}")
     yield Line(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
     if protected := sum(one.nbytes for one in found if one.by_time and one not in going):
-        more = f"--force removes {format_size(protected)} more, which only time protects: if nothing is saving here."
-        yield Line(more)
+        yield Line(f"--force removes {format_size(protected)} more, which only time protects, if nothing saves here.")
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt rm runs/a/checkpoint_100
 flax-ckpt rm runs/a runs/b --step 100 --dry-run
 flax-ckpt rm gs://bucket/runs/a --step 100 --step 200 --yes
-""",
-)
-@path_argument("paths", metavar="PATH...", nargs=-1, required=True)
+""")
+@base.path_argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--step", "chosen", multiple=True, help="Remove this step of each PATH, a directory; repeatable.")
-@prefix_option
-@_asks
+@base.prefix_option
+@_dry_run
+@_yes
 def rm(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry_run: bool, yes: bool) -> bool:
-    """Remove checkpoints whole, with the arrays of several processes (_gda) beside them.
+    """Remove checkpoints, whole. The arrays of several processes (_gda) beside them go, too.
 
     PATH is a checkpoint, complete or not, or, with --step, a directory of checkpoints. A crash in the middle leaves no
     half checkpoint. What is no checkpoint of Flax or Orbax is refused, and so is a directory of checkpoints.
@@ -116,8 +95,8 @@ def rm(paths: tuple[str, ...], chosen: tuple[str, ...], prefix: str, *, dry_run:
         found |= {one.path: _checked(one) for one in named or [of_text(path)]}
     sizes = [one.total_size() + one.sibling(steps.ARRAYS_POSTFIX).total_size() for one in found.values()]
     for location, nbytes in zip(found.values(), sizes, strict=True):
-        echo(f"{format_size(nbytes):>8}  {printable(location.path, one_line=True)}")
-    echo(f"{counted(len(found), 'checkpoint')} to remove, {format_size(sum(sizes))}.")
+        base.echo(f"{format_size(nbytes):>8}  {printable(location.path, one_line=True)}")
+    base.echo(f"{counted(len(found), 'checkpoint')} to remove, {format_size(sum(sizes))}.")
     return _remove_all(list(found.values()), _remove, yes=yes, dry_run=dry_run)
 
 
@@ -155,11 +134,11 @@ def _checked(location: Location) -> Location:
 
 
 def _remove_all(
-    found: Sequence[_Found], remove: Callable[[_Found], bool], *, yes: bool, dry_run: bool, as_json: bool = False
+    found: Sequence[Any], remove: Callable[[Any], bool], *, yes: bool, dry_run: bool, as_json: bool = False
 ) -> bool:
     """Remove what was listed, each by itself, if the user says so; return whether any is left."""
-    if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
-        raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
+    if not (dry_run or yes) and (as_json or not base.is_terminal(sys.stdin)):
+        raise base.FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
     if dry_run or not (yes or click.confirm("Remove them?")):
         return True
     left = 0
@@ -168,6 +147,6 @@ def _remove_all(
             left += not remove(one)
         except StorageError as error:
             left += 1
-            echo(f"Error: {error}", err=True)
-    echo(f"Removed {len(found) - left} of {len(found)}.", err=as_json)
+            base.echo(f"Error: {error}", err=True)
+    base.echo(f"Removed {len(found) - left} of {len(found)}.", err=as_json)
     return left > 0

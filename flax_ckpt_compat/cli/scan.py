@@ -8,7 +8,6 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
@@ -18,7 +17,7 @@ from flax_ckpt_compat._scan.findings import CHANGE, CHECK, KINDS, NOTHING, Findi
 from flax_ckpt_compat._scan.fix import fix
 from flax_ckpt_compat._view.report import Line, Report
 
-from ._command_base import Command, FailedError, echo, print_lines, print_report
+from . import _command_base as base
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 _HEADINGS = {
@@ -28,25 +27,21 @@ _HEADINGS = {
 }
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt scan .
 flax-ckpt scan train.py eval.ipynb --verbose
 flax-ckpt scan src --fix
-""",
-)
+""")
 @click.argument("code", nargs=-1, required=True, metavar="CODE...", type=click.Path(exists=True))
 @click.option("--json", "as_json", is_flag=True, help="JSON: one object a finding, with what each means.")
 @click.option("--fix", "do_fix", is_flag=True, help="Show changes of imports as a diff, then ask.")
 @click.option("--yes", is_flag=True, help="With --fix: do not ask.")
 @click.option("-v", "--verbose", is_flag=True, help="List also the places that need nothing.")
 def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, verbose: bool) -> bool:
-    """List the uses of flax.training.checkpoints in CODE, and what breaks when checkpoints become directories.
+    """Find what breaks in a program. CODE, Python files, notebooks and folders of them, is parsed, never run.
 
-    CODE is Python files, notebooks, and folders of them. It is parsed, never run. Listed are calls, imports,
-    aliases and settings of the flag; and, in files that use the API or are one import away, the calls that treat a
-    path as one file: os.remove, shutil.copy, open, globs, uploads, shell commands.
+    Listed are calls, imports, aliases and settings of the flag; and, in files that use the API or are one import away,
+    the calls that treat a path as one file: os.remove, shutil.copy, open, globs, uploads, shell commands.
 
     Exit code 0 if nothing has to change, 1 if something has, 2 if a file of CODE cannot be read.
     """
@@ -54,16 +49,23 @@ def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, ve
     if do_fix and not as_json and _fix(report, yes=yes):
         report = scan(code)
         if left := [_where(found) for found in report.findings if found.kind == "import"]:
-            echo(
+            base.echo(
                 f"Still Flax's own module, so not this library: {', '.join(left)}. "
                 "Put `import flax_ckpt_compat; flax_ckpt_compat.install()` before these lines."
             )
-    print_report(Report(_lines(report, verbose=verbose), lambda: _to_json(report)), as_json=as_json)
+    value = {
+        "files": report.files,
+        "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
+        "findings": [{**KINDS[found.kind]._asdict(), **dataclasses.asdict(found)} for found in report.findings],
+    }
+    base.print_report(Report(_lines(report, verbose=verbose), lambda: value), as_json=as_json)
     if not report.files:
-        raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
+        raise base.FailedError(
+            f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code"
+        )
     has_changes = any(found.action == CHANGE for found in report.findings)
     if report.unreadable and not has_changes:  # nobody knows what they do
-        sys.exit(FailedError.exit_code)
+        sys.exit(base.FailedError.exit_code)
     return has_changes
 
 
@@ -76,7 +78,7 @@ def _fix(report: ScanReport, *, yes: bool) -> bool:
         if (after := fix(before)) != before:
             changed[path] = after
             diff = difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm="")
-            print_lines(Line(line, _COLORS.get(line[0]), hang=None) for line in diff)
+            base.print_lines(Line(line, _COLORS.get(line[0]), hang=None) for line in diff)
     if changed and not (yes or click.confirm(f"Write {len(changed)} files?")):
         return False
     for path, text in changed.items():  # in its encoding, with its mode and line ends
@@ -116,12 +118,3 @@ def _where(finding: Finding) -> str:
     """Return the place of a finding, as editors open it: file:line, or file:cell N:line."""
     cell = f":cell {finding.cell}" if finding.cell else ""
     return f"{finding.path}{cell}:{finding.line}"
-
-
-def _to_json(report: ScanReport) -> dict[str, Any]:
-    """Return the report as JSON values."""
-    return {
-        "files": report.files,
-        "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
-        "findings": [{**KINDS[found.kind]._asdict(), **dataclasses.asdict(found)} for found in report.findings],
-    }

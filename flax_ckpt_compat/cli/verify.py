@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import click
 
-from ._command_base import (
-    Command,
-    json_option,
-    path_argument,
-    prefix_option,
-    print_lines,
-    print_report,
-    progress_shown,
-    tell_passed_over,
-)
+from . import _command_base as base
 
 
-@click.command(
-    cls=Command,
-    examples="""
+@base.command("""
 flax-ckpt verify runs/a                      every checkpoint of a run
 flax-ckpt verify runs                        of all runs
 flax-ckpt verify runs/a/checkpoint_100       one
 flax-ckpt verify gs://bucket/runs --json
-""",
-)
-@path_argument("paths", metavar="PATH...", nargs=-1, required=True)
+""")
+@base.path_argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--step", help="Only this step of a directory of checkpoints.")
-@prefix_option
+@base.prefix_option
 @click.option("--strict", is_flag=True, help="Exit with 1 also for leaves without checksums and unexpected files.")
-@json_option("a JSON list with a report for each PATH")
+@base.json_option("a JSON list with a report for each PATH")
 def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bool, as_json: bool) -> bool:
     """Read every leaf of checkpoints, and report what is damaged.
 
@@ -44,12 +32,12 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     from flax_ckpt_compat._view import verify
 
     def show_one(checkpoint: verify.VerifiedCheckpoint) -> None:
-        print_lines(() if as_json else verify.lines_of(checkpoint))
+        base.print_lines(() if as_json else verify.lines_of(checkpoint))
 
-    with progress_shown(as_json=as_json) as begin:
+    with base.progress_shown(as_json=as_json) as begin:
         places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
         count = begin(lambda: sum(one.total_size() for _, inside in places for one in inside))
         found = [verify.verify_all(root, inside, step=step, count=count, progress=show_one) for root, inside in places]
     for root, inside in places if step is None else ():
-        tell_passed_over(root.path, {one.path for one in inside})
-    return print_report(verify.report(found, strict=strict), as_json=as_json)
+        base.tell_passed_over(root.path, {one.path for one in inside})
+    return base.print_report(verify.report(found, strict=strict), as_json=as_json)

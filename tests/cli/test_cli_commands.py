@@ -67,13 +67,6 @@ def test_help(name: str) -> None:
         assert "xit code" in result.stdout
 
 
-def test_misspelt_command() -> None:
-    """A misspelt command is refused with the one that was meant."""
-    result = CliRunner().invoke(cli.main, ["verfy", "x"])
-    assert result.exit_code == 2
-    assert "verify" in result.stderr
-
-
 def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug is one paragraph as well, which says how to report it; with --debug it is the traceback. Ctrl-C is 130."""
     errors: list[BaseException] = [KeyError("oh"), KeyError("oh"), KeyboardInterrupt()]

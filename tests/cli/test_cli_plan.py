@@ -74,7 +74,7 @@ def test_what_restore_checkpoint_would_do() -> None:
     """It warns of another shape, where ``restore`` raises; the text names the function."""
     strict = plan("run", "--target", "my_train:create_other_shape")
     assert strict.exit_code == 1
-    assert "restore raises ShapeMismatchError (restore_checkpoint warns, and returns what is stored)" in strict.stdout
+    assert "restore raises ShapeMismatchError (restore_checkpoint would succeed)" in strict.stdout
     mild = plan("run", "--target", "my_train:create_other_shape", "--restore-checkpoint")
     assert mild.exit_code == 0
     assert "restore_checkpoint succeeds. Where shapes differ, the result has the stored shape." in mild.stdout
@@ -103,12 +103,9 @@ def test_rules_of_the_project() -> None:
         ("my_train:forgot_return", "my_train:forgot_return() is None; it must return the state"),
         ("my_trian:create_state", "cannot import my_trian"),
         ("my_trian:create_state", "searched {cwd} and PYTHONPATH"),
-        ("my_train", "expected module:name"),
-        ("my_train.py:create_state", "write my_train:create_state; {cwd} and PYTHONPATH are searched"),
-        ("./absent.py:create_state", "write absent:create_state; {cwd} and"),
-        ("{cwd}/models/vit.py:create_state", "write models.vit:create_state; {cwd} and"),
-        ("models/vit:create_state", "write models.vit:create_state; {cwd} and"),
-        ("../my-code/vit.py:create_state", "write vit:create_state; run this in {cwd.parent}/my-code, or"),
+        ("my_train", "is not module:name"),
+        ("my_train.py:create_state", "is not module:name, such as train:create_state; a module is no path of a file"),
+        ("../my-code/vit:create_state", "is not module:name"),
     ],
 )
 def test_targets_that_cannot_be_loaded(target: str, says: str, tmp_path: Path) -> None:

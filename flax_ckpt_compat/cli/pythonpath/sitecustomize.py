@@ -1,8 +1,6 @@
 """Install flax_ckpt_compat in every Python that has this folder on PYTHONPATH, then run the user's own sitecustomize.
 
-Python imports this before any program, also before programs that have nothing to do with Flax, and in any of its
-releases. So nothing else is imported until a program imports Flax's module.
-"""
+Any release of Python imports this before any program, so nothing else is imported until one imports Flax's module."""
 
 from __future__ import annotations
 
