@@ -363,16 +363,6 @@ def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     assert left(tmp_path) == ["kept"] and read(tmp_path / "kept") == "x"
 
 
-def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
-    """With the path, and what to do."""
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="is a file; a directory was expected"):
-        syncing.make_directory(str(tmp_path / "file" / "runs"))
-    with pytest.raises(StorageError, match="c_1"):
-        atomic.publish(str(tmp_path / "none"), str(tmp_path / "c_1"))
-    assert syncing.rename_new(str(tmp_path / "file"), str(tmp_path / "moved"))
-
-
 _QUESTIONS = [presence.isdir, presence.isfile, presence.exists, presence.lexists, presence.islink]
 
 

@@ -404,12 +404,6 @@ class TestCommits:
         assert root.restore_set_aside([aside]) == ["c_1"]
         assert stored(Place(root.path, folder=tmp_path)) == {"c_1/x": b"1"}
 
-    def test_nothing_is_set_aside(self, place: Place) -> None:
-        """What was not set aside is not put back."""
-        root = location_of(place.root)
-        root.prepare_directory()
-        assert root.restore_set_aside(["c_1"]) == []
-
 
 KEYS = ["a", "a-", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "b/%2F+&?", "c"]
 

@@ -1,13 +1,11 @@
-"""Trees from their leaves, and the files below a directory."""
+"""Trees from their leaves, and how their paths are shown."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError
-from flax_ckpt_compat._core.local.presence import files_below
 from flax_ckpt_compat._core.tree import Branch, Container, from_leaves, iter_leaves, show_path, shown_names, topmost
 
 LIKE = Branch(
@@ -71,11 +69,3 @@ def test_paths_are_shown_so_that_no_two_look_alike() -> None:
     assert [len(shown_names(text)) for text in shown] == list(map(len, PATHS))
     assert all(re.fullmatch(text, "/".join(path)) for text, path in zip(shown, PATHS, strict=True))
     assert show_path(()) == "<root>" and show_path(("a", "b", "0")) == "a/b/0"
-
-
-def test_files_below_a_directory(tmp_path: Path) -> None:
-    """At any depth, relative to it, and no directories."""
-    (tmp_path / "a/b/empty").mkdir(parents=True)
-    for name in ("one", "a/two", "a/b/three"):
-        (tmp_path / name).touch()
-    assert sorted(files_below(str(tmp_path))) == ["a/b/three", "a/two", "one"]
