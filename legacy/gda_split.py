@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,6 @@ from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.tree import (
-    Branch,
     HostCopy,
     KeyData,
     Node,
@@ -89,7 +89,7 @@ def split(tree: Node, process: ProcessInfo) -> SharedTree:
     found = {
         path: array for path, leaf in iter_leaves(tree) if (array := _distributed(path, leaf, process)) is not None
     }
-    names = choose_subpaths(sorted(found), tree.children if isinstance(tree, Branch) else ())
+    names = choose_subpaths(sorted(found))
     arrays = {path: DistributedArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
 
     def replaced(path: Path, leaf: Any) -> Any:
@@ -159,43 +159,37 @@ def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> byte
 
 # Bytes: the limit of most file systems for one name, and a subpath that fits into a path.
 _MAX_NAME, _MAX_SUBPATH = 255, 1024
-_SAFE = "arrays"
+_NUMBERED = "arrays"  # folder of those with a number for a name
 
 
-def choose_subpaths(paths: Sequence[Path], taken: Collection[str]) -> dict[Path, str]:
+def choose_subpaths(paths: Sequence[Path]) -> dict[Path, str]:
     """Choose a subpath for each array: its key path joined with ``/``, as in Flax, or a number if that is unsafe.
 
-    Readers take the subpath from the file's text, so any unique one works. The key path is unsafe if it leaves the
-    folder (``..``), is not a valid path, or collides with another leaf's (a key ``a/b`` beside ``a`` over ``b``;
-    keys that some file systems do not distinguish, such as ``A`` and ``a``). All processes pass the paths in one order;
-    ``taken`` are the names at the root of the tree."""
-    safe = _SAFE
-    while _folded(safe) in {_folded(name) for name in taken}:
-        safe += "_"
-    claimed: dict[Path, Path] = {}
-    chosen = {}
-    for number, path in enumerate(paths):
-        plain = all(map(_is_plain, path)) and not (path and temporaries.is_generation(path[0]))
-        plain = plain and len("/".join(path).encode()) <= _MAX_SUBPATH and _claim(path, claimed)
-        chosen[path] = "/".join(path) if plain else f"{safe}/{number}"
-    return chosen
+    Readers take the subpath from the file's text, so any unique one works. A key path is unsafe if it leaves the
+    folder (``..``), is not a valid path, or differs from another one only by what some file systems do not distinguish,
+    such as ``A`` and ``a``. All processes pass the paths in one order."""
+    alike = collections.Counter(map(_folded, {path[:end] for path in paths for end in range(1, len(path) + 1)}))
+
+    def is_safe(path: Path) -> bool:
+        return _is_plain(path) and all(alike[_folded(path[:end])] == 1 for end in range(1, len(path) + 1))
+
+    return {path: "/".join(path) if is_safe(path) else f"{_NUMBERED}/{number}" for number, path in enumerate(paths)}
 
 
-def _is_plain(name: str) -> bool:
-    """Return whether a name is the same to the file system and to TensorStore."""
-    is_one = name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name) and not name.endswith(".__lock")
-    return is_one and len(name.encode()) <= _MAX_NAME
-
-
-def _claim(path: Path, claimed: dict[Path, Path]) -> bool:
-    """Claim a path and its parents; return False if one differs only in case or form from a claimed one."""
-    folded = tuple(map(_folded, path))
-    parents = [(folded[:end], path[:end]) for end in range(1, len(path) + 1)]
-    if any(claimed.get(key, plain) != plain for key, plain in parents):
+def _is_plain(path: Path) -> bool:
+    """Return whether a key path is the same to the file system and to TensorStore."""
+    if path and (temporaries.is_generation(path[0]) or _folded(path)[0] == _NUMBERED):
         return False
-    claimed.update(parents)
-    return True
+    if len("/".join(path).encode()) > _MAX_SUBPATH:
+        return False
+    return not any(
+        name in ("", ".", "..")
+        or {"/", "\\", "\0"} & set(name)
+        or name.endswith(".__lock")
+        or len(name.encode()) > _MAX_NAME
+        for name in path
+    )
 
 
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", name).casefold()
+def _folded(path: Path) -> Path:
+    return tuple([unicodedata.normalize("NFC", name).casefold() for name in path])

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from crc32c import crc32c
@@ -168,9 +167,6 @@ def copies(path: Path) -> dict[str, Any]:
         with open(path, "r+b") as file:
             file.write(other.read_bytes())
 
-    def truncated() -> None:
-        path.write_bytes(other.read_bytes())
-
     def synced() -> None:
         temporary = path.with_name(".rsync")
         shutil.copyfile(other, temporary)
@@ -182,17 +178,15 @@ def copies(path: Path) -> dict[str, Any]:
 
     return {
         "in place": in_place,
-        "truncated": truncated,
         "rsync": synced,
         "cp": lambda: subprocess.run(["cp", other, path], check=True),
-        "cp -p": lambda: subprocess.run(["cp", "-p", other, path], check=True),
         "cp -a": lambda: subprocess.run(["cp", "-a", other, path], check=True),
         "mv": lambda: os.replace(other, path),
         "real flax": real_flax,
     }
 
 
-@pytest.mark.parametrize("how", ["in place", "truncated", "rsync", "cp", "cp -p", "cp -a", "mv", "real flax"])
+@pytest.mark.parametrize("how", ["in place", "rsync", "cp", "cp -a", "mv", "real flax"])
 def test_another_file_in_its_place_is_no_damage(path: Path, how: str) -> None:
     """The attribute of the old file, where it stays, does not count for the new one, though it has the same size."""
     write(path, {"w": np.ones(50_000)})
@@ -332,17 +326,6 @@ def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
     handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
     with pytest.raises(ChecksumError, match="not what it was when it was opened"):
         reader.read(handles)
-    reader.close()
-
-
-def test_sharded_and_strided_arrays_have_the_checksums_of_their_bytes(path: Path) -> None:
-    """Whatever is copied on the way, the sums are of what is in the file."""
-    tree = {"f": np.asfortranarray(fill((1500, 1100), np.dtype(np.float32), 3)), "j": jnp.arange(2.0e6)}
-    assert fingerprint(load(write(path, tree))) == fingerprint(
-        {"f": np.ascontiguousarray(tree["f"]), "j": np.asarray(tree["j"])}
-    )
-    reader = BACKEND.open(location_of(path))
-    assert reader.verify_checksums() is True
     reader.close()
 
 
