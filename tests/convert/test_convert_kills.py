@@ -1,6 +1,5 @@
 """Conversions that are killed at any time, and resumed."""
 
-import json
 import os
 import random
 import signal
@@ -85,23 +84,6 @@ def command(source: Path, destination: Path, *options: Any) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.mark.slow
-def test_a_gigabyte_killed_ten_times(tmp_path: Path) -> None:
-    """20 checkpoints of 1 GB in all, converted by two workers that are killed ten times; it takes 2 GB of disk."""
-    save_mixed(tmp_path / "src", 50 << 20, COUNT)
-    delays = random.Random(0)
-    for _ in range(10):
-        process = command(tmp_path / "src", tmp_path / "dst", "--workers", 2)
-        time.sleep(delays.uniform(0.5, 2.5))
-        process.kill()
-        process.communicate()
-    process = command(tmp_path / "src", tmp_path / "dst", "--workers", 2)
-    output, errors = process.communicate(timeout=500)
-    assert process.returncode == 0, errors
-    assert len(json.loads(output)) == COUNT
-    check(tmp_path / "src", tmp_path / "dst", complete=True)
 
 
 @pytest.mark.slow
