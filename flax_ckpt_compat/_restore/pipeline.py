@@ -43,7 +43,7 @@ def restore(
     async_saves.wait_for_pending_saves(checkpoint_dir, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
     one.agreement = process_agreement.begin(checkpoint_dir, step)
-    with one.meter.reporting(), depth.limited("restored", target):
+    with one.meter.reporting(), depth.limited("restored"):
         otherwise = None if options.settings.must_exist else one.unrestored
         try:
             return locating.read_found(checkpoint_dir, step, one.at, otherwise)

@@ -90,7 +90,7 @@ def refused_by_flax_name(plan: TreePlan) -> bool:
 def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:
     """Warn about transforms that match nothing, and name the leaves that kept the target's values."""
     transforms = plan.options.transforms
-    unmatched = None if plan.target is None else transforms.explain_unmatched(plan.target.node, plan.tree)
+    unmatched = None if plan.target is None else transforms.explain_unmatched(plan.target.node)
     if unmatched:
         kept = f"; these leaves kept the target's own values: {one_line(missing)}" if transforms.lenient else ""
         _log.warning("%s: %s%s", plan.path, unmatched, kept if missing else "")

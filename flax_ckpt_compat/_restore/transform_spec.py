@@ -26,7 +26,6 @@ from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, names
 from flax_ckpt_compat.transforms import restore_args
 from flax_ckpt_compat.transforms._resolve import (
-    AbsentSourceError,
     Call,
     Keep,
     Leaves,
@@ -112,25 +111,9 @@ class TransformSpec:
         """Return the function that chooses a source for each target leaf, or None without transforms."""
         return _Chooser(tree, self._transforms, self._default_to_original) if self._is_active else None
 
-    def explain_unmatched(self, target: Node, tree: Node) -> str:
-        """Return a message about transforms that match no leaf of the target, most likely misspelt; empty if none."""
-        if not self._transforms:
-            return ""
-        wanted = [joined(path) for path, _ in iter_leaves(target)]
-        unmatched = self._transforms.unmatched(wanted)
-        if not unmatched:
-            return ""
-        message = f"transforms whose keys match no leaf of the target do nothing: {one_line(unmatched)}"
-        reversed_names = self._transforms.reversed_one(
-            [joined(path) for path, _ in iter_leaves(tree)], frozenset(wanted)
-        )
-        if reversed_names is None:
-            return message
-        old, new = reversed_names
-        return (
-            f"{message}; keys are names of the target and original_key is the stored one, so {old!r} looks reversed: "
-            f"write {{{new!r}: Transform(original_key={old!r})}}"
-        )
+    def explain_unmatched(self, target: Node) -> str:
+        """Return a message about transforms that match no leaf of the target; empty if none."""
+        return _explain_unmatched(self._transforms, [joined(path) for path, _ in iter_leaves(target)])
 
     def warn_without_target(self) -> None:
         """Warn that transforms do nothing without a target, as in Flax."""
@@ -178,11 +161,8 @@ def _step(given: Any) -> Rule:
         if target is None:
             raise TransformError("transforms say what becomes of a target's leaves; pass a target, or use rules")
         wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}
-        if unmatched := transforms.unmatched(list(map(joined, wanted))):
-            raise TransformError(
-                f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are its names, and "
-                "original_key is the stored one"
-            )
+        if unmatched := _explain_unmatched(transforms, list(map(joined, wanted))):
+            raise TransformError(unmatched)
         choose = _Chooser(tree, transforms, True)
         given = {path: source for path, leaf in wanted.items() if (source := choose(path, leaf))}
         above = {path[:end] for path in given for end in range(len(path))}
@@ -195,6 +175,15 @@ def _step(given: Any) -> Rule:
         return from_leaves(stays | given, like=tree)
 
     return Rule(repr(given), apply)
+
+
+def _explain_unmatched(transforms: Transforms, wanted: list[str]) -> str:
+    if not (unmatched := transforms.unmatched(wanted)):
+        return ""
+    return (
+        f"transforms whose keys match no leaf of the target do nothing: {one_line(unmatched)}; keys are names of the "
+        "target, and original_key is the stored one: they may be misspelt, or reversed"
+    )
 
 
 class _Chooser:
@@ -213,7 +202,7 @@ class _Chooser:
 
     def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
         key = joined(path)
-        outcome = self._resolve(key)
+        outcome = self._given.resolve(key, self._leaves.has, self._default_to_original, self._empty.has, self._like)
         if isinstance(outcome, Call):
             return self._derive(key, outcome, leaf)
         if isinstance(outcome, Keep):
@@ -227,13 +216,6 @@ class _Chooser:
         function = _note_leaf(key)(functools.partial(call_value_fn, outcome.transform, args=restore_args(leaf)))
         one = stored if isinstance(stored, Derived) else FunctionInput(stored, _input_target(leaf, stored))
         return Derived((one,), function, None, None, "value_fn")
-
-    def _resolve(self, key: str) -> Any:
-        try:
-            return self._given.resolve(key, self._leaves.has, self._default_to_original, self._empty.has)
-        except AbsentSourceError as error:
-            source = joined(error.source) if isinstance(error.source, tuple) else error.source
-            raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
 
     def _like(self, name: str) -> str:
         near = Names(list(self._leaves.names)).nearest(name)

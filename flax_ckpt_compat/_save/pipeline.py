@@ -35,7 +35,7 @@ def save(request: SaveRequest, target: Any) -> str:
     watch = Stopwatch()
     occupy_standard_streams()
     monitoring.record_event("/jax/flax/checkpoint/save")
-    with depth.limited("saved", target):
+    with depth.limited("saved"):
         if request.multiprocess and jax.process_count() > 1:
             multiprocess.save(request, target)
         else:

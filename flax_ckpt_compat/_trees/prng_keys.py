@@ -10,9 +10,6 @@ import numpy as np
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import KeyData
 
-# Up to jax 0.4.30, key_impl gives these short names as text, and wrap_key_data does not know them.
-_IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
-
 
 def is_prng_key(leaf: Any) -> bool:
     """Return whether a leaf is a typed PRNG key array, abstract or not; False for raw uint32 keys."""
@@ -26,8 +23,7 @@ def split_key(leaf: Any) -> Any:
     """Split a typed PRNG key array into data and implementation name; return any other leaf as it is."""
     if not is_prng_key(leaf):
         return leaf
-    name = str(jax.random.key_impl(leaf))
-    return KeyData(_IMPLEMENTATIONS.get(name, name), jax.random.key_data(leaf))
+    return KeyData(str(jax.random.key_impl(leaf)), jax.random.key_data(leaf))
 
 
 def join_key(key: KeyData, sharding: Any = None) -> jax.Array:

@@ -268,7 +268,7 @@ def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, 
     """Return (name, the user's own child, its state) of a node's children; None for a leaf."""
     if type(state) is dict:  # Flax's own; it does not expand subclasses such as OrderedDict
         return zip(state, _originals(original, state), state.values(), strict=True)
-    if _is_leaf(state) or not _is_node(state):
+    if _is_leaf(state) or jax.tree_util.all_leaves([state]):
         return None
     entries = _one_level(state)
     children = [child for _, child in entries]
@@ -323,10 +323,6 @@ def _int_keys(original: Any, children: Mapping[str, Node]) -> frozenset[str]:
     return frozenset(str(key) for key in original if type(key) is int and str(key) in children)
 
 
-def _is_node(value: Any) -> bool:
-    return not jax.tree_util.all_leaves([value])
-
-
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
     """Return (JAX key path of length one, child) of a registered pytree's children."""
     asked = itertools.count()  # about the node first, and then about its children, one of which may be the node
@@ -362,7 +358,7 @@ def _unexpand(original_state: Any, state: Any, fills: list[tuple[Any, Any]] | No
             name: state[name] if type(value) in _LEAF_TYPES else _unexpand(value, state[name], fills)
             for name, value in original_state.items()
         }
-    if _is_leaf(original_state) or not _is_node(original_state):
+    if _is_leaf(original_state) or jax.tree_util.all_leaves([original_state]):
         return state
     if fills is not None and _is_module(original_state):
         fills.append((original_state, _unexpand(sys.modules["flax.nnx"].state(original_state), state, fills)))

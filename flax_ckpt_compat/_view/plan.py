@@ -91,7 +91,7 @@ def plan_restore(
     otherwise = None if options.settings.must_exist else lambda: _nothing(checkpoint_dir.root.path, target)
     async_saves.wait_for_pending_saves(checkpoint_dir)
     options.transforms.wait_for_pending_saves()
-    with depth.limited("restored", target):
+    with depth.limited("restored"):
         return locating.read_found(checkpoint_dir, step, plan_one, otherwise)
 
 

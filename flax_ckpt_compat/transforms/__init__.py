@@ -18,7 +18,6 @@ from flax_ckpt_compat.transforms._resolve import (
     Call,
     Keep,
     Leaves,
-    Take,
     Transforms,
     call_multi_value_fn,
     call_value_fn,
@@ -135,21 +134,15 @@ def apply_transformations(
         if isinstance(outcome, Keep):
             values.append(own)
             unknown.extend([] if outcome.known else [key])
+        elif isinstance(outcome, Call):
+            values.append(call_multi_value_fn(outcome.transform, key, original_tree, restore_args(own), in_memory=True))
         else:
-            values.append(_value(outcome, key, own, original_tree, original))
+            value, transform = original.of(outcome.source), outcome.transform
+            is_as_is = transform is None or transform.value_fn is None
+            values.append(value if is_as_is else call_value_fn(transform, value, restore_args(own)))
     if unknown:
         _log.info("not in the original tree nor named by a transform, kept from the new tree: %s", one_line(unknown))
     return jax.tree_util.tree_unflatten(structure, values)
-
-
-def _value(outcome: Take | Call, key: str, own: Any, tree: Any, leaves: Leaves) -> Any:
-    """Return the value of the new tree's leaf ``key``, which has the value ``own`` there."""
-    if isinstance(outcome, Call):
-        return call_multi_value_fn(outcome.transform, key, tree, restore_args(own), in_memory=True)
-    value = leaves.of(outcome.source)
-    if outcome.transform is None or outcome.transform.value_fn is None:
-        return value
-    return call_value_fn(outcome.transform, value, restore_args(own))
 
 
 def merge_trees(*trees: Any, target: Any = None) -> Any:

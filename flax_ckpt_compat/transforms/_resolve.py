@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,35 +16,24 @@ from flax_ckpt_compat._core.tree import Path, joined, key_name, show_path
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Take:
+class Take(NamedTuple):
     """Outcome: take a stored leaf."""
 
     source: str | Path  # key path joined with ``/``, or a tuple if the transform gave a tuple
     transform: Any = None  # with a value_fn to apply if it has one; None if no transform matched
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """Outcome: call the multi_value_fn of the transform with a key."""
 
     transform: Any
     key: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Keep:
+class Keep(NamedTuple):
     """Outcome: keep the target's value."""
 
     known: bool  # False if neither a transform nor the checkpoint has the leaf
-
-
-class AbsentSourceError(TransformError):
-    """A transform asks for a leaf that does not exist."""
-
-    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, source: str | Path = ""):
-        super().__init__(message, path=path, leaf=leaf)
-        self.source = source  # name of that leaf
 
 
 class Leaves(dict[Path, Any]):
@@ -76,8 +64,7 @@ class Leaves(dict[Path, Any]):
 _LITERAL = re.compile(r"[\w/ -]*")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     number: int
     key: str
     pattern: re.Pattern[str] | None  # None for a literal key
@@ -91,8 +78,22 @@ class Transforms:
     """Transforms validated, flattened and compiled; false if there are none."""
 
     def __init__(self, tree: Any):
-        """Compile a pytree of transforms; same arguments and errors as `flat_transforms`."""
-        flat = flat_transforms(tree)
+        """Compile a pytree of transforms, ours or Orbax's, in the order of their application, by sorted keys.
+
+        Raise TransformError for another leaf, or an invalid transform, and NameCollisionError for a key twice."""
+        flat: dict[str, Any] = {}
+        for path, transform in named_leaves(tree)[0]:
+            key = joined(path)
+            if not all(hasattr(transform, name) for name in _FIELDS) or isinstance(transform, type):
+                raise TransformError(
+                    f"transforms: expected a Transform at {key or show_path(())}, found {type(transform).__name__}: "
+                    f"{transform!r:.100}; write flax_ckpt_compat.Transform(original_key=…) or the like",
+                    leaf=key,
+                )
+            if key in flat:
+                raise NameCollisionError(f"transforms: two entries for {key!r}; leave one out", leaf=key)
+            check(transform, key)
+            flat[key] = transform
         self._entries = tuple(_Entry(at, key, _compiled(key), flat[key]) for at, key in enumerate(flat))
         # Literal keys are looked up: a search through one transform for each leaf would be quadratic.
         self._literals = {entry.key: entry for entry in self._entries if entry.pattern is None}
@@ -117,43 +118,31 @@ class Transforms:
             if (entry.key not in known if entry.pattern is None else not any(map(entry.matches, keys)))
         ]
 
-    def reversed_one(self, stored: Sequence[str], wanted: Set[str]) -> tuple[str, str] | None:
-        """Return the stored and the target's name of a reversed transform, or None.
-
-        A reversed transform has the stored name as key and the target's as original_key.
-        """
-        for old in stored:
-            for entry in self._matching(old) if old not in wanted else ():
-                try:
-                    new = entry.transform.original_key and _source(entry, old)
-                except TransformError:  # it names groups that its key lacks, and is asked for no leaf
-                    continue
-                new = joined(new) if isinstance(new, tuple) else new
-                if new in wanted:
-                    return old, new
-        return None
-
     def resolve(
         self,
         key: str,
         has: Callable[[str | Path], bool],
         default_to_original: bool = True,
         is_empty: Callable[[str | Path], bool] = lambda _: False,
+        like: Callable[[str], str] = lambda _: "",
     ) -> Take | Call | Keep:
         """Resolve one target leaf. Matching transforms apply in order; the last one wins.
 
         ``has`` returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names. By
         ``default_to_original``, leaves that no transform matches come from the checkpoint, and fallbacks from the
         target; else the other way round. Raise TransformError if a matching transform asks for a leaf that does not
-        exist, even if a later one replaces it, or for an empty container or None (``is_empty``) that none replaces."""
+        exist, even if a later one replaces it, or for an empty container or None (``is_empty``) that none replaces;
+        ``like`` returns an end for its message, of the name of that leaf."""
         outcome: Take | Call | Keep | None = None
         winner: _Entry | None = None
         for entry in self._matching(key):
             # A fallback to the target leaves alone what an earlier transform gave.
-            one = _of_one(entry, key, lambda source: has(source) or is_empty(source), default_to_original)
+            one = _of_one(entry, key, default_to_original)
+            if isinstance(one, Take) and not (has(one.source) or is_empty(one.source)):
+                raise _absent(entry, key, one.source, like)
             outcome, winner = one or outcome or Keep(known=True), entry if one else winner
         if winner is not None and isinstance(outcome, Take) and not has(outcome.source):
-            raise _absent(winner, key, outcome.source)
+            raise _absent(winner, key, outcome.source, like)
         if outcome is not None:
             return outcome
         if not has(key):
@@ -161,28 +150,23 @@ class Transforms:
         return Take(key) if default_to_original else Keep(known=True)
 
 
-def _of_one(
-    entry: _Entry, key: str, has: Callable[[str | Path], bool], default_to_original: bool
-) -> Take | Call | None:
+def _of_one(entry: _Entry, key: str, default_to_original: bool) -> Take | Call | None:
     transform = entry.transform
     if transform.use_fallback and default_to_original:
         return None
     if transform.multi_value_fn is not None:
         return Call(transform, entry.key)
-    source = _source(entry, key)
-    if not has(source):
-        raise _absent(entry, key, source)
-    return Take(source, transform)
+    return Take(_source(entry, key), transform)
 
 
-def _absent(entry: _Entry, key: str, source: str | Path) -> AbsentSourceError:
+def _absent(entry: _Entry, key: str, source: str | Path, like: Callable[[str], str]) -> TransformError:
     is_fallback = entry.transform.use_fallback
     note = " (use_fallback with default_to_original=False takes the stored leaf)" if is_fallback else ""
-    return AbsentSourceError(
+    near = like(joined(source) if isinstance(source, tuple) else source)
+    return TransformError(
         f"the transform {entry.key!r} takes {_shown(source)} for {key or show_path(())}, but no such "
-        f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value",
+        f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value{near}",
         leaf=key,
-        source=source,
     )
 
 
@@ -210,26 +194,6 @@ def _shown(source: str | Path) -> str:
     return repr(source) if isinstance(source, tuple) or not source else source
 
 
-def flat_transforms(tree: Any) -> dict[str, Any]:
-    """Flatten a pytree of transforms, ours or Orbax's, by keys joined with ``/``, in the order of application.
-
-    Dicts count in the order of their sorted keys. Raise TransformError for another leaf, or an invalid transform."""
-    flat: dict[str, Any] = {}
-    for path, transform in named_leaves(tree)[0]:
-        key = joined(path)
-        if not all(hasattr(transform, name) for name in _FIELDS) or isinstance(transform, type):
-            raise TransformError(
-                f"transforms: expected a Transform at {key or show_path(())}, found {type(transform).__name__}: "
-                f"{transform!r:.100}; write flax_ckpt_compat.Transform(original_key=…) or the like",
-                leaf=key,
-            )
-        if key in flat:
-            raise NameCollisionError(f"transforms: two entries for {key!r}; leave one out", leaf=key)
-        check(transform, key)
-        flat[key] = transform
-    return flat
-
-
 def _compiled(key: str) -> re.Pattern[str] | None:
     try:
         return None if _LITERAL.fullmatch(key) else re.compile(key)
@@ -244,26 +208,17 @@ def _compiled(key: str) -> re.Pattern[str] | None:
 def check(transform: Any, key: str | None = None) -> None:
     """Raise TransformError if a transform's fields contradict each other; ``key`` is for the message."""
     given = [name for name in _FIELDS if getattr(transform, name) not in (None, False)]
-    place = type(transform).__name__ + ("" if key is None else f" at {key!r}")
-    if len(given) > 1 and given != ["original_key", "value_fn"]:
-        raise TransformError(
-            f"{place}: {' and '.join(given)} exclude each other; original_key may go with value_fn, use_fallback and "
-            "multi_value_fn stand alone",
-            leaf=key,
-        )
-    if getattr(transform, "multi_value_fn_input_args", None) is not None and given != ["multi_value_fn"]:
-        raise TransformError(
-            f"{place}: multi_value_fn_input_args says what a multi_value_fn needs, and there is none; add the "
-            "multi_value_fn or leave multi_value_fn_input_args out",
-            leaf=key,
-        )
-    original = transform.original_key
+    original, problem = transform.original_key, ""
     is_path = isinstance(original, tuple) and all(isinstance(name, str | int) for name in original)
-    if not (original is None or isinstance(original, str) or is_path):
-        raise TransformError(
-            f"{place}: original_key has to be text or a tuple of names, found {original!r:.100}; join the names with /",
-            leaf=key,
-        )
+    if len(given) > 1 and given != ["original_key", "value_fn"]:
+        problem = f"{' and '.join(given)} exclude each other; only original_key and value_fn go together"
+    elif getattr(transform, "multi_value_fn_input_args", None) is not None and given != ["multi_value_fn"]:
+        problem = "multi_value_fn_input_args is for a multi_value_fn, and there is none; add it, or leave both out"
+    elif not (original is None or isinstance(original, str) or is_path):
+        problem = f"original_key has to be text or a tuple of names, found {original!r:.100}; join the names with /"
+    if problem:
+        place = type(transform).__name__ + ("" if key is None else f" at {key!r}")
+        raise TransformError(f"{place}: {problem}", leaf=key)
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:

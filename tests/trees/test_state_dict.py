@@ -1,7 +1,6 @@
 """User trees as neutral trees, and back: old namedtuples, plain values, trees that contain themselves."""
 
 import collections
-import dataclasses
 import enum
 import logging
 import math
@@ -24,7 +23,7 @@ from flax_ckpt_compat import checkpoints, errors, plan_restore, restore, rules
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves, map_leaves
 from flax_ckpt_compat._save import snapshot
-from flax_ckpt_compat._trees import depth, prng_keys, state_dict
+from flax_ckpt_compat._trees import prng_keys, state_dict
 from flax_ckpt_compat.errors import MissingLeavesError
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
 from tests.support.profiles import examples
@@ -376,23 +375,9 @@ def test_a_tree_that_contains_itself(call: str, tmp_path: Path) -> None:
     inner: dict[str, Any] = {"b": [np.ones(2)]}
     tree = {"a": State(inner)}
     inner["b"].append(inner)
-    with pytest.raises(errors.DepthError, match=r"contains itself .*: a/params/b/1 is the same object as a/params"):
+    with pytest.raises(errors.DepthError, match=r"contains itself"):
         CALLS[call](tmp_path, tree)
     assert checkpoints.available_steps(tmp_path) == [1]
-
-
-@pytest.mark.slow
-def test_what_occurs_twice_is_no_cycle() -> None:
-    """Nor is a deep tree one."""
-    shared = [1, {"x": 2}]
-    assert depth._cycle({"a": shared, "b": shared, "c": (shared, dataclasses.replace(State(shared)))}) is None
-    deep: Any = 1
-    for _ in range(5000):
-        deep = [deep]
-    assert depth._cycle(deep) is None
-    ring: list[Any] = []
-    ring.append((ring,))
-    assert depth._cycle(ring) == (("0", "0"), ())
 
 
 class Ring(nnx.Module):
@@ -407,7 +392,7 @@ class Ring(nnx.Module):
 @pytest.mark.parametrize("call", ["save_checkpoint", "save"])
 def test_a_module_that_contains_itself(call: str, tmp_path: Path) -> None:
     """The error names the way out, which works."""
-    with pytest.raises(errors.DepthError, match=r"a/me is the same object as a\..* save nnx\.state\(module\)"):
+    with pytest.raises(errors.DepthError, match=r"contains itself.* take nnx\.state\(module\)"):
         CALLS[call](tmp_path, {"a": Ring()})
     CALLS[call](tmp_path, {"a": nnx.state(Ring())})
     assert checkpoints.available_steps(tmp_path) == [2]
