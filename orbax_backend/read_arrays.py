@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import (
@@ -66,7 +66,7 @@ class ArrayReader:
         self._check_bounds(extents)
         self._check_filled([read for read in reads if not read.complete])
         if mapped and not self._location.is_remote:
-            self._map(extents)
+            self._map(reads)
         groups: dict[str, list[ArrayRead]] = {}
         for read in reads:
             if read.array is None:
@@ -148,11 +148,16 @@ class ArrayReader:
                 found = f"the file {file} has {sizes[file]} bytes, expected at least {offset + length}"
                 raise self._corrupt(read, found)
 
-    def _map(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
-        """Map what is exactly a raw chunk of a file; what cannot be mapped is read afterwards."""
+    def _map(self, reads: Sequence[ArrayRead]) -> None:
+        """Map what is one range of a raw chunk of a file; what cannot be mapped is read afterwards."""
         files: dict[str, list[tuple[ArrayRead, ByteRange]]] = {}
-        for read, extent in extents:
-            if read.info.raw and read.layout.is_chunk and extent.length >= local_file.MAPPED_FROM:
+        for read in reads:
+            if not read.info.raw or len(read.chunks) != 1 or read.nbytes < local_file.MAPPED_FROM:
+                continue
+            (value, part), size = read.chunks[0], read.info.dtype.itemsize
+            count, offsets = array_boxes.runs(read.info.chunks, part.source, read.shape, part.target)
+            if isinstance(value, ByteRange) and count * size == read.nbytes:
+                extent = ByteRange(value.file, value.offset + next(offsets)[0] * size, read.nbytes)
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
