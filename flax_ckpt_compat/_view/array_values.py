@@ -44,8 +44,10 @@ class Values:
         is_cast = a.dtype != b.dtype
         if not is_cast:
             bits = _other_bits(a, b)
-            self.other_bits += _count(bits)
+            if not bits.any():
+                return
             a, b = a[bits], b[bits]
+            self.other_bits += a.size
         if is_numeric(a) and is_numeric(b):
             other = self._add_numbers(_wide(a), _wide(b))
         else:

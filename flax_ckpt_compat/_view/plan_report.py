@@ -19,7 +19,7 @@ from flax_ckpt_compat._view.report import Line, Report, Table, _Shown
 
 # Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
 MAX_ROWS = 24
-_MAX_UNUSED = 8  # subtrees
+_MAX_SUBTREES, _MAX_UNUSED = 20, 8  # of the table, and of the line below it
 _SAME, _TARGET = "same name", ", target "
 _OWN = {"missing": "MISSING", "target": "target ({})"}
 _STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
@@ -75,7 +75,7 @@ def _row(leaf: PlannedLeaf) -> Row:
     return Row((leaf.path, *sources), ("magenta" if leaf.is_reshaped else style, how, what))
 
 
-def _few(rows: Sequence[Row], most: int = MAX_ROWS) -> list[Row]:
+def _few(rows: Sequence[Row], most: int) -> list[Row]:
     """Fold many rows, of numbered layers, and cut key paths to ever higher subtrees, until there are few rows."""
     if len(rows) <= MAX_ROWS:
         return list(rows)
@@ -182,7 +182,7 @@ class Plan(_Shown):
 def _lines(plan: Plan) -> Iterator[Line | Table]:
     """Yield what a restore does, proposed rules, a table of the leaves, and what is not used."""
     rows = list(map(_row, plan.leaves))
-    rows, more = _shown(_few(rows))
+    rows, more = _shown(_few(rows, _MAX_SUBTREES))
     yield Line(_title(plan), hang=2)
     for text in map(printable, _verdict(plan)):
         prose, _, code = text.partition("\n")

@@ -243,8 +243,8 @@ def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
     # 12 blocks of 16 arrays, 6 of 16 and 10 of 4 values of 8 bytes, three times.
     assert first[1] == "10 from the checkpoint, 576 missing (39.2 kB), 576 stored but not used (39.2 kB)"
     assert first[2] == "restore raises MissingLeavesError." and first[3].startswith("These rules would map it")
-    assert "opt_state/mu/layer_{0..11}/attention/… MISSING (96 leaves)" in first
-    assert first[-1].startswith("Stored, but not used: params/block_{0..11}/… (192 leaves)")
+    assert "opt_state/mu/layer_{0..11}/… MISSING (192 leaves)" in first
+    assert first[-1].startswith("Stored, but not used: params/block_{0..11}/Dense_{0,1}/… (48 leaves), ")
     assert "opt_state/mu/layer_{0..11}/attention/… opt_state/mu/block_{0..11}/attn/… (96 leaves)" in second
     assert repr(without) == f"<Plan {first[0]}; {first[1]}; raises MissingLeavesError>"
 
@@ -284,19 +284,6 @@ def test_without_a_target(saved: str, tmp_path: Path) -> None:
     }
     restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.move("params/dense", "")])
     assert fingerprint(dict(sorted(restored.items()))) == fingerprint(dict(sorted(STORED["params"]["dense"].items())))
-
-
-@pytest.mark.parametrize("given", [{}, {"params/scale": Transform()}])
-def test_transforms_make_a_restore_no_less_strict(given: Any, saved: str, tmp_path: Path) -> None:
-    """What no transform gives is an error in restore, unless missing_leaves says else; restore_checkpoint keeps it."""
-    plan = plan_restore(tmp_path, TARGET, transforms=given)
-    assert plan.missing and plan.raises == "MissingLeavesError"
-    with pytest.raises(MissingLeavesError):
-        restore(tmp_path, TARGET, transforms=given)
-    assert plan_restore(tmp_path, TARGET, transforms=given, missing_leaves="ignore").missing == ()
-    kept = restore(tmp_path, TARGET, transforms=given, missing_leaves="ignore", shape_mismatch="ignore")
-    restored = checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=given)
-    assert kept["stats"]["mean"].tolist() == restored["stats"]["mean"].tolist() == [9.0, 9.0]
 
 
 def test_misspelt_transforms_are_told(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
