@@ -49,11 +49,6 @@ class Task:
         """Return whether this thread is within the task."""
         return self.thread == threading.get_ident() and not self.done
 
-    @property
-    def was_withdrawn(self) -> bool:
-        """Return whether it was withdrawn before a thread ran it."""
-        return self.done and self.thread is None
-
     def run(self) -> None:
         """Run the task unless a thread does, or did."""
         for function, args in self._call:

@@ -182,17 +182,6 @@ def remove_temporary(temporary: str) -> None:
         release(path)
 
 
-def stale_names(directory: str, names: Iterable[str], *, force: bool = False) -> list[str]:
-    """Return the names of temporaries of dead writers; with ``force`` also of those that only time protects."""
-    stale, certain = [], ("dead", "perhaps") if force else ("dead",)
-    for name in names:
-        if match := parse(name):
-            path = os.path.join(directory, name)
-            if presence.lexists(path) and writer_of(match, path) in certain:
-                stale.append(name)
-    return stale
-
-
 def remove_stale(directory: str, names: Collection[str] | None = None, *, force: bool = False) -> list[str]:
     """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names.
 
@@ -201,7 +190,10 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
         with translated(directory):
             names = os.listdir(directory)
     restore_set_aside(directory, names)
-    stale = stale_names(directory, names, force=force)
+    certain = ("dead", "perhaps") if force else ("dead",)
+    matches = {os.path.join(directory, name): match for name in names if (match := parse(name))}
+    there = [path for path in matches if presence.lexists(path)]
+    stale = [os.path.basename(path) for path in there if writer_of(matches[path], path) in certain]
     try:
         if stale:  # one may be what a rename replaced that its dead writer did not sync
             sync_directory(directory)
