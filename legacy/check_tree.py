@@ -44,17 +44,13 @@ def check_tree(tree: Node) -> None:
 
 
 def _are_plain(children: dict[str, Node]) -> bool:
-    """Return whether all of a branch are numbers or texts that any file can hold; False if in doubt."""
+    """Return whether all of a branch are numbers that any file can hold; False if in doubt."""
     kinds = set(map(type, children.values()))
     if kinds <= _ALWAYS_PLAIN:
         return True
     if kinds == {int}:
         numbers: Any = children.values()
         return bool(min(numbers) >= -(2**63) and max(numbers) < 2**64)
-    if kinds == {str}:
-        texts: Any = children.values()
-        joined = "".join(texts)
-        return joined.isascii() and len(joined) <= _MAX_LENGTH and format.PLACEHOLDER not in joined
     return False
 
 
