@@ -1,4 +1,4 @@
-"""Stores that `etils.epath` reaches and TensorStore does not: az://, and path classes that users register."""
+"""What a store is good for, in one of each kind: s3://, az://, and path classes that users register."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TREE = {
 }
 
 
-@pytest.fixture(params=[pytest.param("az_bucket", marks=pytest.mark.slow), "shelf"])
+@pytest.fixture(params=["bucket", pytest.param("az_bucket", marks=pytest.mark.slow), "shelf"])
 def place(request: pytest.FixtureRequest) -> AnyBucket:
     """An empty place of each."""
     found: AnyBucket = request.getfixturevalue(request.param)
@@ -86,7 +86,7 @@ def test_real_orbax_reads_what_is_uploaded(place: AnyBucket, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=str)
 def test_what_real_orbax_wrote(options: dict[str, Any], place: AnyBucket, tmp_path: Path) -> None:
-    """Arrays with codecs, which TensorStore reads, and arrays in files of their own restore as from a disk."""
+    """Arrays with codecs, and arrays in files of their own restore as from a disk."""
     tree = {"w": jax.numpy.arange(1000.0), "b": np.ones((3, 2), np.int8)}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
         checkpointer.save(tmp_path / "it", args=ocp.args.PyTreeSave(tree))

@@ -11,31 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core.backend import ProcessInfo, ProcessSave, WriteOptions
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.object_store.multiprocess import Upload
 from tests.support import s3
-from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import tree
 from tests.support.store_places import BY_TURNS, AnyBucket
-from tests.support.trees import to_branches
 
 STORES = pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
-
-
-def test_no_folder_of_arrays_where_there_are_none(gs_bucket: GsBucket) -> None:
-    """Several processes whose arrays are all whole leave nothing beside the msgpack file that process 0 uploads."""
-    marker = f"_begun.1795326311.{'0' * 32}"
-    upload = Upload(f"{gs_bucket.url}/c", f"{gs_bucket.url}/c_gda", marker)
-    prepared = BACKEND.prepare(to_branches({"n": 3, "w": np.ones(5)}), ProcessInfo(0, 2))
-    BACKEND.finish_multiprocess(ProcessSave("c", prepared, WriteOptions(), ProcessInfo(0, 2), upload))
-    assert gs_bucket.keys() == []
 
 
 @pytest.mark.slow

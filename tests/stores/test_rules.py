@@ -81,58 +81,6 @@ def test_what_is_saved_comes_back(flag: bool, place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_the_latest_is_the_highest_step(flag: bool, place: Place) -> None:
-    """Steps are numbers and not text, prefixes are apart from each other, and names without a step come after all."""
-    for step in (9, 10, 2.5):
-        save(place, step, keep=0, overwrite=step == 2.5) if step != 2.5 else save(place, step, prefix="other_")
-    ours.save_checkpoint(place.root, state(1), "best")
-    assert ours.available_steps(place.root) == [9, 10]
-    assert ours.available_steps(place.root, "other_", float) == [2.5]
-    assert ours.latest_checkpoint(place.root) == place / "checkpoint_10"
-    assert ours.latest_checkpoint(place.root, "none_") is None
-    expect(ours.restore_checkpoint(place.root, None), 10)
-    expect(ours.restore_checkpoint(place.root, None, step=9), 9)
-    expect(ours.restore_checkpoint(place.root, None, step="best"), 1)
-    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 9, 10"):
-        ours.restore_checkpoint(place.root, None, step=11)
-
-
-@pytest.mark.slow
-def test_retention_keeps_what_it_is_told_to(flag: bool, place: Place) -> None:
-    """The newest ``keep`` stay, and of the older ones every so many steps; other prefixes and files stay."""
-    place.put("notes.txt", b"mine")
-    save(place, 1, prefix="best_")
-    for step in range(1, 7):
-        save(place, step, keep=2, keep_every_n_steps=3)
-    assert place.names() == ["best_1", "checkpoint_1", "checkpoint_4", "checkpoint_5", "checkpoint_6", "notes.txt"]
-
-
-@pytest.mark.slow
-def test_overwrite_replaces_the_step_and_what_is_newer(flag: bool, place: Place) -> None:
-    """Without overwrite an old step is refused and nothing changes; with it, it is the latest."""
-    for step in (1, 2, 3):
-        save(place, step, keep=5)
-    before = place.names()
-    for step in (2, 3):
-        with pytest.raises(errors.InvalidCheckpointError):
-            save(place, step, keep=5)
-    assert place.names() == before
-    ours.save_checkpoint(place.root, state(77), 2, keep=5, overwrite=True)
-    assert place.names() == ["checkpoint_1", "checkpoint_2"]
-    expect(ours.restore_checkpoint(place.root, state(0)), 77)
-
-
-def test_one_step_in_the_other_format(place: Place) -> None:
-    """A step that is overwritten in the other format is the new one, and nothing is left of the old one."""
-    for format, step in (("msgpack", 1), ("orbax", 2), ("msgpack", 3)):
-        flax_ckpt_compat.save(place.root, state(step), step=5, overwrite=True, format=format)
-        expect(flax_ckpt_compat.restore(place.root), step)
-        assert place.names() == ["checkpoint_5"]
-        (record,) = flax_ckpt_compat.iter_checkpoints(place.root)
-        assert (record.step, record.format, record.complete) == (5, format, True)
-
-
-@pytest.mark.slow
 def test_saves_in_the_background(flag: bool, place: Place) -> None:
     """The values are those at the call, the order is that of the calls, and retention runs after each."""
     manager = ours.AsyncManager()
@@ -143,21 +91,6 @@ def test_saves_in_the_background(flag: bool, place: Place) -> None:
     manager.wait_previous_save()
     assert place.names() == ["checkpoint_3"]
     expect(ours.restore_checkpoint(place.root, state(0)), 3)
-
-
-@pytest.mark.slow
-def test_the_small_functions(flag: bool, place: Place) -> None:
-    """`save` to an exact path, `restore`, and a plan that names the checkpoint and every leaf."""
-    format: Any = "orbax" if flag else "msgpack"
-    assert flax_ckpt_compat.save(place / "models/a", state(4), format=format) == place / "models/a"
-    expect(flax_ckpt_compat.restore(place / "models/a"), 4)
-    with pytest.raises(errors.InvalidCheckpointError, match="overwrite"):
-        flax_ckpt_compat.save(place / "models/a", state(5), format=format)
-    flax_ckpt_compat.save(place / "models/a", state(6), format=format, overwrite=True)
-    expect(flax_ckpt_compat.restore(place / "models/a", state(0)), 6)
-    plan = flax_ckpt_compat.plan_restore(place / "models/a", state(0))
-    assert plan.path == place / "models/a"
-    assert {leaf.path for leaf in plan.leaves} >= {"w", "layers/5/bias", "step"}
 
 
 @pytest.mark.slow
@@ -186,18 +119,6 @@ def test_where_nothing_is(place: Place, caplog: pytest.LogCaptureFixture) -> Non
         ours.restore_checkpoint(place.root, target, step=1)
     with pytest.raises(errors.CheckpointNotFoundError):
         flax_ckpt_compat.open_checkpoint(place.root)
-
-
-def test_every_step_is_recorded_with_its_size(flag: bool, place: Place) -> None:
-    """`iter_checkpoints` gives steps, formats, and sizes as the files have them."""
-    for step in (1, 2):
-        save(place, step, keep=0)
-    records = list(flax_ckpt_compat.iter_checkpoints(place.root))
-    assert [(record.step, record.complete) for record in records] == [(1, True), (2, True)]
-    arrays = 60 * 500 * 8 + 200 * 200 * 4
-    assert all(arrays <= record.nbytes < 1.1 * arrays + 20_000 for record in records)
-    if not flag:
-        assert [record.nbytes for record in records] == [len(place.get(f"checkpoint_{step}")) for step in (1, 2)]
 
 
 @pytest.mark.slow

@@ -10,6 +10,16 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 
 _AT_ONCE = 8
+_NAMES = (
+    "CONNECTION_STRING",
+    "ACCOUNT_NAME",
+    "ACCOUNT_KEY",
+    "SAS_TOKEN",
+    "ANON",
+    "CLIENT_ID",
+    "CLIENT_SECRET",
+    "TENANT_ID",
+)
 _IN_TIME = {"connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
 
 
@@ -17,16 +27,7 @@ class AzClient(FsspecClient):
     """The scheme ``az``; requests go through the client of Azure's own package, which adlfs opens."""
 
     package, extra, needs_commit_file = "adlfs", "az", False
-    variables = (
-        "AZURE_STORAGE_CONNECTION_STRING",
-        "AZURE_STORAGE_ACCOUNT_NAME",
-        "AZURE_STORAGE_ACCOUNT_KEY",
-        "AZURE_STORAGE_SAS_TOKEN",
-        "AZURE_STORAGE_CLIENT_ID",
-        "AZURE_STORAGE_CLIENT_SECRET",
-        "AZURE_STORAGE_TENANT_ID",
-        "AZURE_STORAGE_ANON",
-    )
+    variables = tuple(f"AZURE_STORAGE_{name}" for name in _NAMES)
 
     def connect(self) -> Any:
         from adlfs import AzureBlobFileSystem

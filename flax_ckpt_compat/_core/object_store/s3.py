@@ -28,6 +28,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+_FILES = ("AWS_SESSION_TOKEN", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
 _ANY_REGION = "us-east-1"  # servers of others have no regions, but requests are signed with one
 _TRIES, _AT_ONCE = 8, 64
 _MOST_PARTS = 10_000
@@ -37,15 +38,7 @@ class S3Client(FsspecClient):
     """The scheme ``s3``."""
 
     package, extra, needs_commit_file = "s3fs", "s3", False
-    variables = (
-        *_ENDPOINTS,
-        *_REGIONS,
-        *_KEYS,
-        *_PROFILES,
-        "AWS_SESSION_TOKEN",
-        "AWS_SHARED_CREDENTIALS_FILE",
-        "AWS_CONFIG_FILE",
-    )
+    variables = _ENDPOINTS + _REGIONS + _KEYS + _PROFILES + _FILES
 
     def connect(self) -> Any:
         import botocore.session
