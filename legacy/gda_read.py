@@ -210,7 +210,9 @@ def _decode(array: FolderArray, stored: bytes) -> np.ndarray[Any, Any]:
     nbytes = math.prod(array.chunks) * array.dtype.itemsize
     if nbytes > len(stored) * _MAX_RATIO:
         raise ValueError(f"a chunk of {len(stored)} bytes cannot hold {nbytes}")
-    if array.compressor == "gzip":
+    if array.compressor is None:
+        data = stored
+    elif array.compressor == "gzip":
         data = zlib.decompressobj(_GZIP).decompress(stored, nbytes + 1)
     elif zstandard.frame_content_size(stored) in (-1, nbytes):  # -1: not recorded
         data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=nbytes, allow_extra_data=False)
@@ -229,7 +231,7 @@ def _check_unchanged(array: FolderArray, path: Path) -> None:
     now = locate(array.checkpoint, array.folder.path[len(root) + 1 :], path)
     if now != dataclasses.replace(array, index=None):
         raise ValueError(f"it is now {now.dtype}{now.shape}, it was {array.dtype}{array.shape}")
-    if array.compressor not in ("zstd", "gzip"):
+    if array.compressor not in (None, "zstd", "gzip"):
         raise ValueError(f"its compressor is {array.compressor!r:.100}, which no release of Flax writes")
 
 
