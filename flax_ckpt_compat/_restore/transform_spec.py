@@ -181,7 +181,7 @@ def _explain_unmatched(transforms: Transforms, wanted: list[str]) -> str:
     if not (unmatched := transforms.unmatched(wanted)):
         return ""
     return (
-        f"transforms whose keys match no leaf of the target do nothing: {one_line(unmatched)}; keys are names of the "
+        f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are names of the "
         "target, and original_key is the stored one: they may be misspelt, or reversed"
     )
 
