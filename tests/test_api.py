@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -192,34 +191,6 @@ def test_environment_variables_beat_the_strict_defaults(tmp_path: Path) -> None:
     variables = {"MUST_EXIST": "0", "SHAPE_MISMATCH": "warn", "STRUCTURE": "flax"}
     out, _ = run_python(ENVIRONMENT, tmp_path, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
     assert out.splitlines()[:3] == ["True (3,)", "refused", "not found"]
-
-
-def test_each_thread_has_its_own_blocks(tmp_path: Path) -> None:
-    """An override in one thread does not soften the restores of another that run meanwhile."""
-    save(tmp_path / "m", STORED)
-    inside, outside, outcomes = threading.Event(), threading.Event(), {}
-
-    def lenient() -> None:
-        with config.override(shape_mismatch="ignore"):
-            inside.set()
-            outside.wait(60)
-            outcomes["lenient"] = restore(tmp_path / "m", OTHER_SHAPE)["a"].shape
-
-    def strict() -> None:
-        inside.wait(60)
-        try:
-            restore(tmp_path / "m", OTHER_SHAPE)
-        except errors.ShapeMismatchError as error:
-            outcomes["strict"] = error.leaf
-        finally:
-            outside.set()
-
-    threads = [threading.Thread(target=function) for function in (lenient, strict)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == {"lenient": (3,), "strict": "a"}
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,6 @@ def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("flax-ckpt ver", "plain,verify"),
         ("flax-ckpt show ru", "file,ru"),
         ("flax-ckpt show runs --html pa", "file,pa"),
-        ("flax-ckpt diff runs/a ru", "file,ru"),
-        ("flax-ckpt verify runs/a ru", "file,ru"),
-        ("flax-ckpt run tra", "file,tra"),
         ("flax-ckpt show --stat", "plain,--stats"),
     ],
 )

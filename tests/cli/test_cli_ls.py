@@ -154,12 +154,6 @@ def test_recursive(tmp_path: Path) -> None:
     assert ls(tmp_path / "absent", "-r").exit_code == 2
 
 
-def test_empty_directory(tmp_path: Path) -> None:
-    """A directory with nothing in it is said to be empty, which is not an error."""
-    result = ls(tmp_path)
-    assert (result.exit_code, result.stdout) == (0, f"{tmp_path} is empty.\n")
-
-
 @pytest.mark.parametrize("name", ["checkpoint_1", "checkpoint_2"])
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_checkpoint_instead_of_its_directory(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -209,17 +203,6 @@ def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
     assert "orbax" in row
     assert re.search(saved, row)
     assert max(map(len, lines)) <= columns
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_600, "1.00 MB"), (5 * 10**11, "500 GB")],
-)
-def test_sizes(nbytes: int, text: str, tmp_path: Path) -> None:
-    """Sizes have three digits and decimal units."""
-    with open(tmp_path / "checkpoint_1", "wb") as file:
-        file.truncate(nbytes)
-    assert f" {text} " in ls(tmp_path).stdout
 
 
 @pytest.mark.parametrize("seconds", [300_000_000_000, -70_000_000_000])
