@@ -243,7 +243,7 @@ def test_the_dead_are_reclaimed_and_the_living_spared(writing: subprocess.Popen[
 @pytest.mark.parametrize("writer", ["of another machine", "of an earlier boot", "of an old release"])
 def test_what_no_lock_tells(writer: str, kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a reboot of this machine: dead. Else it stays for a day without a change, or until `clean --force`."""
-    path = temporaries.temporary_path(final)
+    path, is_forced = temporaries.temporary_path(final), writer == "of another machine"
     folder = Path(final).parent
     if writer == "of an old release":
         path = str(folder / OLD_RELEASE.format("new"))
@@ -257,8 +257,8 @@ def test_what_no_lock_tells(writer: str, kind: str, final: str, monkeypatch: pyt
         with monkeypatch.context() as jump:
             jump.setattr(time, "time", lambda: 2e10)  # nothing that is new goes because the clock jumped
             assert atomic.remove_stale(str(folder)) == []
-        monkeypatch.setattr(temporaries, "_STALE_SECONDS", -1.0)
-    assert atomic.remove_stale(str(folder)) == [os.path.basename(path)]
+        monkeypatch.setattr(temporaries, "_STALE_SECONDS", 24 * 3600.0 if is_forced else -1.0)
+    assert atomic.remove_stale(str(folder), force=is_forced) == [os.path.basename(path)]
     assert left(folder) == []
 
 
