@@ -86,11 +86,10 @@ class Checkpoint(_Shown):
         self._opened, self._is_replaced = opened, is_replaced
         with memory.pause_gc(enabled=not opened.location.is_remote):
             self._root = self._whole()
-            tree = state_dict.from_stored(self._root, None, "stored")
+            self.tree: Any = state_dict.from_stored(self._root, None, "stored")
         self.path: str = opened.path
         self.step: float | None = step
         self.format: str = opened.format
-        self.tree: Any = tree
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -22,7 +22,6 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 if TYPE_CHECKING:
     import numpy as np
 
-
 Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
 # Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
 Begin = Callable[[Callable[[], int]], Count]

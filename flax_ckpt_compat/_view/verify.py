@@ -158,12 +158,11 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
 def _to_json(found: Verification) -> dict[str, Any]:
     """Return a `Verification` as what JSON holds; `state` and `ok` are included."""
     checkpoints = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in found.checkpoints]
-    verdict = {"state": found.state, "ok": found.ok, "verified": found.verified}
-    return {"path": found.path} | verdict | {"checkpoints": checkpoints}
+    verdict = {"path": found.path, "state": found.state, "ok": found.ok, "verified": found.verified}
+    return {**verdict, "checkpoints": checkpoints}
 
 
 _AT_ONCE = 4
-# They tell nothing about the bytes.
 _NO_DAMAGE = (errors.StorageError, errors.OutOfMemoryError, errors.UnsupportedLeafError, errors.ReplacedError)
 _UNOPENED = (errors.IncompleteCheckpointError, errors.CorruptCheckpointError, errors.StorageError, errors.ReplacedError)
 
