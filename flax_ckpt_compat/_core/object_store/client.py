@@ -322,7 +322,7 @@ def _status_of(error: BaseException) -> int:
         return _CONFLICTS[1]
     if isinstance(error, PermissionError) or "Forbidden" in str(error):
         return _DENIED
-    if "requested range" in str(error).lower():  # of gcsfs
+    if re.search("request(ed)? range", str(error), re.IGNORECASE):  # of gcsfs
         return _OUT_OF_RANGE
     answer = getattr(error, "response", None)  # of botocore
     if isinstance(answer, dict):
