@@ -60,9 +60,8 @@ def _remove_others(request: SaveRequest) -> None:
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names.append(request.name)  # a listing misses what is being replaced
-        counted = _counted_steps(request, listed, names)
+        counted, doomed = _counted_and_doomed(request, listed, names)
         if request.name in counted:
-            doomed = [name for name in _to_remove(request, list(counted)) if counted[name]]
             failures += _remove(request, listed, doomed, names)
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
                 failures += _remove_orphaned_arrays(checkpoint_dir, names)
@@ -87,16 +86,18 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def _counted_steps(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> dict[str, bool]:
-    """Return what `saved_steps.counted_steps` does, without checkpoints that were saved with another prefix.
+def _counted_and_doomed(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> tuple[list[str], list[str]]:
+    """Return the steps that `saved_steps.counted_steps` counts, without those of other prefixes, and which to remove.
 
-    A look opens a file or lists a directory. Where nothing would be removed if all counted, none is older to look at.
-    """
+    A look opens a file or lists a directory. Where nothing would go if all counted, nothing goes, and none that is
+    older is looked at."""
     others = saved_prefixes.saved_by_other_prefixes(request.checkpoint_dir)
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
-    if request.name in ordered and not _to_remove(request, ordered):
-        ordered = ordered[ordered.index(request.name) :]
-    return saved_steps.counted_steps(listed, ordered, with_items=request.orbax_checkpointer is not None)
+    all_stay = request.name in ordered and not _to_remove(request, ordered)
+    looked_at = ordered[ordered.index(request.name) :] if all_stay else ordered
+    counted = saved_steps.counted_steps(listed, looked_at, with_items=request.orbax_checkpointer is not None)
+    doomed = [] if all_stay else [name for name in _to_remove(request, list(counted)) if counted[name]]
+    return list(counted), doomed
 
 
 def _may_be_evicted(request: SaveRequest) -> bool:

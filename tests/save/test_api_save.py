@@ -278,6 +278,14 @@ def test_newer_steps_and_other_names_stay(tmp_path: Path, format: Any) -> None:
     assert restore(tmp_path, step=1)["n"] == restore(tmp_path, step=7)["n"] == 5
 
 
+def test_what_is_spaced_before_an_older_step_stays(tmp_path: Path, format: Any) -> None:
+    """Step 4 is three steps after 1, and counts so also where a save of step 2 removes nothing."""
+    for step in (1, 4, 5):
+        save(tmp_path, tree(1), step=step, format=format)
+    save(tmp_path, tree(2), step=2, overwrite=True, keep=1, keep_every_n_steps=3, format=format)
+    assert names(tmp_path) == [f"checkpoint_{step}" for step in (1, 2, 4, 5)]
+
+
 def test_a_path_that_ends_in_a_number_evicts_nothing(tmp_path: Path, format: Any) -> None:
     """Without a step there is no retention, whatever the name."""
     for name in ("9", "checkpoint_9", "checkpoint_3", "3"):

@@ -95,7 +95,7 @@ def is_empty(path: str) -> bool:
         if presence.isdir(path):
             return not os.listdir(path)
         return presence.isfile(path) and os.path.getsize(path) == 0
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # another writer removed or replaced it
         return False
 
 
