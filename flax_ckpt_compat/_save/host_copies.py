@@ -11,7 +11,6 @@ ten times as long. jax keeps the page-locked memory for the next transfers, up t
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import weakref
@@ -155,13 +154,9 @@ def _limit_of_jax() -> float:
         return 0
 
 
-@dataclasses.dataclass(slots=True)
-class _Budget:
-    nbytes: float  # of page-locked memory that one save may take
-
-
-# Where jax finds no memory to lock, it waits for ten seconds (measured): no save shall meet that twice.
-_budget = _Budget(_SHARE * _limit_of_jax())
+# Bytes that one save may lock. Where jax finds no memory to lock, it waits for ten seconds (measured): no save shall
+# meet that twice.
+_most_locked = _SHARE * _limit_of_jax()
 
 
 def can_lock_pages(sharding: Any) -> bool:
@@ -178,16 +173,17 @@ def is_on_host(sharding: Any) -> bool:
 
 def to_host(arrays: Sequence[Any]) -> list[_Array]:
     """Return the values of arrays, each of which lies on one device, in C order and read-only."""
+    global _most_locked
     locked, used = list[int](), 0
     for at, array in enumerate(arrays):
-        if _is_lockable(array) and used + array.nbytes <= _budget.nbytes:
+        if _is_lockable(array) and used + array.nbytes <= _most_locked:
             locked.append(at)
             used += array.nbytes
     values = dict[int, _Array]()
     try:
         values = dict(zip(locked, _page_locked([arrays[at] for at in locked]), strict=True))
     except jax.errors.JaxRuntimeError:  # no memory to lock; if it is another error, numpy's copy meets it, too
-        _budget.nbytes = 0
+        _most_locked = 0
     rest = {at: array for at, array in enumerate(arrays) if at not in values}
     for array in rest.values():
         array.copy_to_host_async()

@@ -7,6 +7,7 @@ leaves process 0's are saved.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 import zlib
 from collections import Counter, defaultdict
@@ -47,14 +48,17 @@ def save(request: SaveRequest, target: Any) -> None:
         _save_with_checkpointer(request, target, coordinator)
         return
     backend, failed, report = backend_for(request.format), None, dict[str, Any]()
-    tree, replicas, prepared, signature, summary = None, Replicas(), None, _signature(request, backend), None
+    tree, replicas, prepared, signature, summary = None, dict[Path, Any](), None, _signature(request, backend), None
     try:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
         prepared = backend.prepare(tree, coordinator.process)
         summary = _TreeSummary(tree)
         signature += f" and {summary.spread}"
-        report = {"tree": summary.details, "replicas": replicas.digest()}
+        report = {
+            "tree": summary.details,
+            "replicas": hashlib.sha256(repr(sorted(replicas.items())).encode()).hexdigest(),
+        }
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     part = ProcessSave(request.location.temporary_path(), prepared, request.options, coordinator.process)
@@ -71,7 +75,7 @@ def save(request: SaveRequest, target: Any) -> None:
         return {"agrees": agrees, **own.begin()}
 
     begun = coordinator.barrier(BEGIN, failed=failed, report={"signature": signature, **report}, on_primary=begin)
-    own.join(begun, replicas.writers() if begun["agrees"] and backend.splits_replicas else {}, tree)
+    own.join(begun, _writers(replicas) if begun["agrees"] and backend.splits_replicas else {}, tree)
     if request.async_manager:
         own.start(request.async_manager)
     else:
@@ -190,6 +194,14 @@ class _OwnSave:
             atomic.remove_temporary(self.part.path)
         if self.is_primary and self.part.upload is not None and not self.publishing:
             self.part.upload.abort()
+
+
+def _writers(replicas: Replicas) -> dict[Path, int]:
+    """Return which process writes each array, by a hash of its name."""
+    return {
+        path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
+        for path, (holders, _, _) in replicas.items()
+    }
 
 
 def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +34,8 @@ _EXACT = {bool, int, float, complex, str, bytes, type(None)}
 _warned: set[type] = set()
 # Smaller replicated arrays are left to process 0: they are written together.
 _MIN_SHARED_BYTES = 2**20
+# Arrays that are replicated over processes, process 0 among them: which processes hold each, dtype and shape.
+Replicas = dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]]
 
 
 def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = None) -> Node:
@@ -53,30 +53,6 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
         depth.check(snapshot.levels, request.path)
         snapshot.copies.make()
     return tree
-
-
-class Replicas:
-    """Arrays of one save that are replicated over processes, process 0 among them."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]] = {}  # holders, dtype and shape
-
-    def add(self, path: Path, array: Any, holders: Collection[int]) -> None:
-        """Add a ``jax.Array``, and the processes that hold it."""
-        if array.nbytes >= _MIN_SHARED_BYTES and len(holders) > 1:
-            self._arrays[path] = tuple(sorted(holders)), str(array.dtype), array.shape
-
-    def writers(self) -> dict[Path, int]:
-        """Return which process writes each array, by a hash of its name."""
-        return {
-            path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
-            for path, (holders, _, _) in self._arrays.items()
-        }
-
-    def digest(self) -> str:
-        """Return what has to be the same in all processes that share out the work."""
-        text = repr(sorted(self._arrays.items()))
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class _Snapshot:
@@ -121,7 +97,9 @@ class _Snapshot:
         apart = prng_keys.split_key(taken)
         is_replica = taken is not leaf and isinstance(leaf, jax.Array)
         if self._replicas is not None and is_replica and not prng_keys.is_prng_key(leaf):
-            self._replicas.add(path, leaf, _owners(leaf.sharding))
+            holders = tuple(sorted(_owners(leaf.sharding)))
+            if leaf.nbytes >= _MIN_SHARED_BYTES and len(holders) > 1:
+                self._replicas[path] = holders, str(leaf.dtype), leaf.shape
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):
                 self._array_types.add(type(taken))

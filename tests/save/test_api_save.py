@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.local import temporaries
 from tests.support import corpus
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
-from tests.support.saves import names, new_folder, run_python, tree, use_flag
+from tests.support.saves import names, new_folder, tree, use_flag
 
 FORMATS = ("msgpack", "orbax")
 
@@ -364,61 +364,6 @@ def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path: Path, format: An
     (tmp_path / "link").symlink_to("real")
     save(tmp_path / "link", tree(2), format=format, overwrite=True)
     assert (restore(tmp_path / "real")["n"], restore(tmp_path / "link")["n"]) == (1, 2)
-
-
-# The writers that are killed, and the readers that come after, are forks of a process that has no threads.
-KILLS = """
-import os, random, signal, sys, time, traceback
-import numpy as np
-from flax_ckpt_compat import restore, save
-path, format, chance = sys.argv[1], sys.argv[2], random.Random(7)
-
-def tree(n):
-    return {"n": n, "w": np.random.default_rng(n).random(30_000), "small": [np.full(3, n)]}
-
-def write(pipe):
-    n = restore(path)["n"] + 1 if os.path.exists(path) else 1
-    while True:
-        save(path, tree(n), overwrite=True, format=format)
-        os.write(pipe, b"%d " % n)
-        n += 1
-
-def read_and_save(sure):
-    found = restore(path)
-    assert found["n"] in (sure, sure + 1), (found["n"], sure)
-    np.testing.assert_array_equal(found["w"], tree(found["n"])["w"])
-    save(path, tree(found["n"]), overwrite=True, format=format)
-    assert os.listdir(os.path.dirname(path)) == ["model"]
-
-def fork(function, argument):
-    child = os.fork()
-    if child:
-        return child
-    try:
-        function(argument)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-for _ in range(4):
-    reader, pipe = os.pipe()
-    writer = fork(write, pipe)
-    os.close(pipe)
-    acknowledged = os.read(reader, 100)
-    time.sleep(chance.random() * 0.05)
-    os.kill(writer, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(writer, 0)[1])
-    while more := os.read(reader, 10_000):
-        acknowledged += more
-    os.close(reader)
-    assert os.waitpid(fork(read_and_save, int(acknowledged.split()[-1])), 0)[1] == 0
-"""
-
-
-def test_kill_9_leaves_the_old_or_the_new(tmp_path: Path, format: Any) -> None:
-    """A writer killed while it overwrites a path leaves one whole checkpoint there, and the next save tidies up."""
-    run_python(KILLS, tmp_path / "model", format, PYTHONWARNINGS="ignore")
 
 
 def test_a_moved_checkpoint_restores(tmp_path: Path, format: Any) -> None:

@@ -80,7 +80,7 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
 
     monkeypatch.setattr(jax, "device_put", refuse)
-    monkeypatch.setattr(host_copies, "_budget", host_copies._Budget(2**30))
+    monkeypatch.setattr(host_copies, "_most_locked", 2**30)
     arrays = [jnp.full(20, number) for number in range(9)]
     for _ in range(2):
         found = host_copies.to_host(arrays)
@@ -91,7 +91,7 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
 @pytest.mark.parametrize(("budget", "count"), [(0, []), (79, []), (160, [2]), (719, [8]), (720, [9])])
 def test_budget(budget: int, count: list[int], monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
     """No more is locked than jax may lock; of nine arrays of 80 bytes, the rest is copied by numpy."""
-    monkeypatch.setattr(host_copies, "_budget", host_copies._Budget(budget))
+    monkeypatch.setattr(host_copies, "_most_locked", budget)
     found = host_copies.to_host([jnp.full(20, number) for number in range(9)])
     assert placed == count
     assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]

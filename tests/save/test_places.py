@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from flax_ckpt_compat.orbax_backend import writer
 
 from flax_ckpt_compat import (
     checkpoints,
@@ -288,17 +287,6 @@ def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.slow
-def test_more_directories_than_calls_that_python_nests(tmp_path: Path) -> None:
-    """A path of a thousand new directories is made: it was an error about the depth of the tree."""
-    deep = "d/" * 1100
-    path = save(os.path.join(tmp_path, deep, "checkpoint"), {"n": 1}, format="msgpack")
-    assert restore(path) == {"n": 1}
-    for _ in range(1101):  # shutil nests as many calls
-        os.unlink(path) if os.path.isfile(path) else os.rmdir(path)
-        path = os.path.dirname(path.rstrip("/"))
-
-
 @pytest.mark.parametrize("given", [b"runs", None, 3, ["runs"], bytearray(b"runs")], ids=repr)
 def test_what_is_no_path(tmp_path: Path, given: Any) -> None:
     """Directories and prefixes that are neither text nor path objects are an error of ours, a TypeError as before."""
@@ -354,28 +342,6 @@ def test_a_directory_whose_link_leads_to_nothing(flag: bool, tmp_path: Path) -> 
     (tmp_path / "disk" / "run").mkdir(parents=True)
     checkpoints.save_checkpoint(run, tree(1), 1)
     assert checkpoints.restore_checkpoint(tmp_path / "disk" / "run", None)["n"] == 1
-
-
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_a_directory_that_is_renamed_during_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
-) -> None:
-    """TensorStore makes it anew, without what was written before: the save fails, instead of committing the rest."""
-    run, write_files = tmp_path / "run", writer.write_files
-
-    def rename(contents: dict[str, bytes]) -> None:
-        write_files(contents)
-        run.rename(tmp_path / "renamed")
-        if comes_back:
-            os.makedirs(os.path.dirname(next(iter(contents))), exist_ok=True)  # TensorStore may have been faster
-        monkeypatch.undo()
-
-    monkeypatch.setattr(writer, "write_files", rename)
-    with pytest.raises(errors.StorageError):
-        save(run, WITH_ARRAYS, step=1, format="orbax")
-    assert checkpoints.available_steps(run) == []
-    save(run, WITH_ARRAYS, step=1, format="orbax")
-    assert checkpoints.restore_checkpoint(run, None)["text"] == "x"
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str) -> None:
