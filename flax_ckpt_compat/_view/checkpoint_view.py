@@ -185,7 +185,10 @@ class Checkpoint(_Shown):
 
 def _as_paths(given: Any) -> list[LeafPath]:
     """Return one path, or several, as a list."""
-    paths = list(given) if isinstance(given, Iterable) and not isinstance(given, str | tuple) else [given]
+    try:
+        paths = [given] if isinstance(given, str | tuple) else list(given)
+    except TypeError:
+        paths = [given]
     for path in paths:
         if not isinstance(path, str | tuple):
             raise ArgumentError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
