@@ -93,3 +93,12 @@ def test_an_older_version_does_not_come_back(is_replaced: bool, run: Path) -> No
         shutil.copy(run / "run/checkpoint_3", run / "run/checkpoint_1")
     assert rm("run/checkpoint_1", "--yes").exit_code == 0
     assert available_steps(run / "run") == [2, 3]
+
+
+def test_clean_by_force(run: Path) -> None:
+    """Arrays without their file may be a save's for a day; with --force they go, and no checkpoint does."""
+    (run / "run/checkpoint_5_gda/w").mkdir(parents=True)
+    before = {path.name for path in (run / "run").iterdir()}
+    for words, gone in (((), set()), (("--force",), {"checkpoint_5_gda"})):
+        assert CliRunner().invoke(main, ["clean", "run", "--yes", *words]).exit_code == 0
+        assert before - {path.name for path in (run / "run").iterdir()} == gone
