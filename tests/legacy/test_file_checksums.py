@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import zlib
@@ -116,6 +117,18 @@ def test_flipped_bits_of_large_files_are_found(path: Path) -> None:
             load(path)
         rot(path, offset, mask)
     assert fingerprint(load(path)) == fingerprint(tree)
+
+
+@pytest.mark.usefixtures("in_windows")
+@pytest.mark.parametrize("tree", [{str(n): n + 0.5 for n in range(600)}, {"text": "x" * 5000 + "300", "n": 3}])
+def test_flipped_bits_of_large_files_without_arrays_are_found(path: Path, tree: dict[str, Any]) -> None:
+    """Numbers and text are read with the structure, and no array asks for a verification."""
+    write(path, tree)
+    assert load(path) == tree
+    value = struct.pack(">d", 300.5) if "300" in tree else b"300"
+    rot(path, path.read_bytes().index(value) + len(value) - 1)
+    with pytest.raises(ChecksumError):
+        load(path)
 
 
 def test_the_error_names_the_leaf_and_the_way_out(path: Path) -> None:
