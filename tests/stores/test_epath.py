@@ -147,6 +147,14 @@ def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture, monkeyp
     assert sum("no conditional writes" in record.message for record in caplog.records) == 1
 
 
+def test_a_file_in_the_place_of_the_folder_stays(shelf: AnyBucket, flag: bool) -> None:
+    """As on a disk: a folder of checkpoints cannot be where a file of the user is."""
+    shelf.put("exp/notes.txt", b"mine")
+    with pytest.raises(errors.StorageError):
+        checkpoints.save_checkpoint(f"{shelf.url}/exp/notes.txt", TREE, 1)
+    assert shelf.get("exp/notes.txt") == b"mine"
+
+
 @pytest.mark.slow
 def test_a_container_that_is_not_there(az_bucket: AnyBucket) -> None:
     """It is an error, as a missing bucket is: a run must not begin anew for a typo."""

@@ -61,9 +61,11 @@ class Client(abc.ABC):
 
     Attributes:
         needs_commit_file: a folder without ``commit_success.txt`` is incomplete, as for real Orbax.
+        shares_names: an object and a folder may have one name.
     """
 
     needs_commit_file: ClassVar[bool] = False
+    shares_names: ClassVar[bool] = True
 
     @abc.abstractmethod
     def list(self, url: str) -> dict[str, Stat]:

@@ -150,6 +150,8 @@ class FolderSave:
             found = self.client.list(self.url)
         self._found = found
         if not self.marker:
+            if not self.client.shares_names:
+                self.client.delete(self.url)
             self.marker = new_marker(found)
             self._put_text(self.marker)
 

@@ -36,6 +36,8 @@ def is_known(scheme: str) -> bool:
 class EpathClient(Client):
     """Requests to the stores of schemes of epath."""
 
+    shares_names = False
+
     def list(self, url: str) -> dict[str, Stat]:
         return dict(sorted(_walk(_path(url), "")))
 
@@ -76,7 +78,6 @@ class EpathClient(Client):
                     raise ConflictError(f"{url} was saved meanwhile", path=url)
                 for name in inside:
                     self.delete(f"{url}/{name}")
-            self.delete(posixpath.dirname(url))
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 for piece in pieces:
