@@ -12,8 +12,10 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import verify
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.object_store import multiprocess
+from flax_ckpt_compat.errors import ConcurrentWriteError, CorruptCheckpointError
 from tests.multiprocess import jobs, real_jobs, store_jobs
 from tests.stores.test_rules_crash import from_change
 from tests.support import s3
@@ -249,6 +251,29 @@ def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy])
         assert re.search(r"'large'|1 of the chunks of large", outcome.error), outcome
     assert bucket.keys() == before
     team.call(jobs.restore_large, root)
+
+
+def test_a_commit_that_loses_late(bucket: Bucket) -> None:
+    """What it leaves counts as nothing, also once the other writer has given up: it is no copy from a disk."""
+    target = location_of(f"{bucket.url}/run/checkpoint_1")
+    upload = multiprocess.begin(target, in_gda_folder=False)
+    assert upload is not None
+    upload.write(f"ocdbt.process_0{upload.tag}/d/1", b"")
+    staged, other = Path(target.temporary_path()), f"run/checkpoint_1/{layout.BEGUN}.{2**40}.{'0' * 32}"
+    staged.mkdir()
+    for name in ("_METADATA", layout.MANIFEST):
+        (staged / name).write_bytes(b"{}")
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT" and path.endswith(layout.MANIFEST):
+            bucket.put(other, b"")
+        return ""
+
+    with bucket.proxy.failing(rule), pytest.raises(ConcurrentWriteError):
+        upload.publish(str(staged), new=True)
+    bucket.delete(other)
+    assert ours.available_steps(f"{bucket.url}/run") == []
+    assert target.holds_nothing()
 
 
 @pytest.mark.slow

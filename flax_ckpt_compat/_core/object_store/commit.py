@@ -128,14 +128,18 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
 
 
 class FolderSave:
-    """One writer of a folder, from its marker to the commit; several processes may write its data."""
+    """One writer of a folder, from its marker to the commit; several processes may write its data.
+
+    Attributes:
+        has_begun: files that others may write, too, may be there, or files of another save are gone.
+    """
 
     def __init__(self, url: str, marker: str = ""):
         """Take a folder, and the marker of a save that has begun already."""
         self.url, self.client, self.marker = url, client_for(url), marker
         self._found: dict[str, Stat] = {}  # what was there at the beginning, but for what this writer has deleted
         self._written: dict[str, str] = {}  # name of a file that others may write, too → version of ours
-        self._has_begun = False  # whether such files may be there, or files of another save are gone
+        self.has_begun = False
 
     def begin(self, *, new: bool = False) -> None:
         """Write the marker; with ``new``, only where no checkpoint is."""
@@ -179,7 +183,7 @@ class FolderSave:
             in_parallel(put, data, AT_ONCE)
             self._check()
             switches = not uploaded and len(indexes) == 1 and self._is_same_tree(staged, fixed, indexes)
-            self._has_begun = True
+            self.has_begun = True
             if switches:  # other writers find another commit file, and so no more what they found
                 before = self._found[COMMIT_FILE].version
                 self._written[COMMIT_FILE] = self._put_text(COMMIT_FILE, self.marker, before)
@@ -238,7 +242,7 @@ class FolderSave:
 
     def _give_up(self, data: Iterable[str]) -> None:
         """Remove what this writer has written; once others may count on it, leave it, which names itself unfinished."""
-        if self._has_begun:
+        if self.has_begun:
             self._put_text(self.marker)
         else:
             in_parallel(lambda name: self.client.delete(f"{self.url}/{name}"), [*data, self.marker], AT_ONCE)

@@ -91,15 +91,17 @@ class Upload:
 
     def publish(self, staged: str, *, new: bool) -> None:
         """Commit what all processes wrote, with what process 0 has still in ``staged``; see `Location.publish`."""
+        save = commit.FolderSave(self.url, self.marker)
         try:
             if self.folder != self.url:
                 self._publish_gda(staged, new)
             else:
-                commit.FolderSave(self.url, self.marker).publish(staged, new=new, uploaded=self.written())
+                save.publish(staged, new=new, uploaded=self.written())
                 if not new:
                     commit.remove_arrays_beside(self.url)
         except ConcurrentWriteError:
-            self.abort()
+            if not save.has_begun:  # else the marker tells that what is there is not complete
+                self.abort()
             raise
         atomic.delete(staged)
 
