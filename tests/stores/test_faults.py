@@ -12,6 +12,8 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.object_store import s3 as s3_client
+from flax_ckpt_compat._core.object_store.s3 import S3Client
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load
@@ -110,6 +112,24 @@ def sweep_stalls(bucket: Bucket, url: str) -> int:
         except StorageError as error:
             assert "did not answer in time" in str(error)
     raise AssertionError("it never succeeded")
+
+
+def test_an_interrupt_while_a_large_file_is_sent(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the save as itself, also where the parts that were sent cannot be removed."""
+    monkeypatch.setattr(s3_client, "PART_BYTES", 1000)
+    (tmp_path / "large").write_bytes(bytes(1500))
+
+    class Interrupted(Meter):
+        def add(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    with (
+        bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" else ""),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        S3Client().put_file(f"{bucket.url}/large", str(tmp_path / "large"), meter=Interrupted())
 
 
 def test_an_object_that_is_lost_while_it_is_read(bucket: Bucket) -> None:

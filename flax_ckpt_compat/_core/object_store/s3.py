@@ -7,8 +7,10 @@ import datetime
 import os
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store.client import (
     ABSENT,
     ANSWER_SECONDS,
@@ -133,7 +135,8 @@ class S3Client(FsspecClient):
                 with open(path, "rb") as file:
                     if (found := self._version_if_written(url, file)) is not None:
                         return found
-            self._send(url, "abort_multipart_upload", UploadId=begun)
+            with suppress(StorageError, FileNotFoundError):
+                self._send(url, "abort_multipart_upload", UploadId=begun)
             raise
 
     def _send(self, url: str, operation: str, **arguments: Any) -> Any:
