@@ -12,8 +12,10 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.object_store import s3 as s3_client
+from flax_ckpt_compat._core.object_store.client import ConflictError
 from flax_ckpt_compat._core.object_store.s3 import S3Client
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load
@@ -130,6 +132,26 @@ def test_an_interrupt_while_a_large_file_is_sent(
         pytest.raises(KeyboardInterrupt),
     ):
         S3Client().put_file(f"{bucket.url}/large", str(tmp_path / "large"), meter=Interrupted())
+
+
+@pytest.mark.parametrize("nbytes", [10, 1500], ids=["whole", "in parts"])
+def test_an_object_that_is_removed_before_it_is_replaced(
+    nbytes: int, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers 404 to a condition on an object that is gone: another writer was there."""
+    monkeypatch.setattr(s3_client, "PART_BYTES", 1000)
+    (tmp_path / "file").write_bytes(bytes(nbytes))
+
+    send = S3Client._send
+
+    def missing(store: S3Client, url: str, operation: str, **arguments: Any) -> Any:
+        if operation == "complete_multipart_upload":  # of which moto ignores the condition
+            raise not_found(url)
+        return send(store, url, operation, **arguments)
+
+    monkeypatch.setattr(S3Client, "_send", missing)
+    with pytest.raises(ConflictError):
+        S3Client().put_file(f"{bucket.url}/file", str(tmp_path / "file"), '"00"')
 
 
 def test_an_object_that_is_lost_while_it_is_read(bucket: Bucket) -> None:

@@ -276,6 +276,26 @@ def test_a_commit_that_loses_late(bucket: Bucket) -> None:
     assert target.holds_nothing()
 
 
+def test_a_commit_file_that_is_removed_during_a_look(bucket: Bucket) -> None:
+    """The save that ends says that it lost, and nothing else."""
+    target = location_of(f"{bucket.url}/run/checkpoint_1")
+    upload = multiprocess.begin(target, in_gda_folder=False)
+    assert upload is not None
+    commit_file = f"run/checkpoint_1/{layout.COMMIT_FILE}"
+    bucket.put(commit_file, b"of another save")
+
+    def rule(method: str, path: str) -> str:
+        if method == "GET" and path.endswith(layout.COMMIT_FILE):
+            bucket.delete(commit_file)
+        return ""
+
+    staged = Path(target.temporary_path())
+    staged.mkdir()
+    with bucket.proxy.failing(rule), pytest.raises(ConcurrentWriteError):
+        upload.publish(str(staged), new=True)
+    assert bucket.keys() == []
+
+
 @pytest.mark.slow
 @IN_ONE_FORMAT
 def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:

@@ -110,10 +110,12 @@ class Client(abc.ABC):
         """Write an object that has this version, `ABSENT` or any; return its new one."""
         try:
             return self.put_once(url, data, version)
-        except StorageError:
-            with suppress(StorageError):
+        except (StorageError, FileNotFoundError) as error:
+            with suppress(StorageError, FileNotFoundError):
                 if version is not None and (found := self._version_if_written(url, io.BytesIO(data))) is not None:
                     return found
+            if version and isinstance(error, FileNotFoundError):
+                raise gone(url) from error
             raise
 
     def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
@@ -244,6 +246,11 @@ class FsspecClient(Client):
             store = self.connect()
             self._connected = wanted, store
         return store
+
+
+def gone(url: str) -> ConflictError:
+    """Return the error of a write on a condition to an object that is gone, which S3 says that it cannot find."""
+    return ConflictError(f"{url} was removed meanwhile", path=url, errno=errno.ESTALE)
 
 
 def byte_range(start: int, stop: int | None) -> str:

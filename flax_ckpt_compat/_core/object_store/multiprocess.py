@@ -118,7 +118,7 @@ class Upload:
 
     def abort(self) -> None:
         """Remove what a failed save has written, unless it is committed; ignore refusals."""
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(StorageError, FileNotFoundError):  # another writer may remove the commit file
             there = self._client.list(self.folder)
             if COMMIT_FILE in there and self.marker.encode() in self._client.read(f"{self.folder}/{COMMIT_FILE}"):
                 return

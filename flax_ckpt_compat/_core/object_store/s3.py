@@ -20,6 +20,7 @@ from flax_ckpt_compat._core.object_store.client import (
     ConflictError,
     FsspecClient,
     byte_range,
+    gone,
     split,
 )
 from flax_ckpt_compat._core.progress import OFF, Meter
@@ -132,11 +133,13 @@ class S3Client(FsspecClient):
             return str(self._send(url, "complete_multipart_upload", **whole, **_condition(version))["ETag"])
         except BaseException as error:
             if isinstance(error, (ConflictError, FileNotFoundError)):
-                with open(path, "rb") as file:
+                with open(path, "rb") as file, suppress(StorageError, FileNotFoundError):
                     if (found := self._version_if_written(url, file)) is not None:
                         return found
             with suppress(StorageError, FileNotFoundError):
                 self._send(url, "abort_multipart_upload", UploadId=begun)
+            if version and isinstance(error, FileNotFoundError):
+                raise gone(url) from error
             raise
 
     def _send(self, url: str, operation: str, **arguments: Any) -> Any:
