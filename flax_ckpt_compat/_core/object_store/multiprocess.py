@@ -118,10 +118,11 @@ class Upload:
 
     def abort(self) -> None:
         """Remove what a failed save has written, unless it is committed; ignore refusals."""
-        with contextlib.suppress(StorageError, FileNotFoundError):  # another writer may remove the commit file
+        with contextlib.suppress(StorageError):
             there = self._client.list(self.folder)
-            if COMMIT_FILE in there and self.marker.encode() in self._client.read(f"{self.folder}/{COMMIT_FILE}"):
-                return
+            with contextlib.suppress(FileNotFoundError):  # another writer has removed it since
+                if COMMIT_FILE in there and self.marker.encode() in self._client.read(f"{self.folder}/{COMMIT_FILE}"):
+                    return
             self._delete([*filter(self._is_part, there), self.marker])
 
 
