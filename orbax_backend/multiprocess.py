@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.multiprocess import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
@@ -193,7 +193,7 @@ def merge(path: str, names: Sequence[str], location: Location) -> Entries:
     if entries:
         files = DataFiles(path, None)
         try:
-            with translated(path, "written"):
+            with translated(path, "written", TENSORSTORE_ERRORS):
                 manifest = write_index(entries, files.append)
                 files.finish()
         finally:

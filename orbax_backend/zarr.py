@@ -238,6 +238,8 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
     default, dtype = encoding["name"] == "default", dtype_from_name(name)
     chunks = _lengths(grid["configuration"]["chunk_shape"])
     codec, is_big = codec_of(metadata["codecs"], chunks)
+    if is_big and name in _NAMED and dtype.itemsize > 1:  # numpy has no other byte order of it: TensorStore reads it
+        codec = None
     raw = codec == ChunkCodec()
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),

@@ -274,7 +274,7 @@ def _arrange(found: Output, items: _Items, trees: dict[str, Node]) -> None:
 def _files_of_copy(items: _Items, name: str) -> dict[str, Location | bytes | None]:
     """Return the relative paths of all that a copy of an item consists of, as its handler reads it."""
     kind, folder = items.kinds[name], items.opened.location / name
-    files: dict[str, Location | bytes | None] = dict(_below(folder))
+    files: dict[str, Location | bytes | None] = dict(files_below(folder))
     if kind is not ItemKind.UNKNOWN or not name:  # the step has its own; a user's handler may have such a file
         files.pop(layout.STEP_METADATA, None)
     if kind is not ItemKind.UNKNOWN:
@@ -297,13 +297,13 @@ def without_device(described: dict[str, Any]) -> dict[str, Any]:
     return {**{key: one for key, one in described.items() if key != "write_shape"}, "value_type": layout.NP_ARRAY}
 
 
-def _below(folder: Location, above: str = "") -> Iterator[tuple[str, Location | None]]:
+def files_below(folder: Location, above: str = "") -> Iterator[tuple[str, Location | None]]:
     """Yield the relative path of each file below a folder, also by links, with its location; of folders with None."""
     for name in sorted(folder.listdir()):
         path = folder / name
         if path.isdir():
             yield f"{above}{name}", None
-            yield from _below(path, f"{above}{name}/")
+            yield from files_below(path, f"{above}{name}/")
         else:
             yield f"{above}{name}", path
 
@@ -336,7 +336,7 @@ def _add_beside(found: Output, items: _Items) -> None:
         if final in found.files:
             raise NameCollisionError(f"{opened.path}: {final} would be two files; rename one", path=opened.path)
         found.files[final] = None if source.isdir() else source
-        found.files |= {f"{final}/{path}": file for path, file in _below(source)} if source.isdir() else {}
+        found.files |= {f"{final}/{path}": file for path, file in files_below(source)} if source.isdir() else {}
 
 
 def _beside(opened: Opened, item: str) -> list[str]:

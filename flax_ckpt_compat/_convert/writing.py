@@ -13,7 +13,7 @@ from typing import Any
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import safetensors
 from flax_ckpt_compat._convert.jobs import FILES, Job
-from flax_ckpt_compat._convert.outputs import Output
+from flax_ckpt_compat._convert.outputs import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Backend, Format
@@ -164,6 +164,11 @@ def _different_files(location: Location, output: Output) -> Iterator[str]:
             yield f"{name} is missing"
         elif any(one != other for one, other in zip_longest(_pieces(content), _pieces(copied))):
             yield f"{name} has other bytes"
+    for item in output.handlers.keys() - output.trees.keys():  # a user's handler may read whatever is there
+        folder = location / item if item else location
+        for name, _ in files_below(folder, f"{item}/" if item else "") if folder.isdir() else ():
+            if name not in output.files and (item or name not in layout.STEP_FILES):
+                yield f"{name} is not in the source"
 
 
 def _pieces(content: Location | bytes) -> Iterator[bytes]:

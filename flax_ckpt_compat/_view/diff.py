@@ -227,8 +227,8 @@ class Comparison:
         common = [path for path in a.leaves if path in b.leaves]
         pairs = [(path, a.leaves[path], b.leaves[path]) for path in common if path not in self._found]
         self._count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
-        pair_of = {pair[1]: pair for pair in pairs}
-        batches = [[pair_of[a] for a in batch] for batch in backend.batches(list(pair_of), _PART)]
+        left = iter(pairs)  # by place: rules may give one leaf to several
+        batches = [[next(left) for _ in batch] for batch in backend.batches([one for _, one, _ in pairs], _PART)]
         in_parallel(self._compare_batch, batches, _AT_ONCE)
         found = tuple(self._found[path] for path in dict.fromkeys([*here, *there]) if path in self._found)
         same = sum(path not in self._found for path in common) - len(self._tolerated)

@@ -303,6 +303,17 @@ def test_a_target_gives_the_containers(tmp_path: Path) -> None:
         flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "c", "orbax", target=other)
 
 
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_one_stored_leaf_for_two(tmp_path: Path, wrong: str) -> None:
+    """As of tied weights: each of the two is compared."""
+    values = np.arange(5.0)
+    source = flax_ckpt_compat.save(tmp_path / "src", {"a": values}, format="msgpack")
+    flax_ckpt_compat.save(tmp_path / "out", {"a": values, "b": values, wrong: values + 1}, format="msgpack")
+    target, given = {"a": values, "b": values}, {"b": flax_ckpt_compat.Transform(original_key="a")}
+    with pytest.raises(errors.ConversionError, match=f"{wrong} has other values"):
+        flax_ckpt_compat.convert(source, tmp_path / "out", "msgpack", target=target, transforms=given, resume=True)
+
+
 @pytest.mark.parametrize("to", ["orbax", "msgpack", "safetensors"])
 def test_transforms_give_what_restore_gives(tmp_path: Path, to: str) -> None:
     """With rules the result is what restore() returns with them: renamed, stacked and cast leaves."""

@@ -555,6 +555,17 @@ def test_damage_of_a_copied_item_is_found(tmp_path: Path, name: str) -> None:
     assert not list((tmp_path / "dst").glob("*"))
 
 
+@pytest.mark.parametrize("name", ["mean", "key"])
+def test_another_file_in_a_copied_item_is_a_difference(tmp_path: Path, name: str) -> None:
+    """Its handler may read whatever is there."""
+    saved(tmp_path / "run", ("state", name))
+    flax_ckpt_compat.convert(tmp_path / "run", tmp_path / "dst", "manager")
+    (more,) = (path / name / "more" for path in (tmp_path / "dst").iterdir() if path.is_dir())
+    more.write_bytes(b"x")
+    with pytest.raises(errors.ConversionError, match=f"{name}/more is not in the source"):
+        flax_ckpt_compat.convert(tmp_path / "run", tmp_path / "dst", "manager", resume=True)
+
+
 def test_metrics_travel_between_the_managers_of_both_releases(tmp_path: Path) -> None:
     """The only tree gets the name that each manager restores by default, and the best step is known."""
     state = {"a": jnp.ones(2), "b": {"c": jnp.arange(3)}}
