@@ -157,7 +157,7 @@ def _from_environment() -> Mapping[str, Any]:
         if name not in _NAMES:
             _log.warning("Environment variable %s has no effect: %s", variable, _unknown(name))
             continue
-        value: Any = _WORDS.get(word, word)
+        value: Any = word if word in _VALUES.get(name, ()) else _WORDS.get(word, word)
         if name == "coordination_timeout":
             with suppress(ValueError):
                 value = float(word)

@@ -110,6 +110,7 @@ def test_mistakes_are_refused(change: dict[str, str]) -> None:
         ("MISSING_LEAVES", " Ignore ", "missing_leaves='ignore'"),
         ("COMPRESSION", "none", "compression=None"),
         ("COMPRESSION", "zstd", "compression='zstd'"),
+        ("CHECKSUMS", "off", "checksums='off'"),
     ],
 )
 def test_the_environment(name: str, text: str, expected: str) -> None:

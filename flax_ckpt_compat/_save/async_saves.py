@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -49,9 +50,10 @@ class BackgroundSave:
     def wait(self, timeout: float = math.inf, *, until_begun: float = math.inf) -> None:
         """Wait until it has ended, unless this thread runs it: at most so many seconds, and so many till it begins."""
         if self.thread != threading.get_ident():
+            end = time.monotonic() + timeout
             _wait_for_future(self.future, min(timeout, until_begun))
             if self.thread is not None:
-                _wait_for_future(self.future, timeout)
+                _wait_for_future(self.future, max(0.0, end - time.monotonic()))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -129,12 +131,17 @@ def start(
     ended, refusal = save.future, ""
 
     def run() -> None:
-        if tasks:  # else it was withdrawn
-            save.thread = threading.get_ident()
-            try:
-                _run(tasks)
-            finally:
-                ended.set_result(None)
+        try:
+            taken = [tasks.pop()]
+        except IndexError:  # it was withdrawn, or another thread runs it
+            return
+        save.thread = threading.get_ident()
+        try:
+            _run(taken)
+        except BaseException as error:
+            ended.set_result(error)
+            raise
+        ended.set_result(None)
 
     del task
     if _is_within(manager) or here in _submitting:
@@ -153,6 +160,8 @@ def start(
     if refusal:
         _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
         run()
+        if ended.result() is not None:  # a thread of the pool had taken it all the same
+            raise ended.result()
         return
     if not isinstance(future, Future):
         future = getattr(manager, "save_future", None)
@@ -174,11 +183,14 @@ def _run(tasks: list[Callable[[], Any]]) -> None:
 
 def saves_into(directory: Location) -> list[BackgroundSave]:
     """Return the registered saves into a directory."""
-    try:
-        real = directory.resolve() if _saves else ""
-    except ValueError:  # no directory can have this name
-        return []
+    real = _resolved(directory) if _saves else None
     return [save for save in list(_saves) if save.directory == real]
+
+
+def _resolved(directory: Location) -> str | None:
+    with suppress(ValueError):  # no directory can have this name
+        return directory.resolve()
+    return None
 
 
 def _raise_once(future: Future[Any]) -> None:
@@ -256,10 +268,9 @@ def wait_for_async_saves(directory: Location) -> None:
 
 def _wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
     """Finish the saves of this checkpointer, and of any other into this directory; raise a failure."""
-    with suppress(ValueError):  # no directory can have this name
-        for commit in list(commits):
-            if commit.checkpointer is checkpointer or commit.directory.resolve() == directory.resolve():
-                commit.finish()
+    for commit in list(commits):
+        if commit.checkpointer is checkpointer or commit.directory.resolve() == _resolved(directory):
+            commit.finish()
     if hasattr(checkpointer, "wait_until_finished"):
         checkpointer.wait_until_finished()
 
@@ -270,6 +281,12 @@ def wait(manager: Any) -> None:
         return
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
+        _wait_for_future(future)
+        has_failed = future.cancelled() or future.exception() is not None
+        is_users_own = not type(manager).__module__.startswith(("flax.", "flax_ckpt_compat."))
+        if has_failed and is_users_own and manager.save_future is future:  # it may raise it at each call, for ever
+            manager.save_future = finished = Future[Any]()
+            finished.set_result(None)
         _raise_once(future)  # Flax's own manager drops the failure of a save that has already ended
     manager.wait_previous_save()
 

@@ -49,6 +49,7 @@ def save(request: SaveRequest, target: Any) -> None:
         return
     backend, failed, report = backend_for(request.format), None, dict[str, Any]()
     tree, replicas, prepared, signature, summary = None, dict[Path, Any](), None, _signature(request, backend), None
+    part = ProcessSave("", prepared, request.options, coordinator.process)
     try:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
@@ -59,9 +60,9 @@ def save(request: SaveRequest, target: Any) -> None:
             "tree": summary.details,
             "replicas": hashlib.sha256(repr(sorted(replicas.items())).encode()).hexdigest(),
         }
+        part = dataclasses.replace(part, path=request.location.temporary_path(), prepared=prepared)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
-    part = ProcessSave(request.location.temporary_path(), prepared, request.options, coordinator.process)
     own = _OwnSave(request, coordinator, backend, part)
 
     def begin(reports: Reports) -> dict[str, Any]:

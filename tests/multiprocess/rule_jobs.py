@@ -58,6 +58,22 @@ def save_spread_alone(folder: str, orbax: bool) -> str:
     return checkpoints.save_checkpoint(folder, small(1), 1)
 
 
+def save_without_a_temporary(folder: str, orbax: bool, failing: int) -> str:
+    """Saves where one process can make no name for its temporary, as in another user's folder."""
+    from unittest import mock
+
+    from flax_ckpt_compat._core.local.storage import LocalLocation
+
+    use(orbax)
+    error = OSError("not this user's own") if jax.process_index() == failing else None
+    real = LocalLocation.temporary_path
+    with (
+        mock.patch.object(LocalLocation, "temporary_path", autospec=True, side_effect=error or real),
+        config.override(coordination_timeout=30.0),
+    ):
+        return checkpoints.save_checkpoint_multiprocess(folder, small(1), 1)
+
+
 def save_full_disk(folder: str, orbax: bool, full: int, step: int) -> str:
     """Saves 16 MB where one process may not write files above a megabyte, as on a full disk."""
     import resource

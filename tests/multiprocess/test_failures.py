@@ -66,6 +66,14 @@ def test_a_leaf_that_one_process_cannot_save(orbax: bool, tmp_path: Path, failin
     assert jobs.names(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_without_a_place_for_its_part(orbax: bool, tmp_path: Path, failing: int) -> None:
+    """It fails before the first barrier; the others raise its error at once, and do not wait for it."""
+    for outcome in team_of(2).run(rule_jobs.save_without_a_temporary, str(tmp_path), orbax, failing, timeout=25):
+        assert outcome.kinds and "not this user's own" in outcome.error, outcome
+        assert outcome.seconds < SLACK
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> None:

@@ -316,6 +316,10 @@ def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> No
     waited = time.monotonic() - start
     async_saves.wait_for_async_saves(location_of(tmp_path))
     assert waited >= 0.2 > time.monotonic() - start - waited
+    (begun,) = async_saves.saves_into(location_of(tmp_path))
+    begun.thread, start = -1, time.monotonic()  # it has begun
+    begun.wait(0.2)
+    assert 0.2 <= time.monotonic() - start < 0.39
     manager.wait_previous_save()
     async_saves.wait_for_async_saves(location_of(tmp_path))
     assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
@@ -341,6 +345,35 @@ def test_a_users_own_manager_is_enough(flag: bool, tmp_path: Path) -> None:
         ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
     manager.wait_previous_save()
     assert names(tmp_path) == ["checkpoint_2"]
+
+
+class Asking(Pool):
+    """A user's own manager, which asks for the result of its save whenever it is called."""
+
+    save_future: Any = None
+
+    def wait_previous_save(self) -> None:
+        if self.save_future is not None:
+            self.save_future.result()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        self.wait_previous_save()
+        self.save_future = self.executor.submit(task)
+
+
+@pytest.mark.parametrize("raised_by", ["save", "restore"])
+def test_a_users_own_manager_raises_a_failure_once(flag: bool, tmp_path: Path, gate: Gate, raised_by: str) -> None:
+    """Not at every later save, for ever."""
+    manager: Any = Asking()
+    gate.open.set()
+    ours.save_checkpoint(tmp_path, tree(0), 0)
+    fail_once(gate, tmp_path, manager, finished=True)
+    gate.error = None
+    with pytest.raises(errors.StorageError, match="broke"):
+        save_two(tmp_path, manager) if raised_by == "save" else ours.restore_checkpoint(tmp_path, None)
+    save_two(tmp_path, manager)
+    manager.wait_previous_save()
+    assert "checkpoint_2" in names(tmp_path)
 
 
 @pytest.mark.parametrize("checkpoints", [ours, flax_checkpoints], ids=["ours", "flax"])
@@ -539,6 +572,26 @@ def test_a_managers_own_error_is_raised(flag: bool, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of order"):
         ours.save_checkpoint(tmp_path, tree(), 1, async_manager=Broken())
     assert names(tmp_path) == []
+
+
+def test_a_save_that_is_refused_and_runs_all_the_same(tmp_path: Path, gate: Gate) -> None:
+    """A pool queues a task before it starts a thread for it, and another thread may take it: its failure is raised."""
+
+    class Refusing(ours.AsyncManager):
+        def save_async(self, task: Callable[[], Any]) -> Future[Any]:
+            begun = threading.Event()
+            self.executor.submit(lambda: (begun.set(), task()))
+            assert begun.wait(30)
+            time.sleep(0.2)
+            raise RuntimeError("can't start new thread")
+
+    gate.error = errors.StorageError("the disk broke", path=str(tmp_path), errno=5)
+    threading.Timer(0.5, gate.open.set).start()
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=Refusing())
+    gate.error = None
+    ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=Refusing())
+    assert names(tmp_path) == ["checkpoint_2"]
 
 
 FORK = """

@@ -184,6 +184,26 @@ def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+@pytest.mark.parametrize("call", ["its save", "a save", "a restore"])
+def test_a_failed_commit_is_raised_whatever_its_class(call: str, tmp_path: Path) -> None:
+    """TensorStore raises ValueError, also where a disk fails."""
+
+    class Failing(ocp.PyTreeCheckpointHandler):
+        def finalize(self, directory: Any) -> None:
+            raise ValueError("the disk caught fire")
+
+    checkpointer = ocp.AsyncCheckpointer(Failing())
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    with pytest.raises(ValueError, match="caught fire"):
+        if call == "a restore":
+            settle(tmp_path)
+        else:
+            checkpoints.save_checkpoint(
+                tmp_path, TREE, 2, orbax_checkpointer=checkpointer if call == "its save" else None
+            )
+    checkpointer.close()
+
+
 def test_a_restore_through_another_path_waits_for_the_commit(tmp_path: Path) -> None:
     """As it does for our own background saves: a link and what it leads to are one directory."""
     handler, runs, link = Gated(), tmp_path / "runs", tmp_path / "latest"

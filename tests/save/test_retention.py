@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._save import retention
 from tests.support.logs import warnings_logged
@@ -470,11 +470,15 @@ def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
 def test_a_writer_that_is_stopped_while_it_evicts_stops_no_other(
     flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is given up after a while, and a file system without locks needs none."""
+    """The lock is given up after a while, and a file system without locks needs none; a link to it has the same."""
     monkeypatch.setattr(atomic, "_LOCK_SECONDS", 0.1)
     ours.save_checkpoint(tmp_path, tree(1), 1)
     with atomic.locked(str(tmp_path)):
         ours.save_checkpoint(tmp_path, tree(2), 2)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with atomic.locked(str(tmp_path / "link")), temporaries.locked_if_free(str(tmp_path)) as is_free:
+        assert is_free is False
+    (tmp_path / "link").unlink()
 
     def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

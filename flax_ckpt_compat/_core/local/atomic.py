@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, tempo
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
+_BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _LOCK_SECONDS, _SWAP_SECONDS, _POLL_SECONDS = 5.0, 1.0, 0.005
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -51,12 +52,26 @@ def _publish_new(temporary: str, final: str) -> None:
     for _ in range(_TRIES):
         if rename_new(temporary, final):
             return
-        if not is_empty(final):
+        if not _clear(final):
             break
-        with suppress(OSError):  # filled or removed meanwhile
-            (os.rmdir if presence.isdir(final) else os.unlink)(final)
     message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
     raise StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
+
+
+def _clear(final: str) -> bool:
+    """Remove an empty file or directory; return False if it is not empty.
+
+    It is renamed first, because another process may publish under the name; after a crash, it is put back."""
+    if not is_empty(final):
+        return False
+    aside = temporary_path(final, "old")
+    with suppress(*GONE):
+        os.rename(final, aside)
+        if not is_empty(aside):
+            rename_new(aside, final)
+            return False
+        (os.rmdir if presence.isdir(aside) else os.unlink)(aside)
+    return True
 
 
 def _replace(temporary: str, final: str) -> str | None:
@@ -104,7 +119,7 @@ def locked(directory: str) -> Iterator[None]:
     """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
     end = time.monotonic() + _LOCK_SECONDS
     while True:
-        with temporaries.locked_if_free(directory) as is_free:
+        with temporaries.locked_if_free(os.path.realpath(directory)) as is_free:  # itself, not a link to it
             if is_free is not False or time.monotonic() > end:
                 yield
                 return
@@ -146,9 +161,10 @@ def _hide(path: str) -> str | None:
     if presence.islink(path) or not presence.isdir(path):
         os.unlink(path)
         return None
-    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+    for folder, folders, files in os.walk(path):
         # Another user's folder could be renamed and not emptied: it would take space under a hidden name.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        if (folders or files) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
     aside = temporary_path(path)
     os.rename(path, aside)
     return aside

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +24,7 @@ _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 # Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
-_AT_CWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_AT_CWD, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _warned: set[int] = set()  # devices
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -143,8 +144,12 @@ def rename_new(path: str, final: str) -> bool:
 
 def exchange(first: str, second: str) -> bool:
     """Swap two names atomically; return False if the system cannot."""
+    names = os.fsencode(first), os.fsencode(second)
+    if sys.platform == "darwin":
+        renamex = function_of_libc("renamex_np")
+        return renamex is not None and renamex(*names, _SWAP) == 0
     rename = function_of_libc("renameat2")
-    return rename is not None and rename(_AT_CWD, os.fsencode(first), _AT_CWD, os.fsencode(second), _EXCHANGE) == 0
+    return rename is not None and rename(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0
 
 
 def delete_tree(path: str) -> None:

@@ -208,13 +208,17 @@ def is_long_unchanged(path: str) -> bool:
 
 def _clock(directory: str) -> float:
     """Return the time by the clock that dates the files of a directory: this machine's may be hours off, or jump."""
-    import tempfile
-
+    probe = temporary_path(os.path.join(directory, "clock"))
     try:
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            return os.fstat(probe.fileno()).st_mtime
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:  # one who may only read; a full disk
         return time.time()
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(probe)
 
 
 def _forget_all() -> None:
