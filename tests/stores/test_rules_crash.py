@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._core.location import location_of
 from tests.support import s3
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python, tree
@@ -97,6 +99,30 @@ def test_a_removal_that_ends_in_the_middle(bucket: Bucket, ending: str) -> None:
     bucket.put(mark.replace(mark.split(".")[1], str(int(time.time()) - 25 * 3600)), b"")
     flax_ckpt_compat.save(root, tree(5), step=5, format="orbax", keep=3)
     assert ours.available_steps(root) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_an_overwrite_that_dies(commits: bool, bucket: Bucket) -> None:
+    """After a day, its data goes from the folder that it was to replace; what it has committed stays."""
+    root, ended = f"{bucket.url}/run", list[bool]()
+    flax_ckpt_compat.save(root, tree(1), step=1, format="orbax")
+    before = bucket.keys("run/")
+
+    def rule(method: str, path: str) -> str:
+        is_other = method in CHANGES and "/d/" not in path and "/_begun" not in path
+        if (method == "DELETE" and "/_begun" in path) or (is_other and not commits):
+            ended.append(True)
+        return "403" if ended and method in CHANGES else ""
+
+    with bucket.proxy.failing(rule), suppress(errors.StorageError):
+        flax_ckpt_compat.save(root, tree(2), step=1, format="orbax", overwrite=True)
+    (mark,) = (key for key in bucket.keys("run/") if "/_begun" in key)
+    bucket.put(mark.replace(mark.split(".")[1], str(int(time.time()) - 25 * 3600)), bucket.get(mark))
+    bucket.delete(mark)
+    left = bucket.keys("run/")
+    location_of(root).prepare_directory()
+    assert bucket.keys("run/") == ([key for key in left if "/_begun" not in key] if commits else before)
+    assert flax_ckpt_compat.restore(root)["n"] == 1 + commits
 
 
 FOR_EVER = """

@@ -2,7 +2,8 @@
 
 A msgpack checkpoint is one object, which appears whole or not at all. A folder is written in this order:
 
-1. a marker ``_begun…``, which is also the claim of its writer: of several the highest counts, all others give up;
+1. a marker ``_begun…`` with the names of the data. It is also the claim of its writer: of several the highest counts,
+   all others give up;
 2. data, under names that no other save uses, beside what is there;
 3. a list, which tells whether another writer has begun or ended meanwhile;
 4. the commit file of what is replaced goes. From here on the folder has a marker and no commit file: it is unfinished;
@@ -141,8 +142,8 @@ class FolderSave:
         self._written: dict[str, str] = {}  # name of a file that others may write, too → version of ours
         self.has_begun = False
 
-    def begin(self, *, new: bool = False) -> None:
-        """Write the marker; with ``new``, only where no checkpoint is."""
+    def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
+        """Write the marker, with the names of the data; with ``new``, only where no checkpoint is."""
         found = self.client.list(self.url)
         is_there, needs_it = COMMIT_FILE in found, self.client.needs_commit_file
         is_copy = bool(found) and not (is_there or needs_it or is_unfinished(found))  # of a local checkpoint
@@ -157,7 +158,7 @@ class FolderSave:
             if not self.client.shares_names:
                 self.client.delete(self.url)
             self.marker = new_marker(found)
-            self._put_text(self.marker)
+            self._put_text(self.marker, "\n".join(data))
 
     def _put_text(self, name: str, text: str = "", version: str | None = None) -> str:
         data = _COMMITTED.format(text or uuid.uuid4().hex) if name == COMMIT_FILE else text
@@ -170,7 +171,7 @@ class FolderSave:
         indexes = [name for name in names if _is_index(name) and name not in data]
         fixed = sorted(set(names).difference(data, indexes))
         is_object = self.client.find(self.url)
-        self.begin(new=new)
+        self.begin(new=new, data=data)
 
         def put(name: str) -> None:
             found = self._found.get(name)
@@ -240,10 +241,10 @@ class FolderSave:
 
         return all(in_parallel(is_same, [name for name in fixed if name != layout.CHECKSUMS], AT_ONCE))
 
-    def _give_up(self, data: Iterable[str]) -> None:
+    def _give_up(self, data: Collection[str]) -> None:
         """Remove what this writer has written; once others may count on it, leave it, which names itself unfinished."""
         if self.has_begun:
-            self._put_text(self.marker)
+            self._put_text(self.marker, "\n".join(data))
         else:
             in_parallel(lambda name: self.client.delete(f"{self.url}/{name}"), [*data, self.marker], AT_ONCE)
 
@@ -334,11 +335,20 @@ def leftovers(url: str, files: Files) -> dict[str, dict[str, Stat]]:
 
 
 def _without_commit(url: str, there: Files, markers: Collection[str]) -> dict[str, Stat]:
-    """Return the markers of a complete folder, and what the processes of their saves wrote, unless it is in use."""
-    tags = set(map(tag_of, markers))
-    found = {key: stat for key, stat in there.items() if tag_of(key) in tags}
-    text = client_for(url).read(f"{url}/{COMMIT_FILE}").decode("utf-8", "replace") if len(found) > len(markers) else ""
-    return {key: stat for key, stat in found.items() if key in markers or tag_of(key) not in text}
+    """Return the markers of a complete folder, and what their saves wrote, unless it is in use."""
+    client, found = client_for(url), dict[str, Stat]()
+    with suppress(FileNotFoundError, StorageError):  # what another removes meanwhile, or nobody may read, stays
+        text = client.read(f"{url}/{COMMIT_FILE}").decode("utf-8", "replace")
+        for marker in markers:
+            listed = client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n")
+            is_in_use, own = tag_of(marker) in text, {key for key in listed if not is_fixed(key)}
+            found[marker] = there[marker]
+            found |= {
+                key: stat
+                for key, stat in there.items()
+                if not is_in_use and (key in own or tag_of(key) == tag_of(marker))
+            }
+    return found
 
 
 def tag_of(key: str) -> str:
