@@ -89,15 +89,32 @@ def _is_complete(location: Location) -> bool:
 def _counted_and_doomed(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> tuple[list[str], list[str]]:
     """Return the steps that `saved_steps.counted_steps` counts, without those of other prefixes, and which to remove.
 
-    A look opens a file or lists a directory. Where nothing would go if all counted, nothing goes, and none that is
-    older is looked at."""
+    A look opens a file or lists a directory. So the first ones are at what decides if all count; where nothing would
+    go then, nothing goes if some do not."""
     others = saved_prefixes.saved_by_other_prefixes(request.checkpoint_dir)
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
-    all_stay = request.name in ordered and not _to_remove(request, ordered)
-    looked_at = ordered[ordered.index(request.name) :] if all_stay else ordered
-    counted = saved_steps.counted_steps(listed, looked_at, with_items=request.orbax_checkpointer is not None)
-    doomed = [] if all_stay else [name for name in _to_remove(request, list(counted)) if counted[name]]
-    return list(counted), doomed
+    doomed, with_items = _to_remove(request, ordered), request.orbax_checkpointer is not None
+    looked_at = _deciding(request, ordered, doomed)
+    counted = saved_steps.counted_steps(listed, list(looked_at), with_items=with_items)
+    if doomed and counted.keys() != looked_at:
+        rest = [name for name in ordered if name not in looked_at]
+        counted |= saved_steps.counted_steps(listed, rest, with_items=with_items)
+        doomed = _to_remove(request, [name for name in ordered if name in counted])
+    return list(counted), [name for name in doomed if counted[name]]
+
+
+def _deciding(request: SaveRequest, ordered: list[str], doomed: list[str]) -> set[str]:
+    """Return the steps on which it depends that these are doomed: if they count, the others do not matter.
+
+    They are the doomed; the step before each, from which ``keep_every_n_steps`` counts; the last ones, of which
+    ``keep`` stay; and newer ones, none but where something is wrong, which is told."""
+    if request.name not in ordered:
+        return set(ordered)
+    position = {name: index for index, name in enumerate(ordered)}
+    first = position[request.name]
+    if doomed:
+        first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
+    return {*doomed, *(ordered[position[name] - 1] for name in doomed), *ordered[first:]}
 
 
 def _may_be_evicted(request: SaveRequest) -> bool:

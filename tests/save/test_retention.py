@@ -546,12 +546,14 @@ def test_a_listing_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keep", "every", "looks"), [(100, None, 1), (3, 1, 1), (0, None, 1), (39, None, 42)])
+@pytest.mark.parametrize(
+    ("keep", "every", "looks"), [(100, None, 1), (3, 1, 1), (0, None, 1), (39, None, 42), (1, 1, 3)]
+)
 def test_few_looks_in_a_directory_of_many_steps(
     flag: bool, keep: int, every: int | None, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At no old checkpoint if nothing is removed: each is a file to open or a directory to list."""
-    for step in range(1, 41):
+    """At no old checkpoint if nothing is removed, and few if one is: each is a file to open or a directory to list."""
+    for step in [*range(1, 41), *([40.5] if keep == 1 else [])]:
         ours.save_checkpoint(tmp_path, tree(step), step, keep=0)
     seen, real = list[str](), saved_steps.contents_of
 
