@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,13 @@ class Memory(Client):
         self.needs_commit_file, self.by_content = needs_commit_file, by_content  # type: ignore[misc]
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.hook: Callable[[], BaseException | None] = lambda: None
-        self._numbers = itertools.count(1)
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
 
     @contextmanager
     def _request(self) -> Iterator[None]:
         lost = self.hook()
-        yield
+        with self._lock:
+            yield
         if lost is not None:
             raise lost
 
@@ -203,6 +205,7 @@ def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
 
 def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
     """Run histories on stores of both kinds."""
+    patch.setattr(commit, "_PAUSE", 0.0)
     for module in (commit, storage):
         patch.setattr(module, "in_parallel", serially)
     for seed in seeds:
@@ -226,3 +229,28 @@ def test_fresh_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with seeds of the day."""
     first = int(time.time()) // 86400 * 10_000
     run(range(first, first + 2000), monkeypatch)
+
+
+@pytest.mark.parametrize("needs_commit_file", [False, True])
+def test_one_of_two_at_once_is_saved(needs_commit_file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writers replace a step by another tree: what is there then is one of the two, whole, and that one says so."""
+    for seed in range(6):
+        store, draw = Memory(needs_commit_file=needs_commit_file, by_content=seed % 2 == 1), random.Random(seed)
+        monkeypatch.setitem(commit.CLIENTS, "gs", store)
+        save(1, "orbax")
+        store.hook = lambda draw=draw: time.sleep(draw.uniform(0, 0.01))  # type: ignore[misc]
+        saved = list[int]()
+
+        def write(number: int, delay: float, saved: list[int] = saved) -> None:
+            time.sleep(delay)
+            with suppress(flax_ckpt_compat.errors.ConcurrentWriteError):
+                save(number, "other")
+                saved.append(number)
+
+        writers = [threading.Thread(target=write, args=(number, draw.uniform(0, 0.05))) for number in (2, 3)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        store.hook = lambda: None
+        assert saved and restored() == saved[-1], (seed, saved, sorted(store.objects))

@@ -48,6 +48,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
 AT_ONCE = 16
+_LOOKS, _PAUSE = 3, 0.5  # of a writer to which others give way, and seconds after each
 # Names that no other save uses.
 _OF_ONE_SAVE = re.compile(
     rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*",
@@ -180,9 +181,7 @@ class FolderSave:
             if name not in data:
                 self._written[name] = version
 
-        try:
-            in_parallel(put, data, AT_ONCE)
-            self._check()
+        def replace() -> Files:
             switches = not uploaded and len(indexes) == 1 and self._is_same_tree(staged, fixed, indexes)
             self.has_begun = True
             if switches:  # other writers find another commit file, and so no more what they found
@@ -194,8 +193,16 @@ class FolderSave:
             for group in filter(None, groups):
                 in_parallel(put, group, AT_ONCE)
             there = self._check([*data, *uploaded])
-            if COMMIT_FILE not in there:
-                there = self._commit([*data, *uploaded])
+            return there if COMMIT_FILE in there else self._commit([*data, *uploaded])
+
+        try:
+            in_parallel(put, data, AT_ONCE)
+            try:
+                self._check()
+                there = replace()
+            except (ConflictError, ConcurrentWriteError):
+                self._wait_for_others()
+                there = replace()
         except BaseException as error:
             with suppress(StorageError):
                 self._give_up(data)
@@ -203,6 +210,21 @@ class FolderSave:
                 raise _lost(self.url) from error
             raise
         self._end(is_object, {name: there[name] for name in there.keys() - {*names, *uploaded, COMMIT_FILE}})
+
+    def _wait_for_others(self) -> None:
+        """Wait until writers with lower markers have given up, and take what they left as found; else raise."""
+        for _ in range(_LOOKS):
+            there = self.client.list(self.url)
+            markers = list(filter(is_upload_marker, there))
+            if self.marker not in markers or max(markers, key=order_of) != self.marker:
+                break
+            time.sleep(_PAUSE)
+            if COMMIT_FILE not in there and len(markers) > 1:
+                self._found, self._written = dict(there), {}
+                with suppress(ConcurrentWriteError):
+                    self._check()
+                    return
+        raise _lost(self.url)
 
     def _check(self, needed: Collection[str] = ()) -> Files:
         """List the folder; raise ConcurrentWriteError if another writer has begun or ended since the beginning."""
