@@ -137,10 +137,11 @@ class MsgpackReader(Reader):
             _pack([(*read.content, data) for read, data in found], values)
 
         with translated(self.path, "read"):
-            # Numbers and text are read with the structure, which is verified with all arrays, or where there are none.
-            is_partial = not reads and self._array_nbytes > 0
-            if not self._verify or self._sums is None or self._sums.is_verified or is_partial:
+            if not self._verify or self._sums is None or self._sums.is_verified:
                 return read_unverified(self._source, reads, deliver, self.meter)
+            # Numbers and text are read with the structure, which is verified with all arrays, or where there are none.
+            if not reads and self._array_nbytes:
+                return None
             whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
             return self._sums.read(reads, deliver, self.meter, whole=whole)
 
