@@ -17,9 +17,9 @@ from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, from_leaves, show_path
 
 from . import format, gda_read
+from .find_arrays import Scanner
 from .format import ArrayHeader, FileRanges
 from .read_bytes import Window
-from .scan import Scanner
 
 _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})

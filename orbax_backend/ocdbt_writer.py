@@ -147,7 +147,7 @@ class Database:
 
 
 class _Form(NamedTuple):
-    """How arrays of one shape and dtype are stored."""
+    """The storage of arrays of one shape and dtype."""
 
     encoding: Encoding
     text: bytes  # of the metadata

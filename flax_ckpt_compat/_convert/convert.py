@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat._convert import safetensors, writing
+from flax_ckpt_compat._convert import safetensors, write_output
 from flax_ckpt_compat._convert.convert_one import convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job, find_jobs
 from flax_ckpt_compat._core import arguments
@@ -153,7 +153,7 @@ def run(
     *,
     dry_run: bool,
     resume: bool,
-    progress: writing.Progress | None = None,
+    progress: write_output.Progress | None = None,
 ) -> Generator[Conversion]:
     """Yield the results of the jobs of a `plan` as they end; other arguments as for `convert`.
 
@@ -164,7 +164,7 @@ def run(
         target, transforms = loaded(jobs[0].target, jobs[0].transforms)
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
-        writing.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+        write_output.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
     do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
         for job in jobs:

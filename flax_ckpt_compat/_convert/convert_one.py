@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import writing
+from flax_ckpt_compat._convert import write_output
 from flax_ckpt_compat._convert.jobs import Conversion, Job
-from flax_ckpt_compat._convert.outputs import Output, output_of
-from flax_ckpt_compat._convert.writing import Progress
+from flax_ckpt_compat._convert.plan_output import Output, output_of
+from flax_ckpt_compat._convert.write_output import Progress
 from flax_ckpt_compat._core.arguments import load_name, load_value
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
@@ -63,7 +63,7 @@ def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
 
 def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable[[], None]) -> str:
     """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
-    prepared = writing.prepare(output, progress, keep_shardings=job.sharding == "keep")
+    prepared = write_output.prepare(output, progress, keep_shardings=job.sharding == "keep")
     final = of_text(job.destination)
     if final.exists() and not final.holds_nothing():
         if not job.resume:
@@ -71,17 +71,17 @@ def _run(job: Job, output: Output, progress: Progress, check_unchanged: Callable
                 f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)",
                 path=final.path,
             )
-        writing.check_kept(final, job.to)
+        write_output.check_kept(final, job.to)
         if not job.dry_run:
-            writing.compare(final, output, progress)
+            write_output.compare(final, output, progress)
         return "kept"
     if job.dry_run:
         return "planned"
     occupy_standard_streams()
     final.parent.prepare_directory()
     with final.temporary() as temporary:
-        writing.write(temporary, output, prepared, final)
-        writing.compare(LocalLocation(temporary), output, progress)
+        write_output.write(temporary, output, prepared, final)
+        write_output.compare(LocalLocation(temporary), output, progress)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.steps import numbered
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
-from flax_ckpt_compat._suggest import leftovers
+from flax_ckpt_compat._suggest import match_unused
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
@@ -84,7 +84,7 @@ class Pairing:
         return self.leftovers(self._repeated(state, self._groups))
 
     def leftovers(self, state: State) -> State:
-        """Return the state after the steps that take what is left over to its only place; see `leftovers`."""
+        """Return the state after the steps that take what is left over to its only place; see `match_unused`."""
         return self._repeated(state, self._leftovers)
 
     def _repeated(self, state: State, groups_of: Callable[[State], Iterator[list[ProposedRule]]]) -> State:
@@ -102,7 +102,7 @@ class Pairing:
         return state
 
     def _leftovers(self, state: State) -> Iterator[list[ProposedRule]]:
-        found = list(leftovers.changes(state.tree, self.looks(state.tree), self.target, self.goal, self.memo))
+        found = list(match_unused.changes(state.tree, self.looks(state.tree), self.target, self.goal, self.memo))
         if found:
             yield from _renamed(found, _places(state.tree), Roles(state.tree))
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, joined, node_at, show_path, topmost
-from flax_ckpt_compat._suggest import leftovers
+from flax_ckpt_compat._suggest import match_unused
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, is_t5x, leaves_at, look
 from flax_ckpt_compat._suggest.names import akin
 from flax_ckpt_compat._suggest.pairing import Pairing, State
@@ -180,7 +180,7 @@ def finished(pairing: Pairing, state: State) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
-    for step in leftovers.copies(state.tree, pairing.target, pairing.missing(state.tree), pairing.memo):
+    for step in match_unused.copies(state.tree, pairing.target, pairing.missing(state.tree), pairing.memo):
         state = pairing.tried(state, [step]) or state
     state = _typed_keys(pairing, _counted(pairing, state))
     return _kept(pairing, state)

@@ -12,7 +12,7 @@ from flax_ckpt_compat import __version__
 from ._command_base import escape_what_cannot_be_shown, reporting_closed_pipe
 
 _FILES = ("convert", "diff", "doctor", "ls", "plan", "run", "scan", "show", "verify")
-_COMMANDS = {name: f"{name}.command" for name in _FILES} | {"clean": "removing.clean", "rm": "removing.rm"}
+_COMMANDS = {name: f"{name}.command" for name in _FILES} | {"clean": "clean_and_rm.clean", "rm": "clean_and_rm.rm"}
 
 
 class _LazyGroup(click.Group):

@@ -471,17 +471,17 @@ def test_damage_is_found_before_the_result_gets_its_name(
     damage: Callable[[Path], None], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What changes between writing and publishing fails the conversion, and leaves nothing."""
-    from flax_ckpt_compat._convert import writing
+    from flax_ckpt_compat._convert import write_output
 
     for step, size in enumerate((3, 3 << 20)):
         flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.float32)}, step=step, format="msgpack")
-    write = writing.write
+    write = write_output.write
 
     def write_and_damage(temporary: str, *arguments: Any) -> None:
         write(temporary, *arguments)
         damage(Path(temporary))
 
-    monkeypatch.setattr(writing, "write", write_and_damage)
+    monkeypatch.setattr(write_output, "write", write_and_damage)
     with pytest.raises(errors.ConversionError, match=rf"(?s)2 of 2.*{error}.*{error}"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -563,17 +563,17 @@ def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that another process saves again during its conversion fails, and nothing gets its name."""
-    from flax_ckpt_compat._convert import writing
+    from flax_ckpt_compat._convert import write_output
 
     save = functools.partial(flax_ckpt_compat.save, tmp_path / "src", step=1, format="orbax", overwrite=True)
     save({"n": 1, "w": np.zeros(10)})
-    compare = writing.compare
+    compare = write_output.compare
 
     def replace_then_compare(*arguments: Any) -> None:
         save({"n": 2, "w": np.zeros(10)})  # the number is read at once, the array again
         compare(*arguments)
 
-    monkeypatch.setattr(writing, "compare", replace_then_compare)
+    monkeypatch.setattr(write_output, "compare", replace_then_compare)
     with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
@@ -582,16 +582,16 @@ def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkey
 @pytest.mark.parametrize("to", ["msgpack", "orbax"])
 def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that saves the step itself during its conversion keeps its own, and the conversion says so."""
-    from flax_ckpt_compat._convert import writing
+    from flax_ckpt_compat._convert import write_output
 
     flax_ckpt_compat.save(tmp_path / "src", {"n": 1}, step=1, format="orbax")
-    compare = writing.compare
+    compare = write_output.compare
 
     def save_after_comparing(*arguments: Any) -> None:
         compare(*arguments)
         flax_ckpt_compat.save(tmp_path / "dst", {"n": 2}, step=1, format=to)
 
-    monkeypatch.setattr(writing, "compare", save_after_comparing)
+    monkeypatch.setattr(write_output, "compare", save_after_comparing)
     with pytest.raises(errors.ConversionError, match="another process has saved a checkpoint of this name meanwhile"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}

@@ -13,7 +13,7 @@ from typing import Any
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import safetensors
 from flax_ckpt_compat._convert.jobs import FILES, Job
-from flax_ckpt_compat._convert.outputs import Output, files_below
+from flax_ckpt_compat._convert.plan_output import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Backend, Format

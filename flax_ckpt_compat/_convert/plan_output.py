@@ -39,7 +39,7 @@ _V1_JSON = "data.json"
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """What a result consists of; an item called '' is the whole result."""
+    """The parts of a result; an item called '' is the whole result."""
 
     to: str  # name of the layout
     trees: dict[str, Node] = dataclasses.field(default_factory=dict)  # item → tree of leaf handles to write
