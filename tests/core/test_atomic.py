@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,6 +276,45 @@ def test_where_nothing_can_be_locked_time_tells(kind: str, final: str, monkeypat
     assert atomic.remove_stale(os.path.dirname(final)) == []
     atomic.publish(temporary, final)
     assert read(final) == "new"
+
+
+@pytest.mark.parametrize("when", ["opened", "emptied", "deleted"])
+def test_a_temporary_that_is_made_anew_while_it_is_cleaned(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer made it anew after the cleaner had opened, or deleted, what had the name: that stays, and locked."""
+    path = temporaries.temporary_path(str(tmp_path / "checkpoint_1"))
+    os.mkdir(path)
+    flock, delete, empty = temporaries.fcntl.flock, atomic.delete_tree, shutil.rmtree
+
+    def made_anew() -> None:
+        monkeypatch.undo()
+        delete(path) if when == "opened" else None
+        temporaries.create_directory(path)
+
+    def opened(descriptor: int, operation: int) -> None:
+        made_anew()
+        flock(descriptor, operation)
+
+    def deleted(doomed: str) -> None:
+        delete(doomed)
+        made_anew()
+
+    def emptied(doomed: str) -> None:
+        empty(doomed)
+        made_anew()
+
+    if when == "opened":
+        monkeypatch.setattr(temporaries.fcntl, "flock", opened)
+    elif when == "emptied":
+        monkeypatch.setattr(shutil, "rmtree", emptied)
+    else:
+        monkeypatch.setattr(atomic, "delete_tree", deleted)
+    atomic._remove_leftover(path)
+    assert os.path.isdir(path) and path in temporaries._held
+    with temporaries.locked_if_free(path) as is_free:
+        assert is_free is False
+    temporaries.release(path)
 
 
 def test_a_temporary_that_is_cleaned_before_it_is_locked(

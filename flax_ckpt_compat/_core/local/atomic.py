@@ -171,20 +171,24 @@ def _hide(path: str) -> str | None:
 
 
 def delete(path: str) -> None:
-    """Delete a file or directory whose name counts for nothing, such as a temporary."""
-    directory, name = os.path.split(path)
-    doomed = path
+    """Delete a file or directory whose name counts for nothing, such as a temporary of this process."""
     try:
-        with translated(path), suppress(*GONE):
-            for original in _set_aside([name]).values():  # first renamed, so that no half of it is put back
-                doomed = temporary_path(os.path.join(directory, original))
-                os.rename(path, doomed)
-            if presence.isdir(doomed) and not presence.islink(doomed):
-                delete_tree(doomed)
-            else:
-                os.unlink(doomed)
+        _delete(path)
     finally:
         release(path)
+
+
+def _delete(path: str) -> None:
+    directory, name = os.path.split(path)
+    doomed = path
+    with translated(path), suppress(*GONE):
+        for original in _set_aside([name]).values():  # first renamed, so that no half of it is put back
+            doomed = temporary_path(os.path.join(directory, original))
+            os.rename(path, doomed)
+        if presence.isdir(doomed) and not presence.islink(doomed):
+            delete_tree(doomed)
+        else:
+            os.unlink(doomed)
 
 
 def remove_temporary(temporary: str) -> None:
@@ -226,7 +230,7 @@ def _remove_leftover(path: str) -> bool:
             if is_free is not False:
                 with suppress(*GONE):  # other writers remove it too
                     gda_folder.settle(path)
-                delete(path)
+                _delete(path)  # a thread of this process may have made it anew by now, and locked it
                 return True
     except OSError as error:
         _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)

@@ -159,6 +159,8 @@ def delete_tree(path: str) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    while os.path.lexists(path):
+    is_gone = False  # once: after that, another writer may have the name
+    while not is_gone and os.path.lexists(path):
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
+            is_gone = True

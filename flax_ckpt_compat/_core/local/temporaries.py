@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -131,17 +130,23 @@ def create_file(path: str) -> int:
 
 def hold(path: str) -> bool:
     """Lock what is at a path until `release`; return False if it is gone."""
-    descriptor = _open(path)
-    if descriptor is None:
-        return presence.lexists(path)
-    _held[path] = descriptor
-    with suppress(OSError):  # a file system without locks: only time tells there
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with suppress(*GONE):
-        if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+    is_held = False
+    try:
+        descriptor = _open(path)
+        if descriptor is None:
             return True
-    release(path)
-    return False
+    except GONE:
+        return False
+    try:
+        with suppress(OSError):  # a file system without locks: only time tells there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Only now: a thread that took it for a leftover releases its name, too.
+        if is_held := _is_at(path, descriptor):
+            _held[path] = descriptor
+        return is_held
+    finally:
+        if not is_held:
+            os.close(descriptor)
 
 
 def release(temporary: str) -> None:
@@ -161,15 +166,18 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def locked_if_free(path: str) -> Iterator[bool | None]:
-    """Lock what is at a path; yield whether nobody else has a lock, None if that cannot be told."""
-    descriptor, is_free = _open(path), None
+    """Lock what is at a path; yield whether nobody else has a lock, None if that cannot be told.
+
+    What is gone is not free: another writer may have that name by now."""
+    descriptor, is_free = None, None
     try:
-        if descriptor is not None:
-            try:
+        try:
+            descriptor = _open(path)
+            if descriptor is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_free = True
-            except OSError as error:
-                is_free = False if error.errno in (errno.EAGAIN, errno.EACCES) else None
+                is_free = _is_at(path, descriptor)
+        except OSError as error:
+            is_free = False if isinstance(error, GONE) or error.errno in (errno.EAGAIN, errno.EACCES) else None
         yield is_free
     finally:
         if descriptor is not None:
@@ -177,11 +185,24 @@ def locked_if_free(path: str) -> Iterator[bool | None]:
 
 
 def _open(path: str) -> int | None:
-    """Open what is at a path to lock it: a file for writing, as NFS demands."""
+    """Open what is at a path to lock it, a file for writing, as NFS demands; None if that is refused.
+
+    Raise FileNotFoundError or NotADirectoryError if it is gone."""
     for access in (os.O_WRONLY, os.O_RDONLY):  # a directory opens for reading only
-        with suppress(OSError):
+        try:
             return os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except GONE:
+            raise
+        except OSError:
+            continue
     return None
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    """Return whether a path still is what a descriptor was opened for."""
+    with suppress(*GONE):
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False
 
 
 def writer_of(match: re.Match[str], path: str) -> Literal["alive", "perhaps", "dead"]:
