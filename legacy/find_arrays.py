@@ -21,6 +21,7 @@ _TEXT_WIDTHS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _CONTAINER_WIDTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 # Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
 _PREFIX = 6
+TOO_DEEP = f"more than {format.MAX_DEPTH} nested containers"
 
 
 class Scanner:
@@ -40,9 +41,13 @@ class Scanner:
     def value(self) -> None:
         """Scan the value at the window's position, and all in it."""
         window, skeleton, sizes, left = self._window, self.skeleton, _SIZE_OF, 1
+        behind: list[int] = []  # of the containers around the next value, how many values are behind each
         data, start, fresh = window.data, window.at, window.fresh_until
         at = start
-        while left:
+        while left or behind:
+            if not left:
+                left = behind.pop()
+                continue
             if at <= fresh and (size := sizes[data[at]]):
                 at += size
                 left -= 1
@@ -51,7 +56,12 @@ class Scanner:
             window.at = at
             tag = window.tag()
             if not sizes[tag]:
-                left += self._other(tag) - 1
+                left -= 1
+                if count := self._other(tag):
+                    behind.append(left)
+                    left = count
+                    if len(behind) > 2 * format.MAX_DEPTH:  # what is a little too deep, the tree refuses
+                        raise window.corrupt(TOO_DEEP)
             data, start, fresh = window.data, window.at, window.fresh_until
             at = start
         skeleton += data[start:at]

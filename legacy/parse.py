@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, from_leaves, show_path
 
 from . import format, gda_read
-from .find_arrays import Scanner
+from .find_arrays import TOO_DEEP, Scanner
 from .format import ArrayHeader, FileRanges
 from .read_bytes import Window
 
@@ -25,7 +25,6 @@ _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})
 _TUPLE = object()  # begins a list that stands for a tuple
 _UNKNOWN = None, b"", 0, -1
-_TOO_DEEP = f"more than {format.MAX_DEPTH} nested containers"
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
@@ -89,7 +88,7 @@ def _naming_damage(window: Window) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise window.corrupt(f"text that is not UTF-8 ({error})") from error
     except msgpack.StackError as error:
-        raise window.corrupt(_TOO_DEEP) from error
+        raise window.corrupt(TOO_DEEP) from error
     except ValueError as error:
         raise window.corrupt(str(error)) from error
 
@@ -193,7 +192,7 @@ class _Tree:
 
     def _branch(self, path: Path, values: Any, in_list: bool) -> Branch:
         if len(path) >= format.MAX_DEPTH:
-            raise ValueError(_TOO_DEEP)
+            raise ValueError(TOO_DEEP)
         if type(values) is list:
             return self._sequence(path, values)
         self._lengths.add(path, len(values))
