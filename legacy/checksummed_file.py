@@ -173,20 +173,17 @@ class ChecksummedObject:
     def _read(self, runs: Sequence[Run], deliver: Deliver, meter: Meter) -> int:
         """Read the whole object and return its checksum; raise if the structure was parsed from other bytes."""
         ended, found = functools.partial(truncated, self._source.path), 0
+        filled = dict[int, Filled]()
         for first in range(0, len(runs), self._source.threads):
-            filled: dict[int, Filled] = {}
             some = runs[first : first + self._source.threads]
-            read_runs(some, deliver, ended, meter, functools.partial(_keep, filled))
+            read_runs(some, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
             for run in some:
                 for start, piece in zip(*filled[run.start], strict=True):
                     if self._source.contradicts(piece, start):
                         raise _changed(self._source.path)
                     found = checksums.crc32c(piece, found)
+            filled.clear()
         return found
-
-
-def _keep(filled: dict[int, Filled], run: Run, data: Filled) -> None:
-    filled[run.start] = data
 
 
 def _by_block(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], list[tuple[Read, memoryview]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 
@@ -98,14 +97,12 @@ def _write_shards(save: ProcessSave) -> list[str]:
     """Write and sync this process's shards with bounded memory; return their paths relative to the folder.
 
     `finish` syncs their names, once a folder."""
+
+    def write(array: DistributedArray) -> list[str]:  # one after another, so that few are in memory at once
+        return [_write_shard(save, array, shard) for shard in array.shards()]
+
     # Their end is waited for: none may continue into a folder that is about to be removed.
-    names = in_parallel(functools.partial(_write_array, save), save.prepared.arrays, _THREADS)
-    return list(itertools.chain.from_iterable(names))
-
-
-def _write_array(save: ProcessSave, array: DistributedArray) -> list[str]:
-    """Write the shards of an array, one after another, so that few are in memory at once."""
-    return [_write_shard(save, array, shard) for shard in array.shards()]
+    return list(itertools.chain.from_iterable(in_parallel(write, save.prepared.arrays, _THREADS)))
 
 
 def _write_shard(save: ProcessSave, array: DistributedArray, shard: Shard) -> str:

@@ -195,17 +195,16 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
     """
     if not isinstance(source, File):
         return set()
-    wanted = [index for index, handle in enumerate(handles) if _is_mappable(handle)]
+    wanted = [
+        index
+        for index, handle in enumerate(handles)
+        if handle.kind is _ARRAY and handle.nbytes >= local_file.MAPPED_FROM and is_one_range(handle)
+    ]
     views = source.map([handles[index].locator.ranges[0] for index in wanted])
     found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
     for index, view in found.items():
         values[index] = np.ndarray(handles[index].shape, handles[index].dtype, view)
     return set(found)
-
-
-def _is_mappable(handle: LeafHandle) -> bool:
-    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= local_file.MAPPED_FROM
-    return is_large_array and is_one_range(handle)
 
 
 def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read]) -> np.ndarray[Any, Any]:
