@@ -28,8 +28,7 @@ from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
-from flax_ckpt_compat._view import metadata
-from flax_ckpt_compat._view.diff import Comparison, LeafDifference
+from flax_ckpt_compat._view import diff, metadata
 from flax_ckpt_compat._view.metadata import StoredLeaves
 
 # Takes numbers of bytes that were written, or compared.
@@ -123,7 +122,7 @@ def compare(location: Location, output: Output, progress: Progress) -> None:
         for leaves, found in (a, {**output.trees, **output.copied}), (b, trees):
             for name, tree in found.items():
                 leaves.add(tree, (name,) if name else ())
-        differences = [_words(one) for one in Comparison(a, b, None).result(lambda _: progress).differences]
+        differences = [_words(one) for one in diff.compare(a, b, None, lambda _: progress).differences]
         # What else an empty node was, not every format keeps.
         nones = [path for path, what in a.empty.items() if (what == "None") != (b.empty.get(path, what) == "None")]
         differences += [f"{'/'.join(path)} is {b.empty[path]}, expected {a.empty[path]}" for path in nones]
@@ -138,7 +137,7 @@ def compare(location: Location, output: Output, progress: Progress) -> None:
         )
 
 
-def _words(one: LeafDifference) -> str:
+def _words(one: diff.LeafDifference) -> str:
     return f"{one.path} {_WORDS.get(one.kind) or f'is {one.b}, expected {one.a}'}"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
 from typing import Any, Literal, SupportsFloat
 
 import numpy as np
@@ -16,15 +16,14 @@ import numpy as np
 from flax_ckpt_compat._core import arguments, backend
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.errors import ArgumentError, SettingError
-from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Values
-from flax_ckpt_compat._view.report import Line, Report, _Shown, json_number
+from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _MARKS = {"only in a": "-", "only in b": "+"}
@@ -76,7 +75,7 @@ class Diff(_Shown):
         return not self.differences
 
     def _report(self) -> Report:
-        return Report(_lines(self), functools.partial(_to_json, self), found=not self.same)
+        return Report(_lines(self), lambda: {**for_json(self), "same": self.same}, found=not self.same)
 
 
 def _lines(found: Diff) -> Iterator[Line]:
@@ -116,15 +115,9 @@ def _numbers(values: Sequence[Values | None]) -> str:
     return ", ".join([*words, f"{nan} NaN in one only"] if nan else words)
 
 
-def _to_json(found: Diff) -> dict[str, Any]:
-    """Return a `Diff` as what JSON holds."""
-    differences = [dataclasses.asdict(one) for one in found.differences]
-    for one in differences:
-        one["values"] = one["values"] and {name: json_number(value) for name, value in one["values"].items()}
-    return {**dataclasses.asdict(found), "same": found.same, "differences": differences}
-
-
 _Pair = tuple[Path, LeafHandle, LeafHandle]
+_Outcome = LeafDifference | Literal["identical", "tolerated"]
+_Tolerance = tuple[float, float] | None  # rtol and atol, or None to compare bits
 _AT_ONCE, _PART = 2, 8 << 20  # so many parts of both, in bytes
 _MAX_TEXT = 40
 
@@ -172,30 +165,16 @@ def diff(
 def run(a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, atol: Any, begin: metadata.Begin) -> Diff:
     """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
-    first, second = (saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix")) for path in (a, b))
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
-    metadata.wait_for_pending_saves(first)
-    metadata.wait_for_pending_saves(second)
+    first, second = (metadata.dir_without_pending_saves(path, prefix) for path in (a, b))
 
-    def compare(one: Location, other: Location) -> Diff:
-        with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
-            both = [files.enter_context(closing(_opened(each, name))) for each in (one, other)]
-            if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in both):
-                raise ArgumentError(f"{one} and {other} are trees without items; leave item={name!r} out")
-            return Comparison(metadata.leaves_of(both[0]), metadata.leaves_of(both[1]), tolerance).result(begin)
+    def compare_two(one: Opened, other: Opened) -> Diff:
+        if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in (one, other)):
+            raise ArgumentError(f"{one.path} and {other.path} are trees without items; leave item={name!r} out")
+        return compare(metadata.leaves_of(one), metadata.leaves_of(other), tolerance, begin)
 
-    def with_first(one: Location) -> Diff:
-        return locating.read_found(second, step, lambda other: compare(one, other), doing="compare")
-
-    return locating.read_found(first, step, with_first, doing="compare")
-
-
-def _opened(location: Location, item: str | None) -> opening.Opened:
-    opened = opening.Opened(location, verify=True)
-    if item is None or "" in opened.items:
-        return opened
-    opened.close()
-    return opening.Opened(location, verify=True, item=item)
+    read = functools.partial(metadata.read_one, step=step, item=name, doing="compare", keeps_trees=True)
+    return read(first, lambda one: read(second, functools.partial(compare_two, one)))
 
 
 def _tolerance(name: str, value: Any) -> float:
@@ -208,79 +187,68 @@ def _tolerance(name: str, value: Any) -> float:
     return found
 
 
-class Comparison:
-    """The comparison of two open checkpoints; ``tolerance`` is rtol and atol, or None to compare bits."""
+def compare(a: metadata.StoredLeaves, b: metadata.StoredLeaves, tolerance: _Tolerance, begin: metadata.Begin) -> Diff:
+    """Compare the leaves of two open checkpoints; ``begin`` is that of `metadata`."""
+    here: dict[Path, LeafHandle | str] = {**a.leaves, **a.empty}
+    there: dict[Path, LeafHandle | str] = {**b.leaves, **b.empty}
+    found: dict[Path, _Outcome | None] = {}
+    pairs: list[_Pair] = []
+    # The formats do not keep alike what an empty node was.
+    same_format = bool(a.format) and a.format == b.format
+    for path in dict.fromkeys([*here, *there]):
+        one, other = here.get(path), there.get(path)
+        kind = _structure(one, other, same_format=same_format)
+        shown = metadata.describe(one), metadata.describe(other)
+        found[path] = None if kind is None else LeafDifference(show_path(path), kind, *shown)
+        if kind is None and isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
+            pairs.append((path, one, other))
+    count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
+    left = iter(pairs)  # by place: rules may give one leaf to several
+    batches = [[next(left) for _ in batch] for batch in backend.batches([one for _, one, _ in pairs], _PART)]
+    compared = in_parallel(functools.partial(_compare_batch, tolerance=tolerance, count=count), batches, _AT_ONCE)
+    outcomes = list(itertools.chain.from_iterable(compared))
+    found.update(zip((path for path, _, _ in pairs), outcomes, strict=True))
+    differences = tuple(one for one in found.values() if isinstance(one, LeafDifference))
+    formats = a.format, b.format
+    return Diff(a.path, b.path, formats, outcomes.count("identical"), outcomes.count("tolerated"), differences)
 
-    def __init__(self, a: metadata.StoredLeaves, b: metadata.StoredLeaves, tolerance: tuple[float, float] | None):
-        self._a, self._b, self._tolerance = a, b, tolerance
-        self._found: dict[Path, LeafDifference] = {}
-        self._tolerated = set[Path]()
-        self._count: metadata.Count
 
-    def result(self, begin: metadata.Begin) -> Diff:
-        """Compare; ``begin`` is that of `metadata`."""
-        a, b = self._a, self._b
-        here: dict[Path, LeafHandle | str] = {**a.leaves, **a.empty}
-        there: dict[Path, LeafHandle | str] = {**b.leaves, **b.empty}
-        for path in dict.fromkeys([*here, *there]):
-            self._compare_types(path, here.get(path), there.get(path))
-        common = [path for path in a.leaves if path in b.leaves]
-        pairs = [(path, a.leaves[path], b.leaves[path]) for path in common if path not in self._found]
-        self._count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
-        left = iter(pairs)  # by place: rules may give one leaf to several
-        batches = [[next(left) for _ in batch] for batch in backend.batches([one for _, one, _ in pairs], _PART)]
-        in_parallel(self._compare_batch, batches, _AT_ONCE)
-        found = tuple(self._found[path] for path in dict.fromkeys([*here, *there]) if path in self._found)
-        same = sum(path not in self._found for path in common) - len(self._tolerated)
-        return Diff(a.path, b.path, (a.format, b.format), same, len(self._tolerated), found)
+def _structure(a: LeafHandle | str | None, b: LeafHandle | str | None, *, same_format: bool) -> Kind | None:
+    """Return how two leaves, or empty nodes, differ if they cannot be compared by their values."""
+    if a is None or b is None:
+        return "only in b" if a is None else "only in a"
+    if isinstance(a, LeafHandle) and isinstance(b, LeafHandle):
+        return None if a.shape == b.shape else "shape"
+    return None if isinstance(a, str) and isinstance(b, str) and (a == b or not same_format) else "type"
 
-    def _compare_types(self, path: Path, a: LeafHandle | str | None, b: LeafHandle | str | None) -> None:
-        """Note a leaf or empty node that is only in one checkpoint, or cannot be compared by its values."""
-        if a is None or b is None:
-            kind: Kind = "only in b" if a is None else "only in a"
-        elif isinstance(a, LeafHandle) and isinstance(b, LeafHandle):
-            if a.shape == b.shape:
-                return
-            kind = "shape"
+
+def _compare_batch(batch: Sequence[_Pair], tolerance: _Tolerance, count: metadata.Count) -> list[_Outcome]:
+    """Compare leaves that are read at once, or a large one in slices."""
+    if len(batch) == 1:
+        return [_compare(batch[0], _parts(*batch[0][1:]), tolerance, count)]
+    ours, theirs = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
+    values = ([both] for both in zip(ours, theirs, strict=True))
+    return [_compare(pair, both, tolerance, count) for pair, both in zip(batch, values, strict=True)]
+
+
+def _compare(pair: _Pair, values: Iterable[tuple[Any, Any]], tolerance: _Tolerance, count: metadata.Count) -> _Outcome:
+    """Compare two leaves; ``values`` are those of both, or of their slices."""
+    path, a, b = pair
+    found, is_other = Values(*(tolerance or ())), False
+    shown = metadata.describe(a), metadata.describe(b)
+    for one, other in values:
+        if isinstance(one, str | bytes | KeyData) or isinstance(other, str | bytes | KeyData):
+            is_other |= not _same(one, other)
         else:
-            # The formats do not keep alike what an empty node was.
-            same_format = bool(self._a.format) and self._a.format == self._b.format
-            if isinstance(a, str) and isinstance(b, str) and (a == b or not same_format):
-                return
-            kind = "type"
-        self._note(path, kind, metadata.describe(a), metadata.describe(b))
-
-    def _note(self, path: Path, kind: Kind, a: str, b: str, values: Values | None = None) -> None:
-        self._found[path] = LeafDifference(show_path(path), kind, a, b, values)
-
-    def _compare_batch(self, batch: Sequence[_Pair]) -> None:
-        if len(batch) == 1:
-            self._compare(batch[0], _parts(*batch[0][1:]))
-            return
-        ours, theirs = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
-        for pair, one, other in zip(batch, ours, theirs, strict=True):
-            self._compare(pair, [(one, other)])
-
-    def _compare(self, pair: _Pair, values: Iterable[tuple[Any, Any]]) -> None:
-        """Compare two leaves; ``values`` are those of both, or of their slices."""
-        path, a, b = pair
-        found, is_other = Values(*(self._tolerance or ())), False
-        shown = metadata.describe(a), metadata.describe(b)
-        for one, other in values:
-            if isinstance(one, str | bytes | KeyData) or isinstance(other, str | bytes | KeyData):
-                is_other |= not _same(one, other)
-            else:
-                found.add(np.asarray(one), np.asarray(other))
-            if not a.shape:
-                shown = _with_value(shown[0], one), _with_value(shown[1], other)
-            self._count(getattr(one, "nbytes", a.nbytes))
-        numbers = found if found.other_bits else None
-        if not _same_type(a, b):
-            self._note(path, "type", *shown, numbers)
-        elif is_other or (found.other_bits if self._tolerance is None else found.outside):
-            self._note(path, "values", *shown, numbers)
-        elif found.other_bits:
-            self._tolerated.add(path)
+            found.add(np.asarray(one), np.asarray(other))
+        if not a.shape:
+            shown = _with_value(shown[0], one), _with_value(shown[1], other)
+        count(getattr(one, "nbytes", a.nbytes))
+    same_type = _same_type(a, b)
+    if same_type and not is_other and not (found.other_bits if tolerance is None else found.outside):
+        return "tolerated" if found.other_bits else "identical"
+    numbers = found if found.other_bits else None
+    return LeafDifference(show_path(path), "values" if same_type else "type", *shown, numbers)
 
 
 def _parts(a: LeafHandle, b: LeafHandle) -> Iterator[tuple[Any, Any]]:

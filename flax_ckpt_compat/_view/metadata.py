@@ -7,33 +7,39 @@ import datetime
 import functools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._discovery import locating, saved_steps
+from flax_ckpt_compat._discovery.contents import contents_of
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 if TYPE_CHECKING:
     import numpy as np
 
+_Result = TypeVar("_Result")
 Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
 # Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
 Begin = Callable[[Callable[[], int]], Count]
 
 
+@dataclasses.dataclass(slots=True)
 class StoredLeaves:
     """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
 
-    def __init__(self, path: str, format: str):
-        self.path, self.format = path, format
-        self.leaves: dict[Path, LeafHandle] = {}
-        self.empty: dict[Path, str] = {}
+    path: str
+    format: str
+    leaves: dict[Path, LeafHandle] = dataclasses.field(default_factory=dict)
+    empty: dict[Path, str] = dataclasses.field(default_factory=dict)
 
     def add(self, tree: Node, at: Path) -> None:
         """Add the leaves of a tree at a key path."""
@@ -73,10 +79,34 @@ def uncounted(_: Callable[[], int]) -> Count:
     return lambda *_: None
 
 
-def wait_for_pending_saves(checkpoint_dir: CheckpointDir) -> None:
-    """Wait for background saves into a directory, without importing what they need, jax included."""
+def dir_without_pending_saves(path: str | os.PathLike[str], prefix: str) -> CheckpointDir:
+    """Resolve a caller's path and prefix, and wait for background saves there; import nothing for them, such as jax."""
+    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_pending_saves(checkpoint_dir)
+    return checkpoint_dir
+
+
+def read_one(
+    checkpoint_dir: CheckpointDir,
+    read: Callable[[Opened], _Result],
+    *,
+    step: SupportsFloat | str | None,
+    item: str | None,
+    doing: str,
+    keeps_trees: bool = False,
+) -> _Result:
+    """Open a checkpoint, or one of its items, and return what ``read`` makes of it; see `locating.read_found`.
+
+    If this ``keeps_trees``, a checkpoint that is one tree, without items, is opened whatever the item."""
+
+    def read_at(location: Location) -> _Result:
+        is_whole = keeps_trees and item is not None and contents_of(location).layout is not Layout.ITEMS
+        chosen = None if is_whole else item
+        with locating.unchanged(location), closing(Opened(location, verify=True, item=chosen)) as opened:
+            return read(opened)
+
+    return locating.read_found(checkpoint_dir, step, read_at, doing=doing)
 
 
 _log = logging.getLogger("flax_ckpt_compat")

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.text_formatting import Row, fold, format_size, one_l
 from flax_ckpt_compat._core.tree import shown_names
 from flax_ckpt_compat._restore.plan import TreePlan
 from flax_ckpt_compat._suggest import Suggestion
-from flax_ckpt_compat._view.report import Line, Report, Table, _Shown
+from flax_ckpt_compat._view.report import Line, Report, Table, _Shown, for_json
 
 # Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
 MAX_ROWS = 24
@@ -249,10 +249,5 @@ def _nbytes(leaf: PlannedLeaf) -> int:
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as what JSON holds; dtypes are texts."""
-    found = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name[0] != "_"}
-    leaves = [dataclasses.asdict(leaf) for leaf in plan.leaves]
-    for leaf in leaves:
-        leaf.update({name: None if leaf[name] is None else str(leaf[name]) for name in ("dtype", "target_dtype")})
     suggestion = None if plan.suggestion is None else str(plan.suggestion)
-    return {**found, "missing": plan.missing, "suggestion": suggestion, "leaves": leaves}
+    return {**for_json(plan), "missing": plan.missing, "suggestion": suggestion}

@@ -116,9 +116,17 @@ class _Shown:
         printer.text(str(self))
 
 
-def json_number(number: float | None) -> float | str | None:
-    """Return a number as JSON holds it: NaN and infinities are texts."""
-    return str(number) if isinstance(number, float) and not math.isfinite(number) else number
+def for_json(value: Any) -> Any:
+    """Return a result as JSON holds it: classes as their public fields, dtypes, NaN and infinities as text."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
+        return {name: for_json(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {name: for_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(for_json, value))
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if value is None or is_number else str(value)
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:

@@ -8,7 +8,6 @@ import html
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -16,15 +15,14 @@ import numpy as np
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, SettingError
-from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, fold_with_members, format_size, printable
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves, show_path
-from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
-from flax_ckpt_compat._view.report import Line, Report, Table, json_number
+from flax_ckpt_compat._view.report import Line, Report, Table, for_json
 
 _HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
 _NUMBERS = ("min", "max", "mean", "nan", "inf")  # in JSON
@@ -68,17 +66,12 @@ def contents(
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
     paths, or from the root if it begins with ``^``. ``begin`` is that of `metadata`."""
-    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
-    metadata.wait_for_pending_saves(checkpoint_dir)
-
-    def read(found: Location) -> Contents:
-        with locating.unchanged(found), closing(opening.Opened(found, verify=True, item=item)) as opened:
-            return contents_of(opened, pattern, begin if stats else None)
-
-    return locating.read_found(checkpoint_dir, step, read, doing="show")
+    read = functools.partial(contents_of, pattern=pattern, begin=begin if stats else None)
+    checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
+    return metadata.read_one(checkpoint_dir, read, step=step, item=item, doing="show")
 
 
-def contents_of(opened: opening.Opened, pattern: str | None = None, begin: metadata.Begin | None = None) -> Contents:
+def contents_of(opened: Opened, pattern: str | None = None, begin: metadata.Begin | None = None) -> Contents:
     """Return what is in an open checkpoint, with statistics if there is a ``begin``; see `contents`."""
     stored = metadata.leaves_of(opened)
     chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
@@ -288,7 +281,7 @@ def _to_json(contents: Contents, levels: int | None) -> dict[str, Any]:
         shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
         if contents.stats is not None:
             stats = contents.stats.get(path)
-            shown["stats"] = stats and dict(zip(_NUMBERS, map(json_number, _five(stats)), strict=True))
+            shown["stats"] = stats and dict(zip(_NUMBERS, for_json(_five(stats)), strict=True))
         leaves.append(shown)
     subtrees = [row for row in _rows(contents, folds=False)[1:] if levels is None or row.level <= levels]
     return {

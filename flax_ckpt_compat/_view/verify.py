@@ -13,15 +13,14 @@ from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core import arguments, backend, errors, text_formatting
 from flax_ckpt_compat._core.backend import LeafHandle, Reader
-from flax_ckpt_compat._core.location import Location, as_text
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted, format_size, printable
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._discovery import locating, opening, saved_steps, walk
-from flax_ckpt_compat._discovery.orbax_items import Item
-from flax_ckpt_compat._view.metadata import wait_for_pending_saves
-from flax_ckpt_compat._view.report import Line, Report, _Shown
+from flax_ckpt_compat._discovery import locating, opening, walk
+from flax_ckpt_compat._view.metadata import dir_without_pending_saves
+from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
 # From the best to the worst, with the colours of their lines.
@@ -156,8 +155,7 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
 
 
 def _to_json(found: Verification) -> dict[str, Any]:
-    """Return a `Verification` as what JSON holds; `state` and `ok` are included."""
-    checkpoints = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in found.checkpoints]
+    checkpoints = [for_json(one) | {"state": one.state, "nbytes": one.nbytes} for one in found.checkpoints]
     verdict = {"path": found.path, "state": found.state, "ok": found.ok, "verified": found.verified}
     return {**verdict, "checkpoints": checkpoints}
 
@@ -206,9 +204,8 @@ def checkpoints_at(
     path: str | os.PathLike[str], *, step: SupportsFloat | str | None, prefix: str
 ) -> tuple[Location, list[Location]]:
     """Return the location of a path, and the checkpoints to verify there; arguments as for `verify`."""
-    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
+    checkpoint_dir = dir_without_pending_saves(path, prefix)
     root = checkpoint_dir.root
-    wait_for_pending_saves(checkpoint_dir)
     if step is not None:
         located = locating.find(checkpoint_dir, step)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
@@ -259,40 +256,30 @@ def _verify(location: Location, *, is_named: bool, count: Callable[[int], None])
 
 
 def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:
-    # What only its own handler reads is no damage among others, and nothing to verify alone.
-    with closing(opening.Opened(location, verify=True, allows_unknown=not is_named)) as opened:
-        items = [_verify_item(name, item, opened, count) for name, item in opened.items.items()]
-        unexpected = _strange_names(opened)
-    leaves = tuple(leaf for item in items for leaf in item.leaves)
-    # A block of bytes that is damaged makes all leaves in it so, for the same reason.
-    damage = {text for item in items for text in item.damage} - {leaf.why for leaf in leaves}
-    unexpected += [one for item in items for one in item.unexpected]
-    format, readable = max((item.format for item in items), default=""), all(item.readable for item in items)
-    return VerifiedCheckpoint(location.path, format, leaves, tuple(sorted(damage)), tuple(unexpected), readable)
-
-
-def _verify_item(name: str, item: Item, opened: opening.Opened, count: Callable[[int], None]) -> VerifiedCheckpoint:
-    """Verify one item, as if it were a checkpoint."""
     leaves: list[VerifiedLeaf] = []
     damage: list[str] = []
-    unexpected: list[str] = []
     format, readable = "", True
-    try:
-        with closing(opening.open_item(item, verify=True)) as reader:
-            format, inspection = opened.format, reader.inspect()
-            unexpected = [os.path.join(name, one) for one in inspection.unexpected]
-            damage += inspection.damaged
-            prefix = (name,) if opened.is_mapping else ()
-            for leaf in _verify_leaves(reader, prefix, inspection.contradictions):
-                leaves.append(leaf)
-                count(leaf.nbytes)
-            reader.verify_checksums()
-    except (errors.ForkedProcessError, errors.UnrecognizedFormatError):
-        raise
-    except errors.CheckpointError as error:
-        damage.append(str(error))
-        readable = not isinstance(error, _NO_DAMAGE)
-    return VerifiedCheckpoint(item.location.path, format, tuple(leaves), tuple(damage), tuple(unexpected), readable)
+    # What only its own handler reads is no damage among others, and nothing to verify alone.
+    with closing(opening.Opened(location, verify=True, allows_unknown=not is_named)) as opened:
+        unexpected = _strange_names(opened)
+        for name, item in opened.items.items():
+            try:
+                with closing(opening.open_item(item, verify=True)) as reader:
+                    format, inspection = opened.format, reader.inspect()
+                    unexpected += [os.path.join(name, one) for one in inspection.unexpected]
+                    damage += inspection.damaged
+                    for leaf in _verify_leaves(reader, (name,) * opened.is_mapping, inspection.contradictions):
+                        leaves.append(leaf)
+                        count(leaf.nbytes)
+                    reader.verify_checksums()
+            except (errors.ForkedProcessError, errors.UnrecognizedFormatError):
+                raise
+            except errors.CheckpointError as error:
+                damage.append(str(error))
+                readable = readable and not isinstance(error, _NO_DAMAGE)
+    # A block of bytes that is damaged makes all leaves in it so, for the same reason.
+    others = sorted(set(damage) - {leaf.why for leaf in leaves})
+    return VerifiedCheckpoint(location.path, format, tuple(leaves), tuple(others), tuple(unexpected), readable)
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:
@@ -309,49 +296,41 @@ def _strange_names(opened: opening.Opened) -> list[str]:
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
     """Verify all leaves of a tree, in bounded memory."""
     for batch in backend.batches(backend.handles_of(reader)):
-        summed, failed = _checked(reader.verify_checksums, batch)
+        results = _attempts(reader.verify_checksums, batch)
         # Bytes that are those that were saved decode as they did then.
-        failed |= _read(reader, [handle for handle in batch if handle not in summed and handle not in failed])
-        for handle in batch:
+        results |= _read(reader, [handle for handle, result in results.items() if result is False])
+        for handle, result in results.items():
             why = contradictions.get(handle.path, "")
-            state: State = "damaged" if why else "ok" if handle in summed else "unverified"
-            if (error := failed.get(handle)) is not None:
-                is_unread = isinstance(error, (*_NO_DAMAGE, errors.UnrecognizedFormatError))
-                why, state = str(error), "unreadable" if is_unread else "damaged"
+            state: State = "damaged" if why else "ok" if result is True else "unverified"
+            if isinstance(result, errors.CheckpointError):
+                is_unread = isinstance(result, (*_NO_DAMAGE, errors.UnrecognizedFormatError))
+                why, state = str(result), "unreadable" if is_unread else "damaged"
             yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
 
 
-_Errors = dict[LeafHandle, errors.CheckpointError]
+def _attempts(check: Callable[[LeafHandle], Any], handles: Sequence[LeafHandle]) -> dict[LeafHandle, Any]:
+    """Check leaves, some at the same time; return of each what that returned, or the error that it raised."""
 
-
-def _checked(check: Callable[[LeafHandle], bool], handles: Sequence[LeafHandle]) -> tuple[set[LeafHandle], _Errors]:
-    """Check leaves, some at the same time; return those for which that is true, and the errors of others."""
-    good: set[LeafHandle] = set()
-    failed: _Errors = {}
-
-    def run(handle: LeafHandle) -> None:
+    def run(handle: LeafHandle) -> Any:
         try:
-            if check(handle):
-                good.add(handle)
+            return check(handle)
         except errors.ForkedProcessError:
             raise
         except errors.CheckpointError as error:
-            failed[handle] = error
+            return error
 
-    in_parallel(run, handles, _AT_ONCE)
-    return good, failed
+    return dict(zip(handles, in_parallel(run, handles, _AT_ONCE), strict=True))
 
 
-def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
-    """Read leaves, and return the errors of those that do not decode."""
+def _read(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, Any]:
+    """Read leaves; return the errors of those that do not decode."""
 
-    def read(handle: LeafHandle) -> bool:
+    def read(handle: LeafHandle) -> None:
         for part in backend.pieces(handle):
             reader.read([part])
-        return True
 
     if len(batch) > 1:
         with suppress(errors.CheckpointError):  # each leaf on its own tells which one it is
             reader.read(batch)
             return {}
-    return _checked(read, batch)[1]
+    return _attempts(read, batch)
