@@ -290,7 +290,7 @@ def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:
-        return f"Restore the file in it: {file}."
+        return f"Restore {file}, which is in it."
     names = sorted(name for name in path.listdir() if name.endswith(_READ_SUFFIXES))
     if names and not is_lfs_pointer(path / names[-1]):
         return f"Restore one of the files in it, such as {(path / names[-1])}."

@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.local import atomic, presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
-from flax_ckpt_compat._discovery import contents, foreign, hints, not_found, step_lookup
+from flax_ckpt_compat._discovery import contents, foreign, not_found, step_lookup
 from flax_ckpt_compat._discovery.contents import Contents, State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
@@ -86,7 +86,7 @@ def _is_checkpoint(root: Location) -> bool:
     What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
     try:
         found = contents.contents_of(root)
-        if found.layout is Layout.ARRAYS and hints.checkpoint_around(root):
+        if found.layout is Layout.ARRAYS and contents.checkpoint_around(root):
             return False  # arrays of a tree
         if found.is_one_checkpoint or found.state is State.TEMPORARY:
             return True

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, hints, opening, orbax_items, orbax_trees, saved_steps
+from flax_ckpt_compat._discovery import contents, not_found, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import saved_prefixes
@@ -41,7 +41,7 @@ def check(request: SaveRequest) -> Listing | None:
     if why := request.location.why_too_long():
         message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
         raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
-    if expanded := hints.unexpanded_home(request.directory):
+    if expanded := not_found.unexpanded_home(request.directory):
         message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
         log_once((request.directory.path, "home"), message)
     if request.step is not None:

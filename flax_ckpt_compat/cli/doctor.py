@@ -13,10 +13,10 @@ from importlib import metadata
 from typing import Any
 
 from flax_ckpt_compat import __version__
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import of_text
 from flax_ckpt_compat._core.text_formatting import counted, printable
-from flax_ckpt_compat._discovery import hints
+from flax_ckpt_compat._discovery import not_found
 from flax_ckpt_compat._patching import installed_in_flax
 from flax_ckpt_compat._view.report import Line, Report
 
@@ -108,5 +108,4 @@ def _listed(url: str) -> str:
         return f"reachable, {counted(len(location.listdir()), 'name')}"
     if location.is_remote or location.isfile():
         return "a file" if location.isfile() else "reachable; nothing there"
-    beside = hints.beside(location)
-    raise CheckpointNotFoundError(f"{url} does not exist{'; ' + beside if beside else ''}", path=url)
+    raise not_found.of_directory(location).error(location)

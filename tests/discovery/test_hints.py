@@ -12,9 +12,7 @@ from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
-from flax_ckpt_compat._core.local.storage import LocalLocation
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._discovery import hints, not_found, saved_steps
+from flax_ckpt_compat._discovery import not_found, saved_steps
 from tests.support.saves import tree
 
 TARGET = {"nothing": 0}
@@ -63,9 +61,9 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         save(tmp_path / "many" / f"run{number}", tree(1), step=1, format="msgpack")
     assert f"{tmp_path}/many/run4 and 3 more: pass one" in warning_of(tmp_path / "many", caplog)
     assert warning_of(tmp_path, caplog).endswith("holds no checkpoint with the prefix 'checkpoint_'")
-    for number in range(hints._MAX_FOLDERS):
+    for number in range(20):
         (tmp_path / "many" / f"a{number}").mkdir()
-    assert hints.checkpoints_below(location_of(tmp_path / "many")) == []  # names in natural order: those are first
+    assert warning_of(tmp_path / "many", caplog).endswith("'checkpoint_'")  # names in natural order: those are first
 
 
 def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,17 +112,6 @@ def test_a_cache_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     expected = f"there are checkpoints at {', '.join(found)}: pass one of these paths"
     assert expected in error_of(restore, root)
     assert expected in warning_of(root, caplog)
-
-
-def test_artifacts_of_weights_and_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The version in ``run:v3`` is not a step: its path is named, or that of the file in it, beside others."""
-    save(tmp_path / "artifacts" / "orb:v3", tree(1), format="orbax")
-    save(tmp_path / "artifacts" / "run-model:v3" / "m.msgpack", tree(1), format="msgpack")
-    path = tmp_path / "artifacts"
-    expected = f"there are checkpoints at {path}/orb:v3, {path}/run-model:v3/m.msgpack: pass one of these paths"
-    for call in RAISING.values():
-        assert expected in error_of(call, path)
-    assert expected in warning_of(path, caplog)
 
 
 @pytest.mark.parametrize("inner", ["d", "w", "absent"])
@@ -183,17 +170,14 @@ def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> 
 
 
 def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing near may be listed, the error is the same without a hint; stores are not asked."""
+    """Where nothing near may be listed, the error is the same without a hint."""
 
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
-        assert not look(location_of(tmp_path / "absent"))
-    monkeypatch.setattr(LocalLocation, "listdir", refuse)
-    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.steps_beside, hints.beside):
-        assert not look(location_of("s3://bucket/run"))
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"absent does not exist$"):
+        restore(tmp_path / "absent")
 
 
 def test_what_was_saved_since_the_look(tmp_path: Path) -> None:
