@@ -21,21 +21,21 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
     add_sentence,
 )
-from flax_ckpt_compat._core.local import atomic, presence
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import CANNOT_BE_THERE
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage_errors import is_denied, storage_error
+from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found, step_lookup
-from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
+from flax_ckpt_compat._discovery.step_lookup import Directory
 
 _Result = TypeVar("_Result")
 _RECOVERED = "lost+found"  # of a file system's root; others may not list it
 _MAY_BE_PARTS = {*layout.TREE_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
-_ROUNDS = 100  # of a read, each of which fails if its checkpoint is removed or replaced meanwhile
 _UNUSABLE = (CorruptCheckpointError, UnrecognizedFormatError, IncompleteCheckpointError)
 
 
@@ -54,30 +54,36 @@ class LocatedCheckpoint:
 
 def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
-    if step is not None:
-        listed = checkpoint_dir.listed_with(checkpoint_dir.root.listed())
-        return LocatedCheckpoint(_step_path(listed, _text_of(step, listed)), named=True)
-    return step_lookup.list_again_while_it_changes(
-        checkpoint_dir.root, lambda listed, last: _find(checkpoint_dir.listed_with(listed), last)
-    )
+
+    def look(directory: Directory) -> LocatedCheckpoint | Absence:
+        return _latest(directory) if step is None else LocatedCheckpoint(_step_path(directory, step), named=True)
+
+    return step_lookup.in_one_listing(checkpoint_dir, look, root=checkpoint_dir.root, lists_denied=step is not None)
 
 
-def _find(checkpoint_dir: CheckpointDir, last: bool) -> LocatedCheckpoint | Absence:
-    root = checkpoint_dir.root
+def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
+    checkpoint_dir, root = directory.checkpoint_dir, directory.checkpoint_dir.root
     if not _exists(root):
         return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
     if not root.isdir() or contents.is_certainly_orbax(root):
         return LocatedCheckpoint(root, named=True)
-    directory = step_lookup.Directory(checkpoint_dir, tolerant=last)
     latest = step_lookup.latest_of(directory)
     if latest is not None:
         return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
         return LocatedCheckpoint(root, named=True)
+    # In a store, an upload may not have ended. All names begin with the empty prefix.
+    lost = directory.newest(
+        lambda entry, found: (
+            found.state is State.INCOMPLETE
+            and not found.is_upload
+            and (entry.step is not None or checkpoint_dir.prefix != "")
+        )
+    )
     absence = not_found.of_checkpoints(checkpoint_dir, directory.names)
-    return dataclasses.replace(absence, lost=step_lookup.newest_lost(directory))
+    return dataclasses.replace(absence, lost=None if lost is None else lost[1])
 
 
 def _is_checkpoint(root: Location) -> bool:
@@ -109,45 +115,34 @@ def _has_begun(root: Location) -> bool:
 
 def _exists(path: Location) -> bool:
     """Return whether a path exists, after restoring what a dead writer set aside."""
-    if path.exists():
-        return True
-    if path.is_remote:
-        return False
-    parent = path.parent
+    if path.exists() or path.is_remote:
+        return path.exists()
     try:
-        names = parent.listdir()
+        names = path.parent.listdir()
     except ValueError:  # a NUL in the path
         return False
-    except OSError as error:
-        failure = storage_error(parent.path, error, "listed")
-        if not is_denied(failure) and error.errno not in CANNOT_BE_THERE:
-            raise failure from error
-        return False
-    atomic.restore_set_aside(parent.path, names)
+    except StorageError as error:
+        if is_denied(error) or error.errno in CANNOT_BE_THERE:
+            return False
+        raise
+    path.parent.restore_set_aside(names)
     return path.exists()
 
 
-def _text_of(step: Any, checkpoint_dir: CheckpointDir) -> str:
-    """Return a step as it is in the checkpoint's name; Flax has whole arrays there."""
+def _step_path(directory: Directory, step: Any) -> Location:
+    checkpoint_dir, root = directory.checkpoint_dir, directory.checkpoint_dir.root
     one = steps.of_replicated(step)
-    as_flax = f"{step}" if one is not step else ""
-    if as_flax and _exists(checkpoint_dir.path(checkpoint_dir.prefix + as_flax)):
-        return as_flax
-    return steps.step_text(one)
-
-
-def _step_path(checkpoint_dir: CheckpointDir, text: str) -> Location:
-    root, path = checkpoint_dir.root, checkpoint_dir.path(checkpoint_dir.prefix + text)
+    if one is not step and _exists(found := checkpoint_dir.path(f"{checkpoint_dir.prefix}{step}")):
+        return found  # Flax has whole arrays in names
+    path = checkpoint_dir.path(checkpoint_dir.prefix + steps.step_text(one))
     if _exists(path):
         return path
-    number = steps.parse_step(text)
-    found = None if number is None else step_lookup.find_step(checkpoint_dir, number)
-    if found is not None:
-        return found.location
-    available = [entry.text for entry in step_lookup.available(checkpoint_dir)]
+    number = steps.step_of(path.name, checkpoint_dir.prefix)
+    if alike := [entry for entry in directory.steps or directory.other_family if entry.step == number]:
+        return alike[-1].location  # the same number, spelt otherwise
     if why := path.why_too_long():
         known, has_remedy = f"{why}; shorten the step or the prefix", True
-    elif available:
+    elif available := [entry.text for entry in step_lookup.available_in(directory)]:
         known, has_remedy = f"available steps: {', '.join(available)}", True
     elif root.isfile() or contents.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
@@ -172,10 +167,14 @@ def read_found(
     `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
     ``doing`` completes "nothing to …"."""
     removed: tuple[Location, Exception] | None = None
-    for _ in range(_ROUNDS):
-        found = find(checkpoint_dir, step) if removed is None else _find_again(checkpoint_dir, step, *removed)
+    for _ in range(step_lookup.ROUNDS):
+        found = find(checkpoint_dir, step)
         if isinstance(found, Absence):
-            return _nothing(checkpoint_dir, found, otherwise, doing)
+            if removed is None:
+                return _nothing(checkpoint_dir, found, otherwise, doing)
+            # Never return the target here: the program would go on training from initial parameters.
+            gone = f"{removed[0]} was removed while it was read, and there is no other: "
+            raise found.error(removed[0], gone) from removed[1]
         log_once(_subject(checkpoint_dir), None)
         before = found.location.identity()
         try:
@@ -191,7 +190,7 @@ def read_found(
             removed = found.location.unlisted(), error
     assert removed is not None
     path, cause = removed
-    message = f"{path} was removed or replaced while it was read, as were {_ROUNDS - 1} before it"
+    message = f"{path} was removed or replaced while it was read, as were {step_lookup.ROUNDS - 1} before it"
     raise CheckpointNotFoundError(
         f"{message}; keep more checkpoints (keep=), or save less often", path=path.path
     ) from cause
@@ -200,41 +199,29 @@ def read_found(
 def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path: Location) -> None:
     """Add to the error of the latest step which older one looks complete."""
     with suppress(CheckpointError, OSError):
-        older = step_lookup.newest_complete(step_lookup.Directory(checkpoint_dir, tolerant=True), but=path)
+        directory = Directory(checkpoint_dir, tolerant=True)
+        older = directory.newest(lambda entry, found: found.is_complete and entry.location != path)
         if older is not None:
-            add_sentence(
-                error, f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}."
-            )
-
-
-def _find_again(checkpoint_dir: CheckpointDir, step: Any, path: Location, cause: Exception) -> LocatedCheckpoint:
-    found = find(checkpoint_dir, step)
-    if isinstance(found, Absence):
-        # Never return the target here: the program would go on training from initial parameters.
-        raise found.error(path, f"{path} was removed while it was read, and there is no other: ") from cause
-    return found
+            sentence = f"The newest other checkpoint that looks complete is {older[0].name}: pass step={older[0].text}."
+            add_sentence(error, sentence)
 
 
 def _nothing(
     checkpoint_dir: CheckpointDir, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
 ) -> _Result:
-    if found.lost is not None:
-        raise IncompleteCheckpointError(_only_lost(found.lost), path=found.lost.path)
+    if (lost := found.lost) is not None:
+        # No save that is interrupted leaves one on a file system under its final name: a program must not begin anew.
+        raise IncompleteCheckpointError(
+            f"{lost.path} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is "
+            "complete. Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it "
+            "away.",
+            path=lost.path,
+        )
     if otherwise is None:
         raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
     log_once(_subject(checkpoint_dir), message, found.level)
     return otherwise()
-
-
-def _only_lost(lost: Contents) -> str:
-    """Return the error for an incomplete checkpoint without a complete one beside it.
-
-    No save that is interrupted leaves one under its final name on a file system, so a program must not begin anew."""
-    return (
-        f"{lost.path} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is complete. "
-        "Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it away."
-    )
 
 
 def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
@@ -245,10 +232,15 @@ def _has_changed(
     found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
 ) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
-    of_itself = isinstance(error, ReplacedError) and error.path == found.path
-    is_replaced = of_itself or _is_rewritten(found, error)
-    location = found.location.unlisted()
-    if is_replaced or not is_there(location) or location.identity() != before:
+    location = found.location
+    if isinstance(error, ReplacedError) and error.path == found.path:
+        return True
+    if location.is_remote and getattr(error, "errno", None) == errno.ESTALE:
+        return True
+    if location.listing is not None and location.watch()():  # a store has other objects than when it was listed
+        return True
+    location = location.unlisted()
+    if not is_there(location) or location.identity() != before:
         return True
     if found.named:
         return False
@@ -257,15 +249,6 @@ def _has_changed(
     except CheckpointError:
         return False
     return isinstance(now, Absence) or now.path != found.path
-
-
-def _is_rewritten(found: LocatedCheckpoint, error: Exception) -> bool:
-    """Return whether a store has another version of an object, or other objects, than when it was listed."""
-    if not found.location.is_remote:
-        return False
-    if getattr(error, "errno", None) == errno.ESTALE:
-        return True
-    return found.location.listing is not None and found.location.watch()()
 
 
 @contextmanager

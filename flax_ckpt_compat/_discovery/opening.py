@@ -24,7 +24,7 @@ from flax_ckpt_compat._discovery import contents, foreign
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.layouts import LAYOUTS
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler, recorded_handlers
-from flax_ckpt_compat._discovery.orbax_trees import holds_array, names_in
+from flax_ckpt_compat._discovery.orbax_trees import arrays_below, names_in
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DAMAGE = (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError)
@@ -162,7 +162,7 @@ def _may_only_look_like_tree(item: Item) -> bool:
         return False
     names = item.names or names_in(item.location)
     has_database = layout.MANIFEST in names or any(name.startswith(layout.PROCESS_PREFIX) for name in names)
-    return not has_database and not holds_array(item.location)
+    return not has_database and not any(arrays_below(item.location))
 
 
 def _opens(item: Item) -> bool:

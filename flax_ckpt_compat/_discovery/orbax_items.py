@@ -1,11 +1,11 @@
-"""Tell the items of a step of Orbax, and the kind of each by the handler that is recorded, or by what is in it."""
+"""Tell the items of a step of Orbax: the kind of each, by its recorded handler or content, and what it lacks."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -14,9 +14,18 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.orbax_trees import FINISHED, ITEMS_MARKERS, TREE_MARKERS, is_array, is_tree, names_in
+from flax_ckpt_compat._discovery.orbax_trees import (
+    FINISHED,
+    ITEMS_MARKERS,
+    TREE_MARKERS,
+    is_array,
+    is_tree,
+    missing_in_tree,
+    names_in,
+)
 
 RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
+NO_ITEMS = {layout.DESCRIPTOR}  # that handlers are recorded for
 _MAX_RECORD_BYTES = 16 * 2**20  # of STEP_METADATA, in which users may store their own
 
 
@@ -191,6 +200,44 @@ def _item(path: Location, names: set[str], handler: str) -> Item | None:
         return Item(Format.ORBAX, (path / keys[0]))
     file = json_file(path, names, handler)
     return Item(None, file) if file is not None else None
+
+
+def missing_part(path: Location, names: set[str], handler: str) -> str | None:
+    """Return the path, relative to an item, of a file or folder that its handler has written and that is not there.
+
+    ``names`` are those in the item's directory. None also if nothing is known of the handler."""
+    kind = kind_of_handler(handler)
+    if kind is ItemKind.TREE and layout.TREE_METADATA not in names:
+        return layout.TREE_METADATA
+    if kind is ItemKind.ARRAY and not names.intersection((layout.SINGLE_ARRAY, layout.MANIFEST)):
+        return layout.SINGLE_ARRAY
+    if kind is ItemKind.JSON and not names.difference(FINISHED):
+        return "data.json" if ".v1." in handler else layout.JSON_FILES[0]
+    if kind is ItemKind.KEY:
+        key = layout.JAX_KEY if "Jax" in handler else layout.NUMPY_KEY
+        return next((f"{name}/" for name in (key, f"{key}_metadata") if not names_in(path / name)), None)
+    return None
+
+
+def recorded_but_missing(part: str) -> str:
+    """Say that a file or folder is missing of which the step's metadata tells."""
+    return f"{part} is missing, which {layout.STEP_METADATA} records"
+
+
+def missing_in_items(path: Location, items: Mapping[str, Item], handlers: Mapping[str, str]) -> Iterator[str]:
+    """Yield what items of a step lack: recorded items anything that their handlers write, others a part of a tree."""
+    for name, handler in handlers.items():
+        child = path / name
+        if name in NO_ITEMS:
+            continue
+        if not child.isdir():
+            yield recorded_but_missing(f"{name}/")
+        elif part := missing_part(child, names_in(child), handler):
+            yield recorded_but_missing(f"{name}/{part}")
+    for name, item in items.items():
+        inside = item.names or names_in(item.location)
+        if item.format and is_tree(item.location, inside) and (missing := missing_in_tree(item.location, inside)):
+            yield f"{name}/{missing}"
 
 
 def only_orbax_has(items: Mapping[str, Item]) -> bool:

@@ -1,7 +1,10 @@
-"""Tell by names and first bytes whether a directory is a tree of Orbax, a single array, or a folder of arrays."""
+"""Tell trees of Orbax, arrays and folders of arrays by names and first bytes, and what they lack."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from contextlib import suppress
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -9,12 +12,18 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._discovery import formats
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
 ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
 MARKERS = (*TREE_MARKERS, *ITEMS_MARKERS)  # that only Orbax writes
 FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
+PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
+_STRUCTURES = {layout.TREE_METADATA, layout.MSGPACK_FILE}  # either says where arrays belong
+_DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
+_ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
+_DAMAGE = (ValueError, TypeError, KeyError, RecursionError)  # of which readers tell
 _FIRST_BYTES = 512
 # The first keys of the msgpack file of T5X, and the beginnings of the names of its arrays' folders (t5x 2021 to 2024,
 # documented in its checkpoint importer). Version 0 begins with the state itself, as Orbax's files may; but in the place
@@ -59,22 +68,20 @@ def beside_tree(path: Location, names: set[str]) -> list[str]:
         elif has_database:
             is_part = name == layout.DATA_DIRECTORY or name.startswith(layout.PROCESS_PREFIX)
         else:
-            is_part = name.startswith(layout.PROCESS_PREFIX) or holds_array(child)
+            is_part = name.startswith(layout.PROCESS_PREFIX) or any(arrays_below(child))
         if not is_part and not temporaries.is_temporary(name) and holds_files(child):
             others.append(name)
     return others
 
 
-def holds_array(path: Location) -> bool:
-    """Return whether a directory is an array, or has one at any depth."""
+def arrays_below(path: Location) -> Iterator[Location]:
+    """Yield the arrays that a directory is, or has at any depth."""
     names = names_in(path)
-    return bool(names.intersection(layout.ARRAY_METADATA_FILES)) or any(holds_array(path / name) for name in names)
-
-
-def arrays_below(path: Location) -> int:
-    """Return how many arrays a directory is, or has at any depth."""
-    names = names_in(path)
-    return 1 if names.intersection(layout.ARRAY_METADATA_FILES) else sum(arrays_below(path / name) for name in names)
+    if names.intersection(layout.ARRAY_METADATA_FILES):
+        yield path
+    else:
+        for name in names:
+            yield from arrays_below(path / name)
 
 
 def is_array(path: Location) -> bool:
@@ -94,25 +101,84 @@ def is_folder_of_arrays(path: Location, names: set[str]) -> bool:
 
 def is_t5x(path: Location, names: set[str]) -> bool:
     """Return whether a directory is a checkpoint of T5X: a msgpack file of TensorStore specs, arrays beside it."""
-    if layout.MSGPACK_FILE not in names or names.intersection(MARKERS):
-        return False
     has_arrays = any(name.startswith(_T5X_ARRAYS) for name in names)
-    if not has_arrays:
+    if layout.MSGPACK_FILE not in names or names.intersection(MARKERS) or not has_arrays:
         return False
     first = _first_bytes(path / layout.MSGPACK_FILE)
     is_state = first[1:].startswith(_T5X_STATE_KEYS) and _T5X_SPEC in first
     return first[:1] in (b"\x81", b"\x82", b"\x83") and (is_state or any(key in first for key in _T5X_KEYS))
 
 
-def is_never_merged(path: Location, names: set[str]) -> bool:
+def missing_in_tree(path: Location, names: set[str]) -> str | None:
+    """Return what a tree in a directory lacks, in words; None for a whole one."""
+    has_databases = any(name.startswith(layout.PROCESS_PREFIX) for name in names)
+    has_structure = bool(names & _STRUCTURES)
+    if layout.MANIFEST not in names:
+        if has_databases and not _is_never_merged(path, names):
+            return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
+        # An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is
+        # mounted as a file system, which copies file by file (s3fs, measured).
+        if not names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)) and _has_data_files(path, names):
+            return f"{layout.MANIFEST} is missing, so it was not copied, or renamed, to the end"
+    if layout.STEP_METADATA in names and not has_structure:
+        return f"{layout.TREE_METADATA} is missing"
+    if layout.MANIFEST not in names:
+        return _missing_folder(path, names) if layout.TREE_METADATA in names else None
+    # Orbax and this library write more than one part of a database, so a copy that lost one shows it.
+    has_values = layout.CHECKSUMS in names or has_databases
+    lost = None if has_values and layout.DATA_DIRECTORY in names and has_structure else formats.missing_file(path)
+    return None if lost is None else f"{lost} is missing"
+
+
+def _missing_folder(path: Location, names: set[str]) -> str | None:
+    """Return what a tree lacks that has a folder for each array, in words."""
+    text = (path / layout.TREE_METADATA).read()
+    wanted = len(_ARRAY_TYPE.findall(text))
+    if not wanted or names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)):
+        return None  # the array of a bare leaf lies in the directory itself
+    found = [path / name for name in names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))]
+    if len(found) >= wanted and any(one.isdir() for one in found):
+        return None  # not all of thousands are looked at
+    with suppress(*_DAMAGE):
+        stored = {
+            ".".join(str(key["key"]) for key in one["key_metadata"])  # a/b and a.b lie in one folder
+            for one in json.loads(text)["tree_metadata"].values()
+            if _ARRAY_TYPE.search(json.dumps(one).encode())
+        }
+        lost = len(stored) - sum(1 for one in found for _ in arrays_below(one))
+        if lost > 0:
+            return f"{lost} of the {len(stored)} arrays are missing that {layout.TREE_METADATA} records"
+    return None
+
+
+def lost_structure(path: Location, names: set[str]) -> bool:
+    """Return whether a directory has parts of a tree of Orbax, but lost the structure file."""
+    if names.intersection(PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
+        return True
+    if any(map(_DATA_FILE.fullmatch, _names_of_data(path, names))):
+        return True
+    chunks = path / layout.MSGPACK_FILE  # of an array item that lost the metadata of its one array
+    if layout.MSGPACK_FILE in names and any(map(layout.ZARR2_CHUNK.fullmatch, names_in(chunks))):
+        return True
+    return bool(names.intersection(FINISHED)) and is_folder_of_arrays(path, names)
+
+
+def _has_data_files(path: Location, names: set[str]) -> bool:
+    """Return whether a directory has the folder that a database has for its data, and not an array of that name."""
+    is_there = layout.DATA_DIRECTORY in names and (path / layout.DATA_DIRECTORY).isdir()
+    return is_there and all(map(_DATA_FILE.fullmatch, _names_of_data(path, names)))
+
+
+def _names_of_data(path: Location, names: set[str]) -> set[str]:
+    return names_in(path / layout.DATA_DIRECTORY) if layout.DATA_DIRECTORY in names else set()
+
+
+def _is_never_merged(path: Location, names: set[str]) -> bool:
     """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
     folders = [name for name in names if (path / name).isdir()]
     databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
-    finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
-        layout.STEP_METADATA,
-        layout.DATA_DIRECTORY,
-    }
-    return finished and len(databases) == 1 and len(folders) > 1
+    is_whole = names >= _STRUCTURES and names.isdisjoint((layout.STEP_METADATA, layout.DATA_DIRECTORY))
+    return is_whole and len(databases) == 1 and len(folders) > 1
 
 
 def _first_bytes(file: Location) -> bytes:

@@ -24,8 +24,7 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
 _DEFAULT_PREFIXES = ("", "checkpoint_")
-# A listed name vanishes if another process commits or removes it meanwhile.
-_ROUNDS = 20
+ROUNDS = 100  # of a look-up, or a read, each of which fails if another process changes the directory meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,36 +47,23 @@ def _counts(entry: Entry, found: Contents) -> bool:
 
 
 class ChangedError(Exception):
-    """The directory changed during the listing: list again."""
-
-
-class VanishedError(ChangedError):
-    """A listed name is not there."""
-
-
-def list_again_while_it_changes(directory: Location, look: Callable[[Location, bool], _Result]) -> _Result:
-    """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
-
-    It takes the directory with that listing, and True in the last round, when a vanished name counts as absent."""
-    for number in range(_ROUNDS):
-        try:
-            return look((directory.unlisted() if number else directory).listed(), number == _ROUNDS - 1)
-        except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
-            if number == _ROUNDS - 1:
-                raise
-    raise AssertionError
+    """The directory changed during the listing, so a listed name is not there: list again."""
 
 
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
-        """List the directory; if ``tolerant``, a vanished name is absent, else `VanishedError` is raised for it.
+        """If ``tolerant``, a listed name that is not there is absent, else `ChangedError` is raised for it.
 
         With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
-        self.checkpoint_dir, self._tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
-        self.names: list[str] = saved_steps.names_in(checkpoint_dir)
+        self.checkpoint_dir, self.tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
         self._classified: dict[str, Contents] = {}
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Return all names."""
+        return saved_steps.names_in(self.checkpoint_dir)
 
     @functools.cached_property
     def steps(self) -> list[Entry]:
@@ -100,13 +86,12 @@ class Directory:
     @functools.cached_property
     def texts(self) -> list[Entry]:
         """Return ``prefix + text`` in natural order: ``checkpoint_best``, ``checkpoint_epoch10``."""
-        return self._named(lambda name: steps.is_text(name, self.checkpoint_dir.prefix))
+        return self._named(steps.is_text)
 
     @functools.cached_property
     def longer(self) -> list[Entry]:
         """Return numbered names of longer prefixes that begin with this one, in natural order."""
-        prefix = self.checkpoint_dir.prefix
-        return self._named(lambda name: steps.is_of_longer_prefix(name, prefix))
+        return self._named(steps.is_of_longer_prefix)
 
     def tiers(self) -> Iterator[Sequence[Entry]]:
         """Yield groups of entries; a group can hold the latest only if all groups before are empty."""
@@ -121,12 +106,12 @@ class Directory:
         yield self.longer
 
     def classify(self, entry: Entry) -> Contents:
-        """Return what an entry holds; raise `VanishedError` if it has vanished since it was listed."""
+        """Return what an entry holds; raise `ChangedError` if it has vanished since it was listed."""
         if entry.name not in self._classified:
             self._classified[entry.name] = self._look_at(entry)
         found = self._classified[entry.name]
-        if found.state is State.ABSENT and not self._tolerant:
-            raise VanishedError
+        if found.state is State.ABSENT and not self.tolerant:
+            raise ChangedError
         return found
 
     def check_unchanged(self) -> None:
@@ -134,19 +119,26 @@ class Directory:
 
         Listing is not atomic: it can miss names that are added or removed meanwhile.
         """
-        if self._tolerant or self.checkpoint_dir.directory.is_remote:
-            return
-        if set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
+        is_final = self.tolerant or self.checkpoint_dir.directory.is_remote
+        if not is_final and set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
             raise ChangedError
+
+    def newest(self, is_wanted: Callable[[Entry, Contents], bool]) -> Found | None:
+        """Return the newest step, or else ``prefix + text``, that is wanted."""
+        entries = reversed([*self.texts, *(self.steps or self.other_family)])
+        return next((one for one in map(self._found, entries) if is_wanted(*one)), None)
+
+    def _found(self, entry: Entry) -> Found:
+        return entry, self.classify(entry)
 
     def _entry(self, name: str, text: str, *, managed: bool = False) -> Entry:
         return Entry(name, self.checkpoint_dir.path(name), steps.parse_step(text), text, managed)
 
-    def _named(self, belongs: Callable[[str], bool]) -> list[Entry]:
-        start = len(self.checkpoint_dir.prefix)
+    def _named(self, belongs: Callable[[str, str], bool]) -> list[Entry]:
+        prefix = self.checkpoint_dir.prefix
         # Unsigned: the dash in ``ckpt-10`` belongs to the text.
-        texts = steps.natural_sort((name[start:] for name in self.names if belongs(name)), signed=False)
-        named = [(self.checkpoint_dir.prefix + text, text) for text in texts]
+        texts = (name[len(prefix) :] for name in self.names if belongs(name, prefix))
+        named = [(prefix + text, text) for text in steps.natural_sort(texts, signed=False)]
         return [Entry(name, self.checkpoint_dir.path(name), None, text) for name, text in named]
 
     def _family(self, head: str) -> list[Entry]:
@@ -172,12 +164,31 @@ def _order(entry: Entry) -> tuple[float, bool, str]:
     return entry.step, not entry.managed, entry.name
 
 
+def in_one_listing(
+    checkpoint_dir: CheckpointDir,
+    look: Callable[[Directory], _Result],
+    *,
+    root: Location | None = None,
+    lists_denied: bool = False,
+) -> _Result:
+    """Return what ``look`` finds in one listing; list again, up to `ROUNDS` times, where names vanish meanwhile.
+
+    The last listing is tolerant. In a store it is one of ``root``, if that is passed, which may be above."""
+    where = root or checkpoint_dir.directory
+    for number in range(ROUNDS):
+        last = number == ROUNDS - 1
+        try:
+            listed = checkpoint_dir.listed_with((where.unlisted() if number else where).listed())
+            return look(Directory(listed, tolerant=last, lists_denied=lists_denied))
+        except (ChangedError, MissingPathError):  # what is missing was removed between two accesses
+            if last:
+                raise
+    raise AssertionError
+
+
 def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
     """Return the latest checkpoint, or None."""
-    return list_again_while_it_changes(
-        checkpoint_dir.directory,
-        lambda listed, last: latest_of(Directory(checkpoint_dir.listed_with(listed), tolerant=last)),
-    )
+    return in_one_listing(checkpoint_dir, latest_of)
 
 
 def latest_of(directory: Directory) -> Entry | None:
@@ -202,26 +213,6 @@ def latest_of(directory: Directory) -> Entry | None:
     return None
 
 
-def newest_complete(directory: Directory, *, but: Location) -> Entry | None:
-    """Return the newest complete checkpoint of one listing that is not at the path ``but``, or None."""
-    for entry in reversed([*directory.texts, *(directory.steps or directory.other_family)]):
-        if entry.location != but and directory.classify(entry).state is State.COMPLETE:
-            return entry
-    return None
-
-
-def newest_lost(directory: Directory) -> Contents | None:
-    """Return the newest incomplete checkpoint of one listing without a complete one; None if a save may have left it.
-
-    In a store, that is one of which an upload has not ended."""
-    texts = directory.texts if directory.checkpoint_dir.prefix else []
-    for entry in reversed([*texts, *directory.steps]):
-        found = directory.classify(entry)
-        if found.state is State.INCOMPLETE and not found.is_upload:
-            return found
-    return None
-
-
 def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
     """Raise for a name that is listed again and again and not there: an older one is not the latest."""
     folder = checkpoint_dir.directory
@@ -241,30 +232,26 @@ def _may_be_latest(directory: Directory, tier: Sequence[Entry], entry: Entry, fo
 
 def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return the available steps, oldest first, each number once; warn about incomplete ones."""
+    # A step that may not be listed is there, by its name: a restore of it tells of the permission.
+    return in_one_listing(checkpoint_dir, available_in, lists_denied=True)
 
-    def look(listed: Location, last: bool) -> list[Entry]:
-        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last, lists_denied=True)
-        found = _classified_steps(directory)
-        # A step that may not be listed is there, by its name: a restore of it tells of the permission.
-        counted = [entry for entry, contents in found if _counts(entry, contents)]
-        if not counted:
-            directory.check_unchanged()
-        _warn_of_skipped(directory, [one for one in found if one[1].state is State.INCOMPLETE])
-        shadowed = {entry.step for entry in counted if not entry.managed}
-        return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
 
-    return list_again_while_it_changes(checkpoint_dir.directory, look)
+def available_in(directory: Directory) -> list[Entry]:
+    """Return the available steps of one listing; see `available`."""
+    found = _classified_steps(directory)
+    counted = [entry for entry, contents in found if _counts(entry, contents)]
+    if not counted:
+        directory.check_unchanged()
+    _warn_of_skipped(directory, [one for one in found if one[1].state is State.INCOMPLETE])
+    shadowed = {entry.step for entry in counted if not entry.managed}
+    return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
 
 
 def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
-
-    def look(listed: Location, last: bool) -> list[Entry]:
-        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last)
-        found = [entry for entry, contents in everything_of(directory) if _counts(entry, contents)]
-        return sorted(found, key=lambda entry: entry.step is not None)
-
-    return list_again_while_it_changes(checkpoint_dir.directory, look)
+    everything = in_one_listing(checkpoint_dir, everything_of)
+    found = [entry for entry, contents in everything if _counts(entry, contents)]
+    return sorted(found, key=lambda entry: entry.step is not None)
 
 
 def everything_of(directory: Directory) -> list[Found]:
@@ -287,17 +274,6 @@ def _classified_steps(directory: Directory) -> list[Found]:
     entries = directory.steps or directory.other_family
     directory.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
     return [(entry, directory.classify(entry)) for entry in entries]
-
-
-def find_step(checkpoint_dir: CheckpointDir, number: float) -> Entry | None:
-    """Return the checkpoint of a step number, however it is spelt (7, 7.0, 007), or None."""
-
-    def look(listed: Location, last: bool) -> Entry | None:
-        directory = Directory(checkpoint_dir.listed_with(listed), tolerant=last)
-        found = [entry for entry in directory.steps or directory.other_family if entry.step == number]
-        return found[-1] if found else None
-
-    return list_again_while_it_changes(checkpoint_dir.directory, look)
 
 
 def _warn_of_skipped(directory: Directory, skipped: Sequence[Found]) -> None:

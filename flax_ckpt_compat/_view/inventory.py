@@ -60,20 +60,17 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
-    yield from step_lookup.list_again_while_it_changes(
-        checkpoint_dir.directory, lambda listed, last: _records(checkpoint_dir.listed_with(listed), last)
-    )
 
+    def records(listed: step_lookup.Directory) -> list[CheckpointRecord]:
+        found = [
+            record_of(entry.location, entry.step, os.path.join(checkpoint_dir.shown, entry.name), what)
+            for entry, what in step_lookup.everything_of(listed)
+        ]
+        if None in found and not listed.tolerant:
+            raise step_lookup.ChangedError
+        return [record for record in found if record is not None]
 
-def _records(checkpoint_dir: saved_steps.CheckpointDir, last: bool) -> list[CheckpointRecord]:
-    listed = step_lookup.Directory(checkpoint_dir, tolerant=last, lists_denied=True)
-    found = [
-        record_of(entry.location, entry.step, os.path.join(checkpoint_dir.shown, entry.name), what)
-        for entry, what in step_lookup.everything_of(listed)
-    ]
-    if None in found and not last:
-        raise step_lookup.ChangedError
-    return [record for record in found if record is not None]
+    yield from step_lookup.in_one_listing(checkpoint_dir, records, lists_denied=True)
 
 
 def record_of(location: Location, step: float | None, shown: str, found: Contents) -> CheckpointRecord | None:
