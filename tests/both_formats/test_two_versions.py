@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,16 @@ def test_at_the_same_time(orbax: bool, old: OldVersion, tmp_path: Path) -> None:
             else:
                 saved[step] = 100 + step
 
-    thread = threading.Thread(target=save_old)
-    thread.start()
-    for step in range(1, 24, 2):
-        try:
-            today.save(root, 100 + step, orbax, step=step, keep=3)
-            saved[step] = 100 + step
-        except errors.InvalidCheckpointError:
-            pass
-        assert today.restore(root) >= 100 + step
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:  # waits, also if this fails: the next test asks the same process
+        done = pool.submit(save_old)
+        for step in range(1, 24, 2):
+            try:
+                today.save(root, 100 + step, orbax, step=step, keep=3)
+                saved[step] = 100 + step
+            except errors.InvalidCheckpointError:
+                pass
+            assert today.restore(root) >= 100 + step
+    done.result()
     last = max(saved)
     assert today.restore(root) == old.restore(root=root) == saved[last]
     for step in today.steps(root):

@@ -393,6 +393,21 @@ def test_two_cleaners_at_once_and_one_that_is_refused(
     assert "left by an interrupted save" in caplog.text
 
 
+def test_a_folder_that_another_process_deletes_is_not_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone, which is no failure, though ``os.access`` says no of what does not exist."""
+    (tmp_path / "old/a").mkdir(parents=True)
+    (tmp_path / "old/a/file").touch()
+    access = os.access
+
+    def late(*arguments: Any, **options: Any) -> bool:
+        shutil.rmtree(tmp_path / "old", ignore_errors=True)
+        return access(*arguments, **options)
+
+    monkeypatch.setattr(os, "access", late)
+    assert atomic.discard(str(tmp_path), ["old"]) == {}
+    assert os.listdir(tmp_path) == []
+
+
 def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     """Only they go."""
     make(tmp_path / "kept", "x", "directory")

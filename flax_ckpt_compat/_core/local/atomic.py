@@ -164,6 +164,7 @@ def _hide(path: str) -> str | None:
     for folder, folders, files in os.walk(path):
         # Another user's folder could be renamed and not emptied: it would take space under a hidden name.
         if (folders or files) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
+            os.lstat(folder)  # another process may have deleted it, which `os.access` does not tell
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
     aside = temporary_path(path)
     os.rename(path, aside)

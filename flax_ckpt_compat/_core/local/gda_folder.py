@@ -64,7 +64,7 @@ def moved(temporary: str, final: str) -> Iterator[None]:
             sync_directory(os.path.dirname(final))
         yield
     except BaseException:
-        if not _is_at(final, written):  # else interrupted after the rename
+        if not temporaries.is_at(final, written):  # else interrupted after the rename
             with suppress(OSError):  # `settle` removes the rest later
                 if generation:
                     _remove_generation(folder, generation)
@@ -74,7 +74,7 @@ def moved(temporary: str, final: str) -> Iterator[None]:
     try:
         if generation or (not has_arrays and presence.isdir(folder)):
             names = _replaced_generations(final, generation)
-            if _is_at(final, written):  # else the arrays may be those of another writer
+            if temporaries.is_at(final, written):  # else the arrays may be those of another writer
                 _remove(folder, names)
             _remove_empty(own)
     except OSError as error:  # the checkpoint itself is complete
@@ -91,12 +91,6 @@ def _rename_folder(own: str, folder: str) -> None:
             raise
         message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
         raise StorageError(message, path=folder, errno=error.errno) from error
-
-
-def _is_at(final: str, written: os.stat_result) -> bool:
-    with suppress(*temporaries.GONE):
-        return os.path.samestat(os.lstat(final), written)
-    return False
 
 
 def settle(temporary: str) -> None:

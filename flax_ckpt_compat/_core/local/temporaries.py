@@ -141,7 +141,7 @@ def hold(path: str) -> bool:
         with suppress(OSError):  # a file system without locks: only time tells there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Only now: a thread that took it for a leftover releases its name, too.
-        if is_held := _is_at(path, descriptor):
+        if is_held := is_at(path, os.fstat(descriptor)):
             _held[path] = descriptor
         return is_held
     finally:
@@ -175,7 +175,7 @@ def locked_if_free(path: str) -> Iterator[bool | None]:
             descriptor = _open(path)
             if descriptor is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_free = _is_at(path, descriptor)
+                is_free = is_at(path, os.fstat(descriptor))
         except OSError as error:
             is_free = False if isinstance(error, GONE) or error.errno in (errno.EAGAIN, errno.EACCES) else None
         yield is_free
@@ -198,10 +198,10 @@ def _open(path: str) -> int | None:
     return None
 
 
-def _is_at(path: str, descriptor: int) -> bool:
-    """Return whether a path still is what a descriptor was opened for."""
+def is_at(path: str, found: os.stat_result) -> bool:
+    """Return whether a path still is what was found there."""
     with suppress(*GONE):
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), found)
     return False
 
 
