@@ -59,7 +59,6 @@ class Contents:
     items: Mapping[str, Item] = dataclasses.field(default_factory=dict)
     unknown: tuple[str, ...] = ()  # names of directories beside the items that are not items
     is_upload: bool = False  # incomplete as the unfinished save to a store is
-    is_dangling: bool = False  # a link to nothing
     is_whole: bool = False  # no part is missing, be it a temporary
     is_marked: bool = False  # a name in it is one that only Orbax, or our Orbax backend, writes
     # It is one checkpoint, whole or not, also where no listing of steps says so: not a directory of checkpoints.
@@ -128,21 +127,16 @@ def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
     return found
 
 
-def marked_contents_of(path: Location) -> Contents | None:
-    """Describe a directory that has a marker which only Orbax writes; None without one, after one listing.
-
-    A directory of thousands of checkpoints is not read through."""
-    return contents_of(path) if has_marker(path) else None
-
-
 def has_marker(path: Location) -> bool:
     """Return whether a directory has a marker that only Orbax writes."""
     return bool(names_in(path).intersection(MARKERS))
 
 
 def is_certainly_orbax(path: Location) -> bool:
-    """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has."""
-    found = marked_contents_of(path)
+    """Return whether a path is one checkpoint of Orbax, whole or not, by a marker that nothing else has.
+
+    Without one, a directory of thousands of checkpoints is not read through."""
+    found = contents_of(path) if has_marker(path) else None
     return found is not None and found.is_one_checkpoint and (found.is_complete or found.layout is not Layout.CUSTOM)
 
 
@@ -173,11 +167,6 @@ def _first_checkpoint(folder: Location) -> Location | None:
 
 
 _around_in_store = functools.lru_cache(maxsize=64)(_first_checkpoint)  # a request for each folder and marker
-
-
-def is_of_another_program(path: Location) -> bool:
-    """Return whether a directory is read by a `layouts.ReadOnlyLayout`, after one listing."""
-    return layouts.of_folder(path, names_in(path)) is not None
 
 
 def is_step_of_manager(path: Location) -> bool:
@@ -213,8 +202,8 @@ def checkpoint_at(path: Location) -> Contents:
     found = contents_of(path)
     if found.state is State.ABSENT:
         raise CheckpointNotFoundError(f"{path} does not exist", path=path.path)
-    if found.is_dangling:
-        raise CheckpointNotFoundError(found.why, path=path.path, has_remedy=True)
+    if dangling := presence.dangling_link(path.path):
+        raise CheckpointNotFoundError(dangling, path=path.path, has_remedy=True)
     if found.state is State.FOREIGN and not found.is_readable:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
@@ -243,36 +232,22 @@ def incomplete_message(found: Contents) -> str:
 def _look_once(path: Location, lists_denied: bool) -> Contents:
     """See `contents_of`; what this returns may be wrong if another process replaces the checkpoint meanwhile."""
     try:
-        found = _by_content(path)
-        whose = temporary_of(found.name)
-        if whose is None:
-            return found
-        return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
+        found = _directory(path, set(path.listdir())) if path.isdir() else _file(path)
     except StorageError as error:
-        if _is_absent(error):
-            return _absent(path)
+        if _is_absent(error):  # a link to nothing was a checkpoint once
+            dangling = presence.dangling_link(path.path)
+            return Contents(path, State.INCOMPLETE if dangling else State.ABSENT, dangling or "it does not exist")
         if lists_denied and is_denied(error):
             return Contents(path, State.DENIED, DENIED)
         raise
-
-
-def _by_content(path: Location) -> Contents:
-    if not path.isdir():
-        return _file(path)
-    names = set(path.listdir())
-    return _directory(path, names) if names else Contents(path, State.INCOMPLETE, "the directory is empty")
+    whose = temporary_of(found.name)
+    if whose is None:
+        return found
+    return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
 
 
 def _is_absent(error: StorageError) -> bool:
     return isinstance(error, MissingPathError) or error.errno == errno.ELOOP
-
-
-def _absent(path: Location) -> Contents:
-    """Describe a path where nothing is: a link to nothing was a checkpoint once."""
-    dangling = None if path.is_remote else presence.dangling_link(path.path)
-    if dangling is None:
-        return Contents(path, State.ABSENT, "it does not exist")
-    return Contents(path, State.INCOMPLETE, dangling, is_dangling=True)
 
 
 def _file(path: Location) -> Contents:
@@ -298,6 +273,8 @@ def _file(path: Location) -> Contents:
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
+    if not names:
+        return Contents(path, State.INCOMPLETE, "the directory is empty")
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
@@ -306,7 +283,8 @@ def _directory(path: Location, names: set[str]) -> Contents:
     found = orbax_directory.describe(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
-    why = upload or _why_unfinished(names) or found.missing
+    begun = next((name for name in sorted(names) if layout.TEMPORARY in name), None)
+    why = upload or (f"the directory still holds {begun}, which Orbax had not finished" if begun else found.missing)
     if why and found.layout not in (Layout.TREE, Layout.ARRAYS) and not orbax_directory.looks_begun(path, names):
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))
     return Contents(
@@ -332,8 +310,3 @@ def _of_another_program(
     }
     state, look = (State.COMPLETE, "") if layout.is_step else (State.FOREIGN, foreign.names_look_like(names))
     return Contents(path, state, look, Layout.READ_ONLY, items, is_one_checkpoint=layout.is_step)
-
-
-def _why_unfinished(names: set[str]) -> str | None:
-    unfinished = sorted(name for name in names if layout.TEMPORARY in name)
-    return f"the directory still holds {unfinished[0]}, which Orbax had not finished" if unfinished else None

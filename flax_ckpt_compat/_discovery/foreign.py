@@ -33,9 +33,7 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
     (b"PK\x03\x04", ZIP),
     (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
-    (b"\xfd7zXZ", "an xz file (unpack it first)"),
     (b"\x89HDF", "an HDF5 file (h5py reads it)"),
-    (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
     (b"SQLite format 3", "an SQLite database"),
 )
 EQUINOX = "several .npy files in a row (equinox.tree_deserialise_leaves reads it)"
@@ -51,7 +49,7 @@ _BYTES = (0xC4, 0xC5, 0xC6)
 _UNDECODABLE = (ValueError, msgpack.exceptions.UnpackException)
 _TREES = (*_MAPS, *_LISTS, *_EXTENSIONS)
 _ENTRIES = 4  # of a map, to look at
-
+_CONTROL = re.compile(rb"[^\t\n\f\r\x20-\x7e\x80-\xff]")  # characters that no text has
 _MAX_SHOWN = 3
 _MAX_FILES = 200  # to look at; a pointer of git-lfs is rarely alone
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
@@ -86,16 +84,15 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     head = path.head() if head is None else head
     if _begins_like_container(head) and not _begins_like_other(head):
         return None
-    if (
-        path.name.endswith(_TENSORFLOW_INDEX)
-        and path.at(path.path.removesuffix(_TENSORFLOW_INDEX) + _FIRST_SHARD).exists()
-    ):
-        return TENSORFLOW
-    look = bytes_look_like(path.read(0, FIRST_BYTES), path.size())
+    if path.name.endswith(_TENSORFLOW_INDEX):
+        data = path.path.removesuffix(_TENSORFLOW_INDEX) + _FIRST_SHARD
+        if path.at(data).exists():
+            return TENSORFLOW
+    look = _bytes_look_like(path.read(0, FIRST_BYTES), path.size())
     return EQUINOX if look == _ONE_NPY and path.name.endswith(".eqx") else look
 
 
-def bytes_look_like(first: bytes, size: int) -> str | None:
+def _bytes_look_like(first: bytes, size: int) -> str | None:
     """Return what a file with these first bytes, and this size in bytes, looks like; see `file_looks_like`."""
     # First: the length at its beginning may look like anything else.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
@@ -107,10 +104,6 @@ def bytes_look_like(first: bytes, size: int) -> str | None:
     for magic, what in _LOOKS:
         if first.startswith(magic):
             return what
-    if b"brain.Event:" in first[:64]:
-        return "an event file of TensorBoard"
-    if first[257:262] == b"ustar":
-        return "a tar archive (unpack it first)"
     if _begins_like_container(first):
         return None
     return _text_looks_like(first) or f"{_UNKNOWN_FILE} (it begins with the bytes {first[:6].hex(' ')})"
@@ -162,7 +155,7 @@ def _begins_like_container(first: bytes) -> bool:
 def _is_entry(unpacker: msgpack.Unpacker, first: bytes) -> bool:
     """Return whether a name and a value come next; a number is a name before a map, a list or an array only."""
     key, value = unpacker.unpack(), unpacker.tell()
-    is_name = isinstance(key, str | bytes) or first[value : value + 1] in map(_one_byte, _TREES)
+    is_name = isinstance(key, str | bytes) or (value < len(first) and first[value] in _TREES)
     unpacker.skip()
     return is_name
 
@@ -177,18 +170,14 @@ def _begins_like_stream(first: bytes) -> bool:
         path = unpacker.unpack()
     except _UNDECODABLE:
         return False
-    names = path if isinstance(path, list) and path else [path]
-    return all(isinstance(name, str) for name in names) and first[unpacker.tell() :][:1] in map(_one_byte, _BYTES)
+    names, at = path if isinstance(path, list) and path else [path], unpacker.tell()
+    return all(isinstance(name, str) for name in names) and at < len(first) and first[at] in _BYTES
 
 
 def _unpacker(data: bytes) -> msgpack.Unpacker:
     unpacker = msgpack.Unpacker(raw=False, strict_map_key=False)
     unpacker.feed(data)
     return unpacker
-
-
-def _one_byte(value: int) -> bytes:
-    return bytes([value])
 
 
 def is_lfs_pointer(path: Location) -> bool:
@@ -214,12 +203,11 @@ def naming_lfs_pointers(path: Location) -> Iterator[None]:
 
 
 def _first_pointer(path: Location) -> Location | None:
-    """Return a file of a checkpoint that is a pointer; the first one by name, of some. In a store one listing tells."""
+    """Return a file of a directory that is a pointer; the first one by name, of some. In a store one listing tells."""
     with suppress(OSError, CheckpointError):
-        if not path.isdir():
-            return None
         path = path.unlisted().listed()
-        files = (path / name for name in sorted(path.files_below())[:_MAX_FILES])
+        names = sorted(path.files_below()) if path.isdir() else []
+        files = (path / name for name in names[:_MAX_FILES])
         return next((file for file in files if file.size() <= FIRST_BYTES and is_lfs_pointer(file)), None)
     return None
 
@@ -236,19 +224,10 @@ def _text_looks_like(first: bytes) -> str | None:
         return "an HTML or XML page (a failed download?)"
     if text.startswith((b'{"', b"[", b"{\n", b"{\r")):
         return "JSON text"
-    if any((byte < 0x20 and byte not in b"\t\n\f\r") or byte == 0x7F for byte in first):
-        return None
-    try:
-        # Not final: the last character may be truncated.
-        codecs.getincrementaldecoder("utf-8")().decode(first)
-    except UnicodeDecodeError:
-        return None
-    return "a text file"
-
-
-def folder_looks_like(path: Location) -> str:
-    """Return what a directory that is not a checkpoint looks like, or names some of what it holds."""
-    return names_look_like(path.listdir())
+    with suppress(UnicodeDecodeError):
+        codecs.getincrementaldecoder("utf-8")().decode(first)  # not final: the last character may be truncated
+        return None if _CONTROL.search(first) else "a text file"
+    return None
 
 
 def names_look_like(found: Collection[str]) -> str:
@@ -288,10 +267,9 @@ def is_prefix_of_tensorflow(path: Location) -> bool:
 
 def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
-    file = msgpack_file_in(path)
-    if file is not None:
+    if (file := msgpack_file_in(path)) is not None:
         return f"Restore {file}, which is in it."
     names = sorted(name for name in path.listdir() if name.endswith(_READ_SUFFIXES))
     if names and not is_lfs_pointer(path / names[-1]):
-        return f"Restore one of the files in it, such as {(path / names[-1])}."
+        return f"Restore one of the files in it, such as {path / names[-1]}."
     return "Restore another step or path, or read it with the program that wrote it."

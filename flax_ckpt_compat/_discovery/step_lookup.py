@@ -41,11 +41,6 @@ class Entry:
 Found = tuple[Entry, Contents]  # an entry with what it holds
 
 
-def _counts(entry: Entry, found: Contents) -> bool:
-    """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign."""
-    return found.state in (State.COMPLETE, State.DENIED) or (found.state is State.FOREIGN and not entry.managed)
-
-
 class ChangedError(Exception):
     """The directory changed during the listing, so a listed name is not there: list again."""
 
@@ -199,9 +194,11 @@ def latest_of(directory: Directory) -> Entry | None:
     for tier in directory.tiers():
         for entry in reversed(tier):
             found = directory.classify(entry)
-            if _counts(entry, found) and _may_be_latest(directory, tier, entry, found):
+            is_longer = tier is directory.longer
+            may_be = found.is_complete and saved_steps.is_checkpoint(entry.location) if is_longer else True
+            if may_be and _counts(directory, entry, found):
                 _warn_of_skipped(directory, skipped)
-                if tier is directory.longer:
+                if is_longer:
                     _warn_of_longer(directory.checkpoint_dir, entry)
                 return entry
             if found.state is State.INCOMPLETE:
@@ -211,6 +208,15 @@ def latest_of(directory: Directory) -> Entry | None:
     directory.check_unchanged()
     _warn_of_skipped(directory, skipped)
     return None
+
+
+def _counts(directory: Directory, entry: Entry, found: Contents) -> bool:
+    """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign.
+
+    Without a prefix every other folder of the directory would count."""
+    if found.state is State.FOREIGN:
+        return not entry.managed and (entry.step is not None or directory.checkpoint_dir.prefix != "")
+    return found.state in (State.COMPLETE, State.DENIED)
 
 
 def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
@@ -224,12 +230,6 @@ def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
     )
 
 
-def _may_be_latest(directory: Directory, tier: Sequence[Entry], entry: Entry, found: Contents) -> bool:
-    if tier is directory.longer:
-        return found.is_complete and saved_steps.is_checkpoint(entry.location)
-    return _is_listed(directory, entry, found)
-
-
 def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return the available steps, oldest first, each number once; warn about incomplete ones."""
     # A step that may not be listed is there, by its name: a restore of it tells of the permission.
@@ -239,7 +239,7 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
 def available_in(directory: Directory) -> list[Entry]:
     """Return the available steps of one listing; see `available`."""
     found = _classified_steps(directory)
-    counted = [entry for entry, contents in found if _counts(entry, contents)]
+    counted = [entry for entry, contents in found if _counts(directory, entry, contents)]
     if not counted:
         directory.check_unchanged()
     _warn_of_skipped(directory, [one for one in found if one[1].state is State.INCOMPLETE])
@@ -249,25 +249,25 @@ def available_in(directory: Directory) -> list[Entry]:
 
 def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
-    everything = in_one_listing(checkpoint_dir, everything_of)
-    found = [entry for entry, contents in everything if _counts(entry, contents)]
-    return sorted(found, key=lambda entry: entry.step is not None)
+
+    def look(directory: Directory) -> list[Entry]:
+        found = [entry for entry, contents in everything_of(directory) if _counts(directory, entry, contents)]
+        return sorted(found, key=lambda entry: entry.step is not None)
+
+    return in_one_listing(checkpoint_dir, look)
 
 
 def everything_of(directory: Directory) -> list[Found]:
     """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
     found = _classified_steps(directory) + [(entry, directory.classify(entry)) for entry in directory.texts]
-    ours = [one for one in found if _is_listed(directory, *one)]
+    ours = [
+        (entry, contents)
+        for entry, contents in found
+        if contents.state in (State.INCOMPLETE, State.TEMPORARY) or _counts(directory, entry, contents)
+    ]
     if not ours:
         directory.check_unchanged()
     return ours
-
-
-def _is_listed(directory: Directory, entry: Entry, found: Contents) -> bool:
-    if found.state is not State.FOREIGN:
-        return found.state is not State.ABSENT
-    # Without a prefix every other folder of the directory would count.
-    return not entry.managed and (entry.step is not None or bool(directory.checkpoint_dir.prefix))
 
 
 def _classified_steps(directory: Directory) -> list[Found]:

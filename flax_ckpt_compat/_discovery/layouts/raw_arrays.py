@@ -91,16 +91,5 @@ def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 def read_npy(stream: IO[bytes], handle: LeafHandle) -> np.ndarray[Any, Any]:
     """Read the array of a handle, in C order, from a stream at the beginning of its `.npy` file."""
     assert handle.dtype is not None
-    _, is_fortran, _ = npy_header(stream)
-    found = memory.empty(handle.shape[::-1] if is_fortran else handle.shape, handle.dtype)
-    rest = memory.as_bytes(found)
-    while rest:
-        if not (data := stream.read(len(rest))):
-            raise EOFError("the end of the array")
-        rest[: len(data)] = data
-        rest = rest[len(data) :]
-    if not is_fortran:
-        return found
-    result = memory.empty(handle.shape, handle.dtype)
-    result[...] = found.T
-    return result
+    found = npy.read_array(stream, allow_pickle=False)
+    return np.require(found, requirements=["C", "W"]).view(handle.dtype)
