@@ -142,17 +142,19 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
     """Return the contents with all that only a handler of a user's own reads as unknown; '' is the whole checkpoint.
 
     Its files may be called like those of a tree. Where there are arrays, it is one, be it a damaged one."""
-    doubtful = [name for name, item in found.items.items() if _may_only_look_like_tree(item)]
+    doubtful = {name: item for name, item in found.items.items() if _may_only_look_like_tree(item)}
     if found.items and not doubtful:
         return found
     recorded = recorded_handlers(found.location, names_in(found.location))
     handlers = {"": recorded} if isinstance(recorded, str) else recorded
-    custom = [name for name in doubtful if kind_of_handler(handlers.get(name, "orbax.PyTree")) is ItemKind.UNKNOWN]
-    alike = [name for name in custom if not _opens(found.items[name])]
+    of_others = (name for name, one in handlers.items() if kind_of_handler(one) is ItemKind.UNKNOWN)
+    alike = [name for name in of_others if name in doubtful and not _opens(doubtful[name])]
     items = {name: item for name, item in found.items.items() if name not in alike}
-    unknown = (*found.unknown, *alike)
-    if not items and not unknown:
-        unknown = ("",) if handlers else _parts_of_unknown(found.location)
+    unknown = {*found.unknown, *alike}
+    if not items and not unknown:  # without recorded handlers its folders, or '' if it has files of its own
+        names = names_in(found.location).difference(layout.STEP_FILES)
+        are_items = not handlers and all((found.location / name).isdir() for name in names)
+        unknown = names if are_items else {""}
     return dataclasses.replace(found, items=items, unknown=tuple(sorted(unknown)))
 
 
@@ -171,12 +173,6 @@ def _opens(item: Item) -> bool:
     except _DAMAGE:
         return False
     return True
-
-
-def _parts_of_unknown(location: Location) -> tuple[str, ...]:
-    """Return the items of a checkpoint without recorded handlers: its folders, or '' if it has files of its own."""
-    names = names_in(location).difference(layout.STEP_FILES)
-    return tuple(names) if all((location / name).isdir() for name in names) else ("",)
 
 
 def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: bool = False) -> contents.Contents:

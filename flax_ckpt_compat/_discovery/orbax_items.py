@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -117,22 +117,15 @@ def kind_of_item(item: Item, handler: str) -> ItemKind:
     return ItemKind.ARRAY if is_one and is_array(item.location / layout.SINGLE_ARRAY) else ItemKind.TREE
 
 
-def json_name(names: set[str], handler: str = "") -> str | None:
-    """Return the name of the file of a JSON item among the names in its directory, or None.
+def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
+    """Return the one file of a JSON item, or None.
 
     With a recorded ``handler`` of JSON, that file may have any name, or others beside it."""
     rest = names.difference(FINISHED)
     known = rest.intersection(layout.JSON_FILES)
     is_json = kind_of_handler(handler) is ItemKind.JSON
-    if len(rest) == 1 and (known or is_json):
-        return next(iter(rest))
-    return next(iter(known)) if len(known) == 1 and is_json else None
-
-
-def json_file(path: Location, names: set[str], handler: str = "") -> Location | None:
-    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
-    name = json_name(names, handler)
-    return path / name if name is not None and (path / name).isfile() else None
+    found = rest if len(rest) == 1 and (known or is_json) else known if len(known) == 1 and is_json else ()
+    return next((path / name for name in found if (path / name).isfile()), None)
 
 
 def is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
@@ -157,20 +150,20 @@ def items_in(path: Location, names: set[str], handlers: Mapping[str, str] | None
         if not is_part and child.isdir():
             inside[name] = names_in(child)
     whole = {
-        name for name, found in inside.items() if name not in handlers and is_checkpoint_itself(name, found, is_marked)
+        name: found
+        for name, found in inside.items()
+        if name not in handlers and is_checkpoint_itself(name, found, is_marked)
     }
-    found = {
-        name: item
-        for name in inside
-        if name not in whole and (item := _item((path / name), inside[name], handlers.get(name, "")))
-    }
+
+    def items_of(names: Iterable[str]) -> dict[str, Item]:
+        found = {name: _item(path / name, inside[name], handlers.get(name, "")) for name in names}
+        return {name: item for name, item in found.items() if item is not None}
+
+    found = items_of(inside.keys() - whole)
     if whole:
         # A tree that a checkpointer of its own saved into a finished step is an item of it, as for real Orbax.
         named = {name for name in whole if not steps.ends_in_step(name)}
-        others = {one: inside[one] for one in whole}
-        for name in named if is_marked else _items_that_look_like_steps(path, found, others):
-            if (item := _item((path / name), inside[name], "")) is not None:
-                found[name] = item
+        found |= items_of(named if is_marked else _items_that_look_like_steps(path, found, whole))
     return dict(sorted(found.items()))
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from flax_ckpt_compat.orbax_backend import tree_structure
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -101,13 +100,6 @@ def test_a_managers_root_step_and_item(target: Any, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, target, step=11)
 
 
-def test_a_managers_root_with_prefix_and_padding(tmp_path: Path) -> None:
-    """Step directories called step_00009 are steps, too."""
-    manager(tmp_path, [9, 10], step_prefix="step", step_format_fixed_length=5)
-    same(checkpoints.restore_checkpoint(tmp_path, None))
-    same(checkpoints.restore_checkpoint(tmp_path, None, step=9), ZEROS)
-
-
 def test_steps_of_other_prefixes_are_not_a_managers(tmp_path: Path) -> None:
     """Step directories of another prefix than the caller's, or of several, are nobody's latest; plain numbers are."""
     for name, tree in (("opt_5", ZEROS), ("ema_7", ZEROS)):
@@ -119,15 +111,6 @@ def test_steps_of_other_prefixes_are_not_a_managers(tmp_path: Path) -> None:
     same(checkpoints.restore_checkpoint(tmp_path, None))
     same(checkpoints.restore_checkpoint(tmp_path, None, prefix="model_"))
     same(checkpoints.restore_checkpoint(tmp_path, None, step=3))
-
-
-def test_an_unfinished_step_is_not_the_latest(tmp_path: Path) -> None:
-    """An empty step directory, and one that Orbax had not finished, are passed over."""
-    manager(tmp_path, [9, 10])
-    (tmp_path / "11").mkdir()
-    (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
-    (tmp_path / "13" / "default.orbax-checkpoint-tmp").mkdir(parents=True)
-    same(checkpoints.restore_checkpoint(tmp_path, None))
 
 
 def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -327,11 +310,3 @@ def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
         with pytest.raises(IncompleteCheckpointError, match="empty"):
             checkpoints.restore_checkpoint(*arguments)
     assert checkpoints.latest_checkpoint(tmp_path) is None
-
-
-def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
-    """Without a handler's name, the key about fill values decides, and OCDBT is of trees."""
-    key = {"store_array_data_equal_to_fill_value": True}
-    assert tree_structure.is_single_array(location_of(tmp_path), key, False)
-    assert not tree_structure.is_single_array(location_of(tmp_path), key, True)
-    assert not tree_structure.is_single_array(location_of(tmp_path), {}, False)

@@ -255,44 +255,6 @@ def hugging_face(path: Path) -> None:
     (path / "flax_model.msgpack").write_bytes(b"\x81\xa1a\x01")
 
 
-def other_code(path: Path) -> None:
-    """A checkpoint of a research code base of its own."""
-    path.mkdir(parents=True)
-    (path / "weights.npz").write_bytes(b"PK\x03\x04")
-    (path / "opt").mkdir()
-
-
-FOREIGN = {"hugging face": (hugging_face, "Hugging Face.*flax_model"), "other": (other_code, "opt, weights.npz")}
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_directories(kind: str, flag: bool, tmp_path: Path) -> None:
-    """Look-ups name them as Flax does; a restore says what they are; saving neither evicts nor replaces them."""
-    make, look = FOREIGN[kind]
-    for step in (500, 1000):
-        make(tmp_path / f"checkpoint_{step}")
-    with use_flag(flag):
-        assert flax_checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1000")
-    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1000")
-    assert checkpoints.available_steps(tmp_path) == [500, 1000]
-    for step in (None, 500):
-        with pytest.raises(errors.UnrecognizedFormatError, match=look):
-            checkpoints.restore_checkpoint(tmp_path, None, step)
-    records = list(flax_ckpt_compat.iter_checkpoints(tmp_path))
-    assert [(record.step, record.complete, record.format) for record in records] == [
-        (500, False, "unknown"),
-        (1000, False, "unknown"),
-    ]
-    assert "not a checkpoint: " in CliRunner().invoke(main, ["ls", str(tmp_path)]).stdout
-    checkpoints.save_checkpoint(tmp_path, tree(1), 1, keep=1)
-    checkpoints.save_checkpoint(tmp_path, tree(2), 2, keep=1, overwrite=True)
-    for overwrite in (False, True):
-        with pytest.raises(errors.InvalidCheckpointError, match="checkpoint_500"):
-            checkpoints.save_checkpoint(tmp_path, tree(500), 500, overwrite=overwrite)
-    assert names(tmp_path) == ["checkpoint_1000", "checkpoint_2", "checkpoint_500"]
-    assert len(names(tmp_path / "checkpoint_500")) == 2
-
-
 def test_a_hugging_face_folder_as_the_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning points to the file that restores."""
     hugging_face(tmp_path / "model")
