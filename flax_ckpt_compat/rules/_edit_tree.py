@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from flax_ckpt_compat._core.tree import (
 )
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages
 
 Array = LeafHandle | Derived
 
@@ -36,100 +37,30 @@ def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]]) -> Node:
 def rebuild(stored: Node, new_leaves: Callable[[Path, Any], Iterable[tuple[Path, Node]]]) -> Node:
     """Put new leaves, with their key paths, for each leaf.
 
-    Containers whose children keep their names keep their type."""
+    Containers whose children keep their names keep their type. None and empty containers, which hold no values, give
+    way to what is put below them, and what an earlier rule left to the target gives way to a stored leaf."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
     for old, before in iter_leaves(stored):
         for new, leaf in new_leaves(old, before):
-            # What an earlier rule left to the target is no value, and gives way.
             if leaf is Own.KEEP_TARGET and new in leaves:
                 continue
-            if leaves.get(new) is Own.KEEP_TARGET:
-                del leaves[new]
-            if new in leaves:
-                first, second = show_path(origins[new]), show_path(old)
-                raise _collision(f"{first} and {second} would both be called {show_path(new)}", show_path(new))
+            if leaves.pop(new, Own.KEEP_TARGET) is not Own.KEEP_TARGET:
+                both = f"{show_path(origins[new])} and {show_path(old)}"
+                raise _collision(f"{both} would both be called {show_path(new)}", show_path(new))
             leaves[new], origins[new] = leaf, old
+    if empty := {path for path, leaf in leaves.items() if is_empty(leaf)}:
+        empty &= {path[:end] for path in leaves for end in range(len(path))}
     try:
-        tree = _built(leaves, stored)
+        tree = from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=stored)
     except NameCollisionError as error:
         raise _collision(str(error), error.leaf) from None
     _take_containers(tree, stored, origins)
     return tree
 
 
-def _built(leaves: dict[Path, Node], like: Node) -> Node:
-    """Build a tree; None and empty containers, which hold no values, give way to what is put below them."""
-    try:
-        return from_leaves(leaves, like=like)
-    except NameCollisionError:
-        above = {path[:end] for path in leaves for end in range(len(path))}
-        empty = {path for path in above if is_empty(leaves.get(path, Own.KEEP_TARGET))}
-        return from_leaves({path: leaf for path, leaf in leaves.items() if path not in empty}, like=like)
-
-
-def moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
-    """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
-
-    def new_paths(path: Path) -> list[Path]:
-        start = prefix_in(path, ends)
-        if start is None:
-            return [] if drops_rest else [path]
-        end = ends[start] + path[len(start) :]
-        return [path, end] if stays else [end]
-
-    return remap(stored, new_paths)
-
-
 def _collision(problem: str, leaf: str | None) -> RuleError:
     return RuleError(f"{problem}; drop or move one of them first", leaf=leaf, kind=NameCollisionError)
-
-
-def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
-    """Return the shortest beginning of a key path that is among the places, or None."""
-    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
-
-
-def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
-    """Return a tree with a node replaced; ``stored`` is its subtree below the first ``depth`` names of the path."""
-    if depth == len(path):
-        return node
-    if stored is not None and not isinstance(stored, Branch):
-        leaf, inner = show_path(path[:depth]), show_path(path)
-        raise RuleError(f"stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf)
-    was = Branch({}) if stored is None else stored
-    child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
-    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
-
-
-def each_leaf(pattern: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
-    """Return the `apply` of a rule that changes every leaf whose key path has a match; other leaves stay.
-
-    ``change`` takes leaf, key path and target, and returns the new leaf, or None to leave it as it is and not count it.
-    ``needed`` is a noun for the required match."""
-    names = [_patterns.whole_names(pattern)]
-
-    def apply(stored: Node, target: Node) -> Node:
-        found = False
-        others: list[str] = []
-
-        def changed(path: Path, leaf: Any) -> Node:
-            nonlocal found
-            if not any(_patterns.matches(names, path)):
-                return leaf
-            new = change(leaf, path, target)
-            found = found or new is not None
-            if new is None:
-                others.append(show_path(path))
-            return leaf if new is None else new
-
-        tree = map_leaves(changed, stored)
-        if not found:
-            why = f"{one_line(others)} is none" if others else _patterns.near_names(pattern, stored)
-            raise RuleError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
-        return tree
-
-    return apply
 
 
 def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> None:
@@ -144,6 +75,23 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
             branch, was = node_at(tree, new), node_at(stored, old)
             if branch.container is Container.DICT and branch.children.keys() == was.children.keys():
                 branch.container, branch.int_keys, branch.type_name = was.container, was.int_keys, was.type_name
+
+
+def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
+    """Return the shortest beginning of a key path that is among the places, or None."""
+    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
+
+
+def put(stored: Node, path: Path, node: Node, *, depth: int = 0) -> Node:
+    """Return a tree with a node replaced; ``stored`` is its subtree below the first ``depth`` names of the path."""
+    if depth == len(path):
+        return node
+    was = Branch({}) if stored is None else stored
+    if not isinstance(was, Branch):
+        leaf = show_path(path[:depth])
+        raise RuleError(f"stored {leaf} is a leaf, but {show_path(path)} lies below; move or drop it first", leaf=leaf)
+    child = put(was.children.get(path[depth]), path, node, depth=depth + 1)
+    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys, was.type_name)
 
 
 def leaves_of(node: Node) -> dict[Path, Any]:
@@ -164,26 +112,89 @@ def describe(node: Node) -> str:
         return f"{node.dtype}{list(node.shape)}"
     if isinstance(node, LeafHandle):
         return f"a stored {node.kind.value}"
-    if isinstance(node, Own):
-        return "left to the target"
     if isinstance(node, Derived):
         return "computed, of unknown shape" if node.shape is None else "a computed PRNG key"
-    return "None"
+    return "None" if node is None else "left to the target"
 
 
-def require_array(leaf: Node, path: Path) -> Array:
-    """Return a leaf, or raise RuleError if it is not an array."""
+@contextlib.contextmanager
+def fitting(path: Path, leaf: Node) -> Iterator[None]:
+    """Make errors about a leaf, such as numpy's own, RuleErrors that name it."""
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        raise misfit(path, f"is {describe(leaf)}: {error}") from error
+
+
+def require_array(leaf: Node) -> Array:
+    """Return a leaf, or raise ValueError if it is not an array."""
     if not is_array(leaf):
-        raise misfit(path, f"is {describe(leaf)}, expected an array; move it or drop it first")
+        raise ValueError("expected an array; move it or drop it first")
     found: Array = leaf
     return found
 
 
-def axis_of(axis: int, ndim: int, path: Path) -> int:
-    """Return an axis counted from the front; raise RuleError if an array of ``ndim`` axes has no such axis."""
+def each_leaf(
+    pattern: str, wanted: Callable[[Any], bool], change: Callable[[Any, str, Node], Node], needed: str
+) -> Apply:
+    """Return the `apply` of a rule that changes the ``wanted`` leaves whose key path has a match; other leaves stay.
+
+    ``change`` takes a leaf, how errors name it when it is read, and the target's node at its key path; see `fitting`.
+    ``needed`` is a noun for the required match."""
+    names = [_patterns.whole_names(pattern)]
+
+    def apply(stored: Node, target: Node) -> Node:
+        matching: dict[Path, bool] = {}
+
+        def changed(path: Path, leaf: Any) -> Node:
+            if not any(_patterns.matches(names, path)):
+                return leaf
+            matching[path] = wanted(leaf)
+            if not matching[path]:
+                return leaf
+            with fitting(path, leaf):
+                return change(leaf, f"{name_in_messages()}: {show_path(path)}", node_at(target, path))
+
+        tree = map_leaves(changed, stored)
+        if not any(matching.values()):
+            why = f"{one_line(map(show_path, matching))} is none" if matching else _patterns.near_names(pattern, stored)
+            raise RuleError(f"matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}")
+        return tree
+
+    return apply
+
+
+def each_array(pattern: str, change: Callable[[Array, str, Node], Node]) -> Apply:
+    """Return the `apply` of a rule that changes every matching array; see `each_leaf`."""
+    return each_leaf(pattern, is_array, change, "array")
+
+
+def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
+    """Return the `apply` of a rule that gives every matching array another shape by a function of the array.
+
+    The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
+
+    def changed(leaf: Array, *_: Any) -> Node:
+        shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
+        note = how or f"{leaf.shape} → {shape}"
+        return derived(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
+
+    return each_array(pattern, changed)
+
+
+def derived(
+    leaf: Array, function: Callable[[Any], Any], how: str, *, shape: tuple[int, ...] | None = None, dtype: Any = None
+) -> Derived:
+    """Derive a leaf by a function of an ``np.ndarray``; give shape and dtype if they change."""
+    shape = leaf.shape if shape is None else shape
+    return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)
+
+
+def axis_of(axis: int, shape: tuple[int, ...] | None) -> int:
+    """Return an axis of a shape counted from the front; raise IndexError if there is none."""
+    ndim = len(shape or ())
     if not -ndim <= axis < ndim:
-        other = f"pass one from {-ndim} to {ndim - 1}" if ndim else "match only arrays that have axes"
-        raise misfit(path, f"has {ndim} axes, so no axis {axis}; {other}")
+        raise IndexError(f"it has no axis {axis}; match only arrays that have")
     return axis % ndim
 
 
@@ -194,48 +205,4 @@ def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squee
     shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
     # A slice that was read owns its memory; one of a computed array is a view that others may share.
     is_own = isinstance(part, ArraySlice)
-    return Derived(
-        (part,), lambda value: (value if is_own else value.copy(order="C")).reshape(shape), shape, leaf.dtype, how
-    )
-
-
-def each_array(pattern: str, change: Callable[[Array, Path, Node], Node], needed: str = "array") -> Apply:
-    """Return the `apply` of a rule that changes every matching array; see `each_leaf`.
-
-    A ValueError or IndexError of ``change``, such as numpy's own, says why an array does not fit."""
-
-    def changed(leaf: Any, path: Path, target: Node) -> Node:
-        if not is_array(leaf):
-            return None
-        try:
-            return change(leaf, path, target)
-        except (ValueError, IndexError) as error:
-            raise misfit(path, f"is {describe(leaf)}: {error}") from error
-
-    return each_leaf(pattern, changed, needed)
-
-
-def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
-    """Return the `apply` of a rule that gives every matching array another shape by a function of the array.
-
-    The function first runs on an array that repeats a single zero: that tells the new shape, and whether it fits."""
-
-    def changed(leaf: Array, _: Path, __: Node) -> Node:
-        shape = function(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())).shape
-        note = how or f"{leaf.shape} → {shape}"
-        return apply_to(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
-
-    return each_array(pattern, changed)
-
-
-def apply_to(
-    leaf: Array,
-    function: Callable[[Any], Any],
-    how: str,
-    *,
-    shape: tuple[int, ...] | None = None,
-    dtype: np.dtype[Any] | None = None,
-) -> Derived:
-    """Derive a leaf by a function of an ``np.ndarray``; give shape and dtype if they change."""
-    shape = leaf.shape if shape is None else shape
-    return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)
+    return Derived((part,), lambda value: (value if is_own else value.copy("C")).reshape(shape), shape, leaf.dtype, how)

@@ -8,10 +8,10 @@ match it with the whole key path of a subtree or leaf (`select`); rules that cha
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from flax_ckpt_compat._core.text_formatting import Names, literal, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
@@ -71,38 +71,26 @@ def filled(pattern: re.Pattern[str], replacement: Replacement) -> Fill:
     return fill
 
 
-class Plain(NamedTuple):
-    """Those of several patterns that are single names, so that `matches` need not search for each of them."""
-
-    numbers: Mapping[str, int]  # name → index of the pattern
-    others: Sequence[int]  # indices of the other patterns
-
-
-def plain_names(patterns: Iterable[str]) -> Plain:
-    """Return which patterns match one name and nothing else."""
-    given = list(patterns)
-    numbers = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
-    return Plain(numbers, [number for number, text in enumerate(given) if text not in numbers])
-
-
 def matches(
-    patterns: Sequence[re.Pattern[str]], path: Path, plain: Plain | None = None
+    patterns: Sequence[re.Pattern[str]],
+    path: Path,
+    plain: Mapping[str, int] | None = None,
+    searched: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, int, int, re.Match[str]]]:
     """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
 
     Yields the index of the pattern; of the first name; after the last name; and the match. Of several that match from
     one name on, the one with the most names is taken, then the first. A ``/`` inside a name is an ordinary character,
-    at which no match begins or ends."""
+    at which no match begins or ends. ``plain`` has the indices of patterns that are single names, ``searched`` those of
+    all others: a search for each of many names would take long."""
     text = joined(path)
-    searched = range(len(patterns)) if plain is None else plain.others
+    searched = range(len(patterns)) if searched is None else searched
     able = [number for number in searched if patterns[number].search(text)]
-    if plain is not None:
-        able = sorted({*able, *(plain.numbers[name] for name in path if name in plain.numbers)})
+    if plain:
+        able = sorted({*able, *(plain[name] for name in path if name in plain)})
     if not able:
         return
-    starts = [0]
-    for name in path:
-        starts.append(starts[-1] + len(name) + 1)
+    starts = [0, *itertools.accumulate(len(name) + 1 for name in path)]
     ends = {start - 1: number for number, start in enumerate(starts)}
     first = 0
     while first < len(path):
@@ -115,21 +103,16 @@ def matches(
         first = max(after, first + 1)
 
 
-def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+def below(branch: Node, path: Path, pattern: re.Pattern[str], level: Path = ()) -> Iterator[tuple[Path, re.Match[str]]]:
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
     The pattern does not match names of the branch's own key path."""
     start = len(joined(path)) + bool(path)
-
-    def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-        match = pattern.fullmatch(joined((*path, *level)), start) if level else None
-        if match:
-            yield level, match
-        elif isinstance(node, Branch):
-            for name, child in node.children.items():
-                yield from visit(child, (*level, name))
-
-    return visit(branch, ())
+    if level and (match := pattern.fullmatch(joined((*path, *level)), start)):
+        yield level, match
+    elif isinstance(branch, Branch):
+        for name, child in branch.children.items():
+            yield from below(child, path, pattern, (*level, name))
 
 
 def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint") -> dict[Path, re.Match[str]]:
@@ -159,15 +142,6 @@ def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint"
     return found
 
 
-def select_one(tree: Node, pattern: str, *, whose: str = "the checkpoint") -> Path:
-    """Return the only key path that `select` finds; raise RuleError if it finds several, or as in `select`."""
-    first, *others = select(tree, [pattern], whose=whose)
-    if others:
-        shown = one_line(map(show_path, (first, *others)))
-        raise RuleError(f"{pattern!r} must match one place in {whose}, found {shown}")
-    return first
-
-
 def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
     """Yield the key paths that are this text when joined with ``/``."""
     if not text and not path:
@@ -182,12 +156,15 @@ def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
 
 def destination(text: str, *trees: Node) -> Path:
     """Return the key path for the text of a new place: as in the first tree that has it, else split at each ``/``."""
-    return next((path for tree in trees for path in paths_of(tree, text)), names_in(text))
+    new = new_names(text) if text else ()
+    return next((path for tree in trees for path in paths_of(tree, text)), new)
 
 
-def names_in(text: str) -> Path:
-    """Split text at each ``/``; empty text gives ()."""
-    return tuple(text.split("/")) if text else ()
+def new_names(text: str) -> Path:
+    """Split the name of a new level, or levels, at each ``/``."""
+    if not text:
+        raise RuleError("a new name is empty")
+    return tuple(text.split("/"))
 
 
 def near_names(wanted: str, tree: Node) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.text_formatting import Row, one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array
 from flax_ckpt_compat.rules import _edit_tree, _patterns
@@ -38,20 +35,29 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
             on, or two of the layers differ in their leaves, shapes or dtypes.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    compiled, levels = _patterns.whole_names(pattern), _levels(into)
+    compiled = _patterns.whole_names(pattern)
     if compiled.groups != 1:
         raise RuleError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
-    def join(leaves: list[Array], path: Path) -> Derived:
+    def number(match: re.Match[str]) -> int:
+        if not (match[1] or "").isdecimal():
+            raise RuleError(f"the group matches {match[1]!r} in {match.string}, expected a number", leaf=match.string)
+        return int(match[1])
+
+    def row(place: Path, layers: dict[int, Path]) -> list[Path]:
+        numbers = sorted(layers)
+        if numbers != [*range(first, first + len(numbers))]:
+            raise misfit(place, f"has numbers {numbers}, expected consecutive ones from first={first} on")
+        return [layers[one] for one in numbers]
+
+    def join(leaves: list[Array]) -> Derived:
         shape = leaves[0].shape or ()
-        at = _edit_tree.axis_of(axis, len(shape) + 1, path)
-        shape = (*shape[:at], len(leaves), *shape[at:])
-        return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
+        at = _edit_tree.axis_of(axis, (*shape, 1))
+        return _joined(np.stack, leaves, at, (*shape[:at], len(leaves), *shape[at:]), f"stack of {len(leaves)}")
 
-    def layers(branch: Branch, path: Path) -> list[Path]:
-        return _in_order(compiled, branch, path, first)
-
-    return _inner_first(layers, _joining(levels, lambda node, _: _edit_tree.describe(node), join), near=pattern)
+    return _inner_first(
+        compiled, _joining(_patterns.new_names(into), number, row, _edit_tree.describe, join), near=pattern
+    )
 
 
 @rule
@@ -74,14 +80,20 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
     if into.count("{}") != 1:
         raise RuleError(f"{into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
-    def names(node: Node, path: Path) -> list[str]:
-        return [into.replace("{}", str(first + n)) for n in range(_common_length(node, path, axis))]
+    def names(start: Path, lengths: dict[Path, int]) -> list[str]:
+        count = next(iter(lengths.values()), 0)
+        if not count or {*lengths.values()} != {count}:
+            found = one_line(f"{show_path(path)}: {length}" for path, length in lengths.items()) or "no arrays"
+            raise RuleError(
+                f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; found "
+                f"{found}. Match only what is stacked, or name its axis"
+            )
+        return [into.replace("{}", str(first + number)) for number in range(count)]
 
-    def layer(array: Array, path: Path, number: int, count: int) -> Derived:
-        at = _edit_tree.axis_of(axis, len(array.shape or ()), path)
+    def layer(array: Array, at: int, number: int, count: int) -> Derived:
         return _edit_tree.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
 
-    return _divide(pattern, names, layer)
+    return _dividing(pattern, axis, names, layer)
 
 
 @rule
@@ -100,28 +112,28 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
             the length on that axis.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    levels = _levels(into)
-    if len(set(names)) < 2 or len(set(names)) < len(names) or isinstance(names, str):
+    if len(set(names)) < max(len(names), 2):
         raise RuleError(f"expected a list of two or more different names, found {names!r:.100}")
 
-    def alike(node: Node, path: Path) -> str:
+    def row(_: Path, siblings: dict[int, Path]) -> list[Path]:
+        return [siblings[number] for number in range(len(names))] if len(siblings) == len(names) else []
+
+    def alike(node: Node) -> str:
         if not is_array(node):
             return _edit_tree.describe(node)
-        at = _edit_tree.axis_of(axis, len(node.shape), path)
-        shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
-        return f"{node.dtype}[{shape}]"
+        at = _edit_tree.axis_of(axis, node.shape)
+        return f"{node.dtype}[{', '.join('any' if n == at else str(size) for n, size in enumerate(node.shape))}]"
 
-    def join(leaves: list[Array], path: Path) -> Derived:
+    def join(leaves: list[Array]) -> Derived:
         shapes = [leaf.shape or () for leaf in leaves]
-        at = _edit_tree.axis_of(axis, len(shapes[0]), path)
+        at = _edit_tree.axis_of(axis, shapes[0])
         shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
         return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
 
-    def siblings(branch: Branch, _: Path) -> list[Path]:
-        found = [next(_patterns.paths_of(branch, name), ()) for name in names]
-        return found if all(found) else []
-
-    return _inner_first(siblings, _joining(levels, alike, join), near=names[0])
+    numbers = {name: number for number, name in enumerate(names)}
+    compiled = _patterns.whole_names("|".join(map(re.escape, names)))
+    joining = _joining(_patterns.new_names(into), lambda match: numbers[match[0]], row, alike, join)
+    return _inner_first(compiled, joining, near=names[0])
 
 
 @rule
@@ -140,178 +152,140 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
         TransformError: when applied: there is no such subtree or leaf, or an array has no such parts.
         NameCollisionError: when applied: there already is a new name.
     """
-    if not into or isinstance(into, str) or (sizes is not None and len(sizes) != len(into)):
+    if not into or (sizes is not None and len(sizes) != len(into)):
         raise RuleError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
 
-    def part(array: Array, path: Path, number: int, count: int) -> Derived:
-        shape = array.shape or ()
-        at = _edit_tree.axis_of(axis, len(shape), path)
-        lengths = _lengths(shape[at], count, sizes, path)
+    def part(array: Array, at: int, number: int, count: int) -> Derived:
+        length = (array.shape or ())[at]
+        lengths = [length // count] * count if sizes is None else sizes
+        if sum(lengths) != length or min(lengths) < 0:
+            parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
+            raise ValueError(f"it has length {length} on the axis, which is not {parts}")
         first = sum(lengths[:number])
         return _edit_tree.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
 
-    return _divide(pattern, lambda *_: into, part)
+    return _dividing(pattern, axis, lambda *_: into, part)
 
 
-Find = Callable[[Branch, Path], list[Path]]  # takes a branch and its path, returns paths below it
-Change = Callable[[Node, dict[Path, list[Path]]], Node]
+Found = dict[Path, tuple[Path, re.Match[str]]]  # key path of a matching node → that of the branch above, and the match
 
 
-def _inner_first(find: Find, change: Change, *, near: str) -> Apply:
-    """Return the `apply` of a rule that changes what it finds below branches, in inner ones first.
+def _inner_first(pattern: re.Pattern[str], change: Callable[[Node, Found], Node | None], *, near: str) -> Apply:
+    """Return the `apply` of a rule that changes the nodes that match, first those in inner branches.
 
-    ``change`` takes a tree, and by branch the paths below it that were found."""
+    ``change`` takes a tree and what was found in branches of one depth; it returns None to leave all of that."""
 
     def apply(stored: Node, _: Node) -> Node:
-        tree, is_found = stored, False
-        paths = sorted((path for path, _ in iter_branches(stored)), key=len, reverse=True)  # inner changes move none
-        for _depth, alike in itertools.groupby(paths, len):
-            if found := {path: levels for path in alike if (levels := find(node_at(tree, path), path))}:
-                tree, is_found = change(tree, found), True
-        if not is_found:
+        tree, is_changed = stored, False
+        for depth in sorted({len(path) for path, _ in iter_branches(stored)}, reverse=True):
+            found = {
+                (*place, *level): (place, match)
+                for place, branch in iter_branches(tree)
+                if len(place) == depth
+                for level, match in _patterns.below(branch, place, pattern)
+            }
+            if found and (new := change(tree, found)) is not None:
+                tree, is_changed = new, True
+        if not is_changed:
             raise RuleError(f"matches nothing in the checkpoint; {_patterns.near_names(near, stored)}")
         return tree
 
     return apply
 
 
-def _joining(into: Path, describe: Callable[[Node, Path], str], join: Callable[[list[Array], Path], Derived]) -> Change:
-    """Return the change that joins the nodes below each branch into one, which takes the place of the first."""
+def _joining(
+    into: Path,
+    number: Callable[[re.Match[str]], int],
+    row: Callable[[Path, dict[int, Path]], list[Path]],
+    describe: Callable[[Node], str],
+    join: Callable[[list[Array]], Derived],
+) -> Callable[[Node, Found], Node | None]:
+    """Return the change that joins rows of nodes into one each, which takes the place of the first.
 
-    def joined(tree: Node, found: dict[Path, list[Path]]) -> Node:
-        starts = {path: [(*path, *level) for level in levels] for path, levels in found.items()}
-        wholes = {
-            paths[0]: ((*path, *into), _join_trees([node_at(tree, one) for one in paths], paths, describe, join))
-            for path, paths in starts.items()
-        }
-        gone = {one for paths in starts.values() for one in paths}
+    ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``describe`` says of leaves that
+    can be joined the same."""
+
+    def joined(tree: Node, found: Found) -> Node | None:
+        numbered: dict[Path, dict[int, Path]] = {}
+        for path, (place, match) in found.items():
+            other = numbered.setdefault(place, {}).setdefault(number(match), path)
+            if other != path:
+                raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
+        rows = {place: paths for place, nodes in numbered.items() if (paths := row(place, nodes))}
+        ends = {paths[0]: (*place, *into) for place, paths in rows.items()}
+        whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, describe, join)}
+        gone = {path for paths in rows.values() for path in paths}
 
         def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
             start = _edit_tree.prefix_in(path, gone)
-            if start not in wholes:
-                return [(path, leaf)] if start is None else []
-            end, whole = wholes[start]
-            below = path[len(start) :]
-            return [((*end, *below), node_at(whole, below))]
+            if start is None:
+                return [(path, leaf)]
+            return [((*ends[start], *path[len(start) :]), whole[path])] if start in ends else []
 
-        return _edit_tree.rebuild(tree, new_leaves)
+        return _edit_tree.rebuild(tree, new_leaves) if rows else None
 
     return joined
 
 
-def _join_trees(
-    nodes: Sequence[Node],
-    paths: Sequence[Path],
-    describe: Callable[[Node, Path], str],
-    join: Callable[[list[Array], Path], Derived],
-) -> Node:
-    """Join several similar trees, of whose nodes ``describe`` says the same; ``join`` takes an array of each."""
-    texts = [describe(node, path) for node, path in zip(nodes, paths, strict=True)]
-    usual, count = collections.Counter(texts).most_common(1)[0]
-    if count < len(texts):
-        odd = next(n for n, text in enumerate(texts) if text != usual)
-        like = show_path(paths[texts.index(usual)])
-        raise misfit(paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first")
-    first = nodes[0]
-    if isinstance(first, Branch) and first.children:
-        children = {
-            name: _join_trees(
-                [node.children[name] for node in nodes], [(*path, name) for path in paths], describe, join
-            )
-            for name in first.children
-        }
-        return Branch(children, first.container, first.int_keys)
-    if _has_no_value(first):
-        return first
-    return join([_edit_tree.require_array(leaf, path) for leaf, path in zip(nodes, paths, strict=True)], paths[0])
+def _join(
+    tree: Node, paths: list[Path], describe: Callable[[Node], str], join: Callable[[list[Array]], Derived]
+) -> Iterator[tuple[Path, Node]]:
+    """Yield the leaves below the first of several nodes, each joined with those of the others."""
+    nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
+    for below in dict.fromkeys(path for node in nodes for path in node):
+        full = [(*path, *below) for path in paths]
+        with _edit_tree.fitting(full[0], nodes[0].get(below)):
+            texts = [describe(node[below]) if below in node else "not there" for node in nodes]
+            usual = max(texts, key=texts.count)
+            for path, text in zip(full, texts, strict=True):
+                if text != usual:
+                    like = show_path(full[texts.index(usual)])
+                    raise misfit(path, f"is {text}, but {like} is {usual}; they must be alike: change or drop it first")
+            leaves = [node[below] for node in nodes]
+            yield full[0], leaves[0] if _has_no_value(leaves[0]) else join(list(map(_edit_tree.require_array, leaves)))
 
 
-def _divide(
-    pattern: str, names: Callable[[Node, Path], Sequence[str]], part: Callable[[Array, Path, int, int], Derived]
+def _dividing(
+    pattern: str,
+    axis: int,
+    names: Callable[[Path, dict[Path, int]], Sequence[str]],
+    part: Callable[[Array, int, int, int], Derived],
 ) -> Apply:
-    """Return the `apply` of a rule that divides matching nodes; ``part`` takes array, path, number and count."""
-    compiled = _patterns.whole_names(pattern)
+    """Return the `apply` of a rule that divides the matching nodes on an axis.
 
-    def divided(tree: Node, found: dict[Path, list[Path]]) -> Node:
+    ``names`` takes a node's key path and the lengths of its arrays; ``part`` array, axis, number and count."""
+
+    def divided(tree: Node, found: Found) -> Node:
+        axes: dict[Path, int] = {}
         ends: dict[Path, list[Path]] = {}
-        for path, levels in found.items():
-            for start in ((*path, *level) for level in levels):
-                ends[start] = [(*path, *_levels(name)) for name in names(node_at(tree, start), start)]
+        for start, (place, _) in found.items():
+            lengths: dict[Path, int] = {}
+            for path, leaf in iter_leaves(node_at(tree, start), start):
+                if not _has_no_value(leaf):
+                    with _edit_tree.fitting(path, leaf):
+                        shape = _edit_tree.require_array(leaf).shape or ()
+                        axes[path] = _edit_tree.axis_of(axis, shape)
+                        lengths[path] = shape[axes[path]]
+            ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
 
         def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
             start = _edit_tree.prefix_in(path, ends)
             if start is None:
                 return [(path, leaf)]
             new = [(*end, *path[len(start) :]) for end in ends[start]]
-            if _has_no_value(leaf):
+            if path not in axes:
                 return [(end, leaf) for end in new]
-            array = _edit_tree.require_array(leaf, path)
-            return [(end, part(array, path, number, len(new))) for number, end in enumerate(new)]
+            with _edit_tree.fitting(path, leaf):
+                return [(end, part(leaf, axes[path], number, len(new))) for number, end in enumerate(new)]
 
         return _edit_tree.rebuild(tree, new_leaves)
 
-    def matching(branch: Branch, path: Path) -> list[Path]:
-        return [level for level, _ in _patterns.below(branch, path, compiled)]
-
-    return _inner_first(matching, divided, near=pattern)
+    return _inner_first(_patterns.whole_names(pattern), divided, near=pattern)
 
 
 def _has_no_value(leaf: Node) -> bool:
     """Return whether a leaf holds no stored value: None, left to the target, an empty branch."""
     return leaf is None or isinstance(leaf, Own | Branch)
-
-
-def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path) -> Sequence[int]:
-    """Return the lengths of an axis' parts, which add up to its length."""
-    lengths = [length // count] * count if sizes is None else sizes
-    if sum(lengths) != length or min(lengths) < 0:
-        parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
-        raise misfit(path, f"has length {length} on the axis, which is not {parts}")
-    return lengths
-
-
-def _levels(name: str) -> Path:
-    if not name:
-        raise RuleError("a new name is empty")
-    return _patterns.names_in(name)
-
-
-def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, start: int) -> list[Path]:
-    """Return the matching paths below a branch in the order of their numbers, which are consecutive from a start."""
-    numbered: dict[int, Path] = {}
-    for level, match in _patterns.below(branch, path, pattern):
-        shown = show_path((*path, *level))
-        if not (match[1] or "").isdecimal():
-            raise RuleError(f"the group matches {match[1]!r} in {shown}, expected a number", leaf=shown)
-        other = numbered.setdefault(int(match[1]), level)
-        if other != level:
-            raise RuleError(f"{shown} and {show_path(other)} have the same number; match only one of them", leaf=shown)
-    wanted = range(start, max(numbered, default=start - 1) + 1)
-    lacking, early = sorted(set(wanted) - numbered.keys()), sorted(numbered.keys() - set(wanted))
-    if lacking or early:
-        problem = f"but not {lacking}" if lacking else f"of which {early} come before first={start}"
-        least = min(numbered)
-        remedy = f"pass first={least}" if sorted(numbered) == list(range(least, least + len(numbered))) else ""
-        remedy = remedy or f"rename them to {start}, {start + 1}, … first"
-        raise misfit(path, f"has numbers {sorted(numbered)}, {problem}; {remedy}")
-    return [numbered[number] for number in wanted]
-
-
-def _common_length(node: Node, start: Path, axis: int) -> int:
-    """Return the length that all arrays of a subtree have on an axis."""
-    lengths: dict[int, str] = {}
-    for path, leaf in iter_leaves(node):
-        if not _has_no_value(leaf):
-            full = (*start, *path)
-            shape = _edit_tree.require_array(leaf, full).shape or ()
-            lengths.setdefault(shape[_edit_tree.axis_of(axis, len(shape), full)], show_path(full))
-    if len(lengths) != 1 or math.prod(lengths) == 0:
-        shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
-        raise RuleError(
-            f"the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; "
-            f"found {shown}. Match only what is stacked, or name its axis"
-        )
-    return next(iter(lengths))
 
 
 def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape: tuple[int, ...], how: str) -> Derived:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.location import as_text
+from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
@@ -38,35 +39,26 @@ def rename(pattern: str | Mapping[str, Replacement], replacement: Replacement | 
         raise RuleError("expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
     names = [_patterns.whole_names(one) for one in given]
-    plain = _patterns.plain_names(given)
     fills = [_patterns.filled(name, text) for name, text in zip(names, given.values(), strict=True)]
+    plain = {text: number for number, text in enumerate(given) if text == literal(text) and "/" not in text}
+    searched = [number for number, text in enumerate(given) if text not in plain]
 
     def apply(stored: Node, _: Node) -> Node:
-        unmatched = dict.fromkeys(range(len(names)))
+        unmatched = dict(enumerate(given))
 
         def renamed(path: Path) -> tuple[Path]:
             new: list[str] = []
             done = 0
-            for number, first, after, match in _patterns.matches(names, path, plain):
+            for number, first, after, match in _patterns.matches(names, path, plain, searched):
                 unmatched.pop(number, None)
                 new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
                 done = after
             return ((*new, *path[done:]),)
 
         tree = _edit_tree.remap(stored, renamed)
-        for number in unmatched:
-            text = list(given)[number]
-            what = f"{text!r} matches" if len(given) > 1 else "matches"
-            for path, _ in iter_leaves(stored):
-                if any(_patterns.matches([names[number]], path)):
-                    winner = list(given)[next(_patterns.matches(names, path, plain))[0]]
-                    raise RuleError(
-                        f"{text!r} matches only where {winner!r} matches, too, which is taken, as in "
-                        f"{show_path(path)}: of overlapping patterns the one that begins first counts, then the one "
-                        "with the most names, then the one that is given first. Give it in a rule of its own, or one "
-                        "pattern for both"
-                    )
-            raise RuleError(f"{what} nothing in the checkpoint; {_patterns.near_names(text, stored)}")
+        for text in unmatched.values():
+            what = "nothing that other patterns leave" if len(given) > 1 else "nothing in the checkpoint"
+            raise RuleError(f"{text!r} matches {what}; {_patterns.near_names(text, stored)}")
         return tree
 
     return apply
@@ -110,13 +102,26 @@ def _relocated(source: str, to: Replacement, *, stays: bool) -> Apply:
     def apply(stored: Node, target: Node) -> Node:
         found = _patterns.select(stored, [source])
         ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
-        tree = _edit_tree.moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
+        tree = _moved(stored, ends, stays=stays, drops_rest=not stays and () in ends.values())
         for start, end in ends.items() if stays else ():
             if (number := _as_array(node_at(stored, start), node_at(target, end))) is not None:
                 tree = _edit_tree.put(tree, end, number)
         return tree
 
     return apply
+
+
+def _moved(stored: Node, ends: Mapping[Path, Path], *, stays: bool = False, drops_rest: bool = False) -> Node:
+    """Give every leaf at or below some key paths another beginning of its own; if it ``stays``, add a copy there."""
+
+    def new_paths(path: Path) -> list[Path]:
+        start = _edit_tree.prefix_in(path, ends)
+        if start is None:
+            return [] if drops_rest else [path]
+        end = ends[start] + path[len(start) :]
+        return [path, end] if stays else [end]
+
+    return _edit_tree.remap(stored, new_paths)
 
 
 def _as_array(leaf: Node, wanted: Node) -> Derived | None:
@@ -158,12 +163,14 @@ def wrap(name: str, at: str = "") -> Apply:
     Raises:
         TransformError: no name, or a bad pattern; when applied: the checkpoint has no such path, or a leaf there.
     """
-    levels = _patterns.names_in(name)
-    if not levels:
-        raise RuleError("the new level needs a name")
+    levels = _patterns.new_names(name)
     _patterns.compiled(at)
 
-    return _of_subtrees(lambda stored: {start: (*start, *levels) for start in _patterns.select(stored, [at])})
+    def apply(stored: Node, _: Node) -> Node:
+        starts = _patterns.select(stored, [at])
+        return _moved_children(stored, {start: (*start, *levels) for start in starts})
+
+    return apply
 
 
 @rule
@@ -181,28 +188,22 @@ def unwrap(name: str, at: str = "") -> Apply:
     for pattern in (name, at):
         _patterns.compiled(pattern)
 
-    def ends(stored: Node) -> dict[Path, Path]:
-        inside = {
-            start: _patterns.select(node_at(stored, start), [name], whose=show_path(start))
-            for start in _patterns.select(stored, [at])
-        }
-        return {(*start, *level): start for start, levels in inside.items() for level in levels}
-
-    return _of_subtrees(ends)
-
-
-def _of_subtrees(ends_of: Callable[[Node], dict[Path, Path]]) -> Apply:
-    """Return the `apply` of a rule that gives what lies below some subtrees another beginning of its key paths."""
-
     def apply(stored: Node, _: Node) -> Node:
-        ends = ends_of(stored)
-        for path in ends:
-            node = node_at(stored, path)
-            if not isinstance(node, Branch) or not node.children:
-                raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
-        return _edit_tree.moved(stored, ends)
+        ends: dict[Path, Path] = {}
+        for start in _patterns.select(stored, [at]):
+            levels = _patterns.select(node_at(stored, start), [name], whose=show_path(start))
+            ends |= {(*start, *level): start for level in levels}
+        return _moved_children(stored, ends)
 
     return apply
+
+
+def _moved_children(stored: Node, ends: dict[Path, Path]) -> Node:
+    for path in ends:
+        node = node_at(stored, path)
+        if not isinstance(node, Branch) or not node.children:
+            raise misfit(path, "is a leaf or empty, expected a subtree; match one, or use rename or move")
+    return _moved(stored, ends)
 
 
 @rule
@@ -223,23 +224,15 @@ def nest(separator: str = "/", at: str = "") -> Apply:
     _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:
-        starts, found = _patterns.select(stored, [at]), False
-
-        def split(path: Path) -> list[Path]:
-            nonlocal found
-            start = _edit_tree.prefix_in(path, starts)
-            if start is None:
-                return [path]
-            below = path[len(start) :]
-            found = found or any(separator in name for name in below)
-            return [start + tuple(part for name in below for part in filter(None, name.split(separator)))]
-
-        tree = _edit_tree.remap(stored, split)
-        if not found:
-            raise RuleError(
-                f"no name in the checkpoint has {separator!r} in it; {_patterns.near_names(separator, stored)}"
-            )
-        return tree
+        ends: dict[Path, Path] = {}
+        for start in _patterns.select(stored, [at]):
+            for path, _leaf in iter_leaves(node_at(stored, start)):
+                if any(separator in name for name in path):
+                    ends[(*start, *path)] = (*start, *filter(None, separator.join(path).split(separator)))
+        if not ends:
+            near = _patterns.near_names(separator, stored)
+            raise RuleError(f"no name in the checkpoint has {separator!r} in it; {near}")
+        return _moved(stored, ends)
 
     return apply
 
@@ -336,36 +329,28 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
     def apply(stored: Node, target: Node) -> Node:
         if target is None:
             raise RuleError("maps names of a target, and there is none; use rules.rename or rules.move")
-        places: dict[Path, Path] = {}
-        keys: dict[Path, str] = {}  # by place, of those that match it the last one
-        examples: dict[str, Path] = {}  # a place of each key
+        sources: dict[Path, Path] = {}  # by place in the target
+        keys: dict[Path, str] = {}  # by place, the last of those that match it
         for new, fill in fills.items():
             for place, match in _patterns.select(target, [new], whose="the target").items():
                 old = fill(match)
-                found = list(_patterns.paths_of(stored, old)) or list(
-                    _patterns.paths_of(stored, old.replace(r"\/", "/"))
-                )
+                found = [*_patterns.paths_of(stored, old)]
+                found = found or [*_patterns.paths_of(stored, old.replace(r"\/", "/"))]
                 if len(found) != 1:
                     problem = f"means {len(found)} things" if found else "is not stored"
                     near = _patterns.near_names(old, stored)
                     raise RuleError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
-                places[place] = found[0]
-                keys[place], examples[new] = new, place
-        for idle in examples.keys() - set(keys.values()):
-            shown = show_path(examples[idle])
-            raise RuleError(
-                f"{idle!r} matches only what {keys[examples[idle]]!r} matches, too, such as {shown}, and the later "
-                "key is taken; leave one of them out",
-                leaf=shown,
-            )
+                sources[place], keys[place] = found[0], new
+        if idle := fills.keys() - set(keys.values()):
+            raise RuleError(f"{min(idle)!r} matches only what later keys match, too; leave it out")
         tree = stored
-        for place in sorted(places, key=len):
-            tree = _edit_tree.put(tree, place, node_at(stored, places[place]))
+        for place in sorted(sources, key=len):
+            tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))
         # What was taken and has no place of its own in the target is used, and gone from its old place.
-        wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
+        wanted, taken = {path for path, _ in iter_leaves(target)}, set(sources.values())
 
         def stays(path: Path) -> bool:
-            was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, places))
+            was_taken, has_place = (_edit_tree.prefix_in(path, ends) is not None for ends in (taken, sources))
             return path in wanted or not was_taken or has_place
 
         return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core.steps import linen_names
@@ -35,9 +34,7 @@ def pre_linen(at: str = "params") -> Apply:
         for start in _patterns.select(stored, [at]):
             found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
             if all(path == other for path, other in found.items()):
-                raise RuleError(
-                    f"below {show_path(start)} all names are linen's already; leave the rule out", leaf=show_path(start)
-                )
+                raise misfit(start, "has names that are linen's already; leave the rule out")
             new |= found
         return _edit_tree.remap(stored, lambda path: [new.get(path, path)])
 
@@ -69,88 +66,67 @@ def pre_optax() -> Apply:
     """
 
     def apply(stored: Node, target: Node) -> Node:
-        old = _Old.of(stored, target)
-        tree = _edit_tree.remap(stored, lambda path: filter(None, [old.renamed(path)]))
-        for path, node in old.additions(tree):
-            tree = _edit_tree.put(tree, path, node)
+        start = _optimizer(stored)
+        # It may hold the dict of all collections, including ``params``, unlike the target's.
+        is_nested = isinstance(node_at(stored, (*start, "target", "params")), Branch)
+        is_nested = is_nested and node_at(target, ("params", "params")) is None
+        has_target = isinstance(target, Branch)
+        keeps_step = "step" not in stored.children and (not has_target or "step" in target.children)
+
+        def new_paths(path: Path) -> list[Path]:
+            kind, below = path[len(start) :][:1], path[len(start) + 1 :]
+            if path[: len(start)] != start or kind not in (("target",), ("state",)):
+                return [path]
+            if kind == ("target",):
+                return [below if is_nested else ("params", *below)]
+            if below == ("step",):
+                return [below] if keeps_step else []
+            if below[:1] != ("param_states",):
+                return [path]
+            parameter = below[2:-1] if is_nested and below[1:2] == ("params",) else below[1:-1]
+            return _moment_paths(stored, target, path, parameter)
+
+        tree = _edit_tree.remap(stored, new_paths)
+        step = node_at(stored, (*start, "state", "step"))
+        for path, branch in iter_branches(node_at(target, ("opt_state",)), ("opt_state",)):
+            has_moments = branch.children.keys() == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
+            if not branch.children and node_at(tree, path) is None:
+                tree = _edit_tree.put(tree, path, branch)  # a state without values, such as EmptyState
+            elif step is not None and (has_moments or branch.children.keys() == {"count"}):
+                tree = _edit_tree.put(tree, (*path, "count"), step)
+        if not has_target and step is not None and node_at(tree, ("opt_state", "0", "mu")):
+            tree = _edit_tree.put(tree, ("opt_state", "0", "count"), step)
         return tree
 
     return apply
 
 
-@dataclasses.dataclass(frozen=True)
-class _Old:
-    """A checkpoint of flax.optim, and the new paths of its leaves."""
+def _optimizer(stored: Node) -> Path:
+    """Return the key path of the node with ``target`` and ``state``."""
+    for start in ((), ("optimizer",)):
+        if all(isinstance(node_at(stored, (*start, name)), Branch) for name in ("target", "state")):
+            return start
+    raise RuleError(
+        "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
+        f"{_patterns.near_names('optimizer/target', stored)}"
+    )
 
-    stored: Branch
-    target: Node
-    start: Path  # of the node with ``target`` and ``state``
-    is_nested: bool  # its ``target`` is the dict of all collections, including ``params``, unlike the target's
 
-    @classmethod
-    def of(cls, stored: Node, target: Node) -> _Old:
-        for start in ((), ("optimizer",)):
-            node = node_at(stored, start)
-            if isinstance(node_at(node, ("state",)), Branch) and isinstance(node_at(node, ("target",)), Branch):
-                is_nested = isinstance(node_at(node, ("target", "params")), Branch)
-                return cls(stored, target, start, is_nested and node_at(target, ("params", "params")) is None)
-        raise RuleError(
-            "the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
-            f"{_patterns.near_names('optimizer/target', stored)}"
-        )
-
-    @property
-    def step(self) -> Node:
-        return node_at(self.stored, (*self.start, "state", "step"))
-
-    def renamed(self, path: Path) -> Path | None:
-        """Return a leaf's new path, or None to drop it."""
-        kind, below = path[len(self.start) : len(self.start) + 1], path[len(self.start) + 1 :]
-        if path[: len(self.start)] != self.start or kind not in (("target",), ("state",)):
-            return path
-        if kind == ("target",):
-            return below if self.is_nested else ("params", *below)
-        if below == ("step",):
-            has_place = not isinstance(self.target, Branch) or "step" in self.target.children
-            return below if has_place and "step" not in self.stored.children else None
-        return self._moment(path, below) if below[:1] == ("param_states",) else path
-
-    def _moment(self, path: Path, below: Path) -> Path | None:
-        node = node_at(self.stored, path)
-        if isinstance(node, Branch):
-            return None  # plain gradient descent has an empty state for every parameter
-        fields = _MOMENTS.get(frozenset(node_at(self.stored, path[:-1]).children))
-        if fields is None:
-            return path
-        parameter = below[2:-1] if self.is_nested and below[1:2] == ("params",) else below[1:-1]
-        homes = [(*home, fields[below[-1]]) for home in self._homes(set(fields.values()))]
-        if len(homes) > 1:
-            homes = [home for home in homes if node_at(self.target, (*home, *parameter)) is not None]
-        if len(homes) > 1:
-            states = show_path((*self.start, "state", "param_states"))
-            remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
-            raise misfit(path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
-        return (*homes[0], *parameter) if homes else None
-
-    def _homes(self, fields: set[str]) -> list[Path]:
-        """Return paths of the target's optimizer states that have these fields."""
-        if not isinstance(self.target, Branch):
-            return [("opt_state", "0")]
-        return [path for path, branch in self._target_states() if fields <= branch.children.keys()]
-
-    def additions(self, tree: Node) -> Iterator[tuple[Path, Node]]:
-        """Yield the step for each count of the target's optimizer, and states without values, such as EmptyState.
-
-        In ``tree`` names are the new ones. Adam's count goes only where its moments went."""
-        if self.step is not None and not isinstance(self.target, Branch) and node_at(tree, ("opt_state", "0", "mu")):
-            yield ("opt_state", "0", "count"), self.step
-        for path, branch in self._target_states():
-            names = branch.children.keys()
-            is_adam = names == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
-            if not names and node_at(tree, path) is None:
-                yield path, branch
-            elif self.step is not None and (is_adam or names == {"count"}):
-                yield (*path, "count"), self.step
-
-    def _target_states(self) -> Iterator[tuple[Path, Branch]]:
-        return iter_branches(node_at(self.target, ("opt_state",)), ("opt_state",))
+def _moment_paths(stored: Node, target: Node, path: Path, parameter: Path) -> list[Path]:
+    """Return where the moment of a parameter goes, or none to drop it."""
+    if isinstance(node_at(stored, path), Branch):
+        return []  # plain gradient descent has an empty state for every parameter
+    fields = _MOMENTS.get(frozenset(node_at(stored, path[:-1]).children))
+    if fields is None:
+        return [path]
+    if not isinstance(target, Branch):
+        return [("opt_state", "0", fields[path[-1]], *parameter)]
+    branches = iter_branches(node_at(target, ("opt_state",)), ("opt_state",))
+    homes = [(*home, fields[path[-1]]) for home, branch in branches if {*fields.values()} <= branch.children.keys()]
+    if len(homes) > 1:
+        homes = [home for home in homes if node_at(target, (*home, *parameter)) is not None]
+    if len(homes) > 1:
+        states = show_path(path[: path.index("param_states") + 1])
+        remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
+        raise misfit(path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
+    return [(*home, *parameter) for home in homes]

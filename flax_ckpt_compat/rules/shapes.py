@@ -11,12 +11,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
+from flax_ckpt_compat._core.tree import KeyData, Node
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._edit_tree import Array
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
-from flax_ckpt_compat.rules.values import checked_cast, kind_of
+from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
+from flax_ckpt_compat.rules.values import checked_cast, is_a
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
 
@@ -36,14 +36,14 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
     if size < 0:
         raise RuleError("a length cannot be negative")
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        shape = leaf.shape or ()
-        at = _edit_tree.axis_of(axis, len(shape), path)
-        if shape[at] == size:
+    def changed(leaf: Array, *_: Any) -> Node:
+        at = _edit_tree.axis_of(axis, leaf.shape)
+        length = (leaf.shape or ())[at]
+        if length < size:
+            raise ValueError(f"it has length {length} on axis {axis} only; see pad")
+        if length == size:
             return leaf
-        if shape[at] < size:
-            raise misfit(path, f"has length {shape[at]} on axis {axis} only; see pad")
-        return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
+        return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
 
     return _edit_tree.each_array(pattern, changed)
 
@@ -95,9 +95,9 @@ def split_axis(pattern: str, sizes: Sequence[int], axis: int = 0) -> Apply:
         raise RuleError(f"expected two or more lengths, of which one may be -1, found {list(sizes)}")
 
     def function(value: Any) -> Any:
-        before, (length,), after = _around(value.shape, axis)
-        new = np.broadcast_to(0, length).reshape(tuple(sizes)).shape
-        return value.reshape(*before, *new, *after)
+        at = _edit_tree.axis_of(axis, value.shape)
+        new = np.broadcast_to(0, value.shape[at]).reshape(tuple(sizes)).shape
+        return value.reshape(*value.shape[:at], *new, *value.shape[at + 1 :])
 
     return _edit_tree.rearranged(pattern, function)
 
@@ -118,19 +118,12 @@ def merge_axes(pattern: str, axis: int = 0, count: int = 2) -> Apply:
         raise RuleError("expected two or more axes")
 
     def function(value: Any) -> Any:
-        before, merged, after = _around(value.shape, axis, count)
-        return value.reshape(*before, math.prod(merged), *after)
+        at = _edit_tree.axis_of(axis, value.shape)
+        if at + count > value.ndim:
+            raise IndexError(f"it has no {count} axes from axis {axis} on; match only arrays that have")
+        return value.reshape(*value.shape[:at], math.prod(value.shape[at : at + count]), *value.shape[at + count :])
 
     return _edit_tree.rearranged(pattern, function)
-
-
-def _around(shape: tuple[int, ...], axis: int, count: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths before an axis, of it and the axes that follow up to a ``count``, and after them."""
-    at = axis + len(shape) if axis < 0 else axis
-    if not 0 <= at <= len(shape) - count:
-        axes = f"axis {axis}" if count == 1 else f"{count} axes from axis {axis} on"
-        raise IndexError(f"it has {len(shape)} axes, and not {axes}; match only arrays that have")
-    return shape[:at], shape[at : at + count], shape[at + count :]
 
 
 @rule
@@ -146,13 +139,13 @@ def index(pattern: str, number: int, axis: int = 0) -> Apply:
         TransformError: a bad pattern; when applied: it matches no array, or one has no such axis or index.
     """
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        shape = leaf.shape or ()
-        at = _edit_tree.axis_of(axis, len(shape), path)
-        if not -shape[at] <= number < shape[at]:
-            raise misfit(path, f"has length {shape[at]} on axis {axis}, so no index {number}")
-        first = number % shape[at]
-        return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
+    def changed(leaf: Array, *_: Any) -> Node:
+        at = _edit_tree.axis_of(axis, leaf.shape)
+        length = (leaf.shape or ())[at]
+        if not -length <= number < length:
+            raise IndexError(f"it has length {length} on axis {axis}, so no index {number}")
+        first = number % length
+        return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
 
     return _edit_tree.each_array(pattern, changed)
 
@@ -173,26 +166,25 @@ def unreplicate(pattern: str = ".*") -> Apply:
     """
     _patterns.whole_names(pattern)
 
-    def apply(stored: Node, target: Node) -> Node:
-        lengths: dict[int, Path] = {}
+    def is_replicated(leaf: Any) -> bool:
+        return is_array(leaf) or is_key(leaf)
 
-        def first(leaf: Any, path: Path, _: Node) -> Node:
-            if not is_array(leaf) and not is_key(leaf):
-                return None
+    def apply(stored: Node, target: Node) -> Node:
+        lengths: set[int] = set()
+
+        def first(leaf: Any, *_: Any) -> Node:
             shape = leaf.shape[:-1] if isinstance(leaf, LeafHandle) and is_key(leaf) else leaf.shape
             count = shape[0] if shape else 0
-            lengths.setdefault(count, path)
-            if len(lengths) > 1 or not count:
-                other, like = next(iter(lengths.items()))
-                more = f", but {show_path(like)} {other}" if like != path else ""
-                problem = f"has {count or 'no'} replicas on its first axis{more}; match only what is replicated"
-                raise misfit(path, problem)
+            lengths.add(count)
+            if not count or len(lengths) > 1:
+                others = f", others {min(lengths - {count})}" if len(lengths) > 1 else ""
+                raise ValueError(f"{count or 'no'} replicas on its first axis{others}; match only what is replicated")
             how = f"replica 0 of {count}"
             if is_array(leaf):
                 return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        return _edit_tree.each_leaf(pattern, first, "array")(stored, target)
+        return _edit_tree.each_leaf(pattern, is_replicated, first, "array")(stored, target)
 
     return apply
 
@@ -231,27 +223,22 @@ def resize(
             "axis if there are values to skip"
         )
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        if leaf.dtype is None or kind_of(leaf.dtype) != "floats":
-            return None
+    def changed(leaf: Array, what: str, _: Node) -> Node:
         old = leaf.shape or ()
         if axis is None:
             if len(old) != len(new):
-                raise misfit(path, f"is {list(old)}, expected as many axes as in {list(new)}")
+                raise ValueError(f"expected as many axes as in {list(new)}")
             whole, before, after = new, old, new
         else:
-            at = _edit_tree.axis_of(axis, len(old), path)
+            at = _edit_tree.axis_of(axis, old)
             count = old[at] - skip
             side = round(max(count, 0) ** (1 / len(new)))
             if side ** len(new) != count or not side:
-                problem = f"has {count} positions on axis {axis}, which is not a grid of equal sides; reshape it"
-                raise misfit(path, problem)
+                raise ValueError(f"{count} positions on axis {axis} are not a grid of equal sides; reshape it")
             whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
             before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))
         if before == after:
             return leaf
-
-        what = f"{name_in_messages()}: {show_path(path)}"
 
         def resized(value: Any) -> Any:
             kept, grid = np.split(value, [skip], axis=axis) if axis is not None else (None, value)
@@ -262,9 +249,9 @@ def resize(
             parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
             return np.concatenate(parts, axis=at, out=memory.empty(whole, value.dtype))
 
-        return _edit_tree.apply_to(leaf, resized, f"{method} {before} → {after}", shape=whole)
+        return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _edit_tree.each_array(pattern, changed, "array of floats")
+    return _edit_tree.each_leaf(pattern, is_a("floats"), changed, "array of floats")
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:

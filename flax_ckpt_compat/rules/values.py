@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,14 @@ import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_at, show_path
-from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
+from flax_ckpt_compat._core.tree import KeyData, Node, is_jax_array
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree
 from flax_ckpt_compat.rules._edit_tree import Array
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages, rule
+from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
 
 _finfo: Any = ml_dtypes.finfo  # which has no types
 
@@ -37,26 +38,21 @@ def cast(pattern: str, dtype: Any) -> Apply:
         TransformError: no such dtype; when applied: it matches no array of that kind; when restored: a value out of
             the dtype's range, or an infinity or NaN that it lacks.
     """
-    wanted = _dtype(dtype)
+    try:
+        wanted = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise RuleError(f"{dtype!r} is not a dtype ({error}); pass a name such as 'bfloat16'") from error
     kind = kind_of(wanted)
     if kind is None:
         raise RuleError("expected a dtype of floats, ints or complex numbers")
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        old = leaf.dtype
-        if old is None or kind_of(old) != kind:
-            return None
-        if old == wanted:
+    def changed(leaf: Array, what: str, _: Node) -> Node:
+        if leaf.dtype == wanted:
             return leaf
+        how = f"{leaf.dtype} → {wanted.name}"
+        return _edit_tree.derived(leaf, lambda value: checked_cast(value, wanted, what), how, dtype=wanted)
 
-        what = f"{name_in_messages()}: {show_path(path)}"
-
-        def function(value: Any) -> Any:
-            return checked_cast(value, wanted, what)
-
-        return _edit_tree.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
-
-    return _edit_tree.each_array(pattern, changed, f"array of {kind}")
+    return _edit_tree.each_leaf(pattern, is_a(kind), changed, f"array of {kind}")
 
 
 @rule
@@ -77,20 +73,27 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
     if isinstance(value, str) and value != "target":
         raise RuleError(f"value is {value!r}, expected a number or 'target'")
 
-    def changed(leaf: Array, path: Path, target: Node) -> Node:
-        old = leaf.shape or ()
-        at = _edit_tree.axis_of(axis, len(old), path)
+    def changed(leaf: Array, what: str, own: Node) -> Node:
+        old, dtype = leaf.shape or (), np.dtype(leaf.dtype)
+        at = _edit_tree.axis_of(axis, old)
         if old[at] == size:
             return leaf
         if old[at] > size:
-            raise misfit(path, f"has length {old[at]} on axis {axis} already; see cut")
+            raise ValueError(f"it has length {old[at]} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
-        if isinstance(value, str):
-            fill, note = _targets_own(target, path, shape, leaf.dtype), "with the target's own values"
-        else:
-            fill, note = _fill(value, leaf.dtype, path), f"filled with {value}"
-        function = _filled(fill, shape, leaf.dtype, f"{name_in_messages()}: the target's own {show_path(path)}")
-        return _edit_tree.apply_to(leaf, function, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
+        fill = _targets_own(own, shape, dtype) if isinstance(value, str) else _fill(value, dtype)
+        new = (*(slice(None),) * at, slice(old[at], None))
+
+        def padded(stored: Any) -> Any:
+            result = memory.empty(shape, dtype)
+            # Check only the padding: the target's values elsewhere are not used.
+            cast = checked_cast(np.asarray(fill)[new], dtype, f"{what}: the target's own array") if fill.ndim else fill
+            result[new] = cast
+            result[tuple(map(slice, old))] = stored
+            return result
+
+        note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
+        return _edit_tree.derived(leaf, padded, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
 
     return _edit_tree.each_array(pattern, changed)
 
@@ -108,13 +111,7 @@ def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
         TransformError: a bad pattern; when applied: it matches no such leaf.
     """
 
-    def changed(leaf: Any, path: Path, _: Node) -> Node:
-        is_value = isinstance(leaf, LeafHandle) and leaf.kind is not LeafKind.PRNG_KEY
-        if not is_value and not (isinstance(leaf, Derived) and not is_key(leaf)):
-            return None
-
-        note = f"raised by the function of rules.{name_in_messages()} for {show_path(path)}"
-
+    def changed(leaf: Any, what: str, _: Node) -> Node:
         def computed(value: Any) -> Any:
             if isinstance(value, np.ndarray):
                 value = value.view()
@@ -122,12 +119,15 @@ def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
             try:
                 return function(value)
             except Exception as error:
-                error.add_note(note)
+                error.add_note(f"raised by the function of rules.{what}")
                 raise
 
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
-    return _edit_tree.each_leaf(pattern, changed)
+    def is_value(leaf: Any) -> bool:
+        return isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
+
+    return _edit_tree.each_leaf(pattern, is_value, changed, "leaf")
 
 
 @rule
@@ -142,22 +142,21 @@ def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
         TransformError: a bad pattern; when applied: it matches no array of uint32, or one is not data of such keys.
     """
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
+    def changed(leaf: Array, *_: Any) -> Node:
         import jax
 
-        if leaf.dtype != np.uint32:
-            return None
         name = impl or str(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
         data = jax.ShapeDtypeStruct(leaf.shape or (), np.uint32)
         try:
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
-            raise misfit(
-                path, f"is not data of keys of {name} ({error}); name another impl, or do not match it"
-            ) from error
+            raise ValueError(f"not data of keys of {name} ({error}); name another impl, or do not match it") from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
-    return _edit_tree.each_array(pattern, changed, "array of uint32")
+    def is_raw(leaf: Any) -> bool:
+        return is_array(leaf) and leaf.dtype == np.uint32
+
+    return _edit_tree.each_leaf(pattern, is_raw, changed, "array of uint32")
 
 
 @rule
@@ -171,19 +170,13 @@ def key_data(pattern: str) -> Apply:
         TransformError: a bad pattern; when applied: it matches no stored PRNG key.
     """
 
-    def changed(leaf: Any, _: Path, __: Node) -> Node:
-        if not isinstance(leaf, LeafHandle) or not is_key(leaf):
-            return None
+    def changed(leaf: LeafHandle, *_: Any) -> Node:
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    return _edit_tree.each_leaf(pattern, changed, "PRNG key")
+    def is_stored_key(leaf: Any) -> bool:
+        return isinstance(leaf, LeafHandle) and is_key(leaf)
 
-
-def _dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        return dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    except (TypeError, ValueError) as error:
-        raise TransformError(f"cast: {dtype!r} is not a dtype ({error}); pass a name such as 'bfloat16'") from error
+    return _edit_tree.each_leaf(pattern, is_stored_key, changed, "PRNG key")
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
@@ -193,6 +186,11 @@ def kind_of(dtype: np.dtype[Any]) -> str | None:
     if is_float(dtype):
         return "floats"
     return "complex numbers" if dtype.kind == "c" else None
+
+
+def is_a(kind: str) -> Callable[[Any], bool]:
+    """Return a function that says whether a leaf is an array of this kind of number."""
+    return lambda leaf: is_array(leaf) and kind_of(leaf.dtype) == kind
 
 
 def checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
@@ -227,49 +225,27 @@ def _unheld(value: Any, result: Any) -> Any:
     return bad | (np.isnan(value) != np.isnan(same))
 
 
-def _fill(value: Any, dtype: Any, path: Path) -> Any:
+def _fill(value: Any, dtype: Any) -> Any:
     """Return the fill value as a 0-d array of a dtype."""
+    number = value.item() if hasattr(value, "item") else value
     kind = kind_of(dtype)
-    try:
-        # numpy has no dtype for large Python ints, but floats can hold them.
-        given = np.asarray(float(value) if type(value) is int and kind == "floats" else value)
-        is_number = given.ndim == 0 and (given.dtype.kind == "b" or kind_of(given.dtype) is not None)
-        if is_number and (kind_of(given.dtype) != "complex numbers" or kind == "complex numbers"):
-            with np.errstate(all="ignore"):
-                held = given.astype(dtype)
-                wide = given.astype(np.complex128 if kind == "complex numbers" else np.float64)
-                if held.item() == given.item() or (kind in ("floats", "complex numbers") and not _unheld(wide, held)):
-                    return held
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise misfit(path, f"is {dtype}, which {value!r} does not fit; give a number that it holds")
+    wide = {"floats": np.float64, "complex numbers": np.complex128}.get(kind or "")
+    if isinstance(number, int | float) or (isinstance(number, complex) and kind == "complex numbers"):
+        with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):
+            given = np.asarray(number, wide)
+            held = given.astype(dtype)
+            if held.item() == number or (wide and not _unheld(given, held)):
+                return held
+    raise ValueError(f"{value!r} does not fit; give a number that it holds")
 
 
-def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the target's array at a path, which must have this shape, this kind of dtype and local values."""
-    node = node_at(target, path)
-    remedy = "give a number as value, or rename the stored leaf to the target's name first"
-    if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
-        what = "is abstract" if hasattr(node, "shape") else "is not an array"
-        raise misfit(path, f"in the target {what}, so it has no values to fill with; {remedy}")
-    if tuple(node.shape) != shape:
-        problem = f"in the target is {tuple(node.shape)}, expected {shape}; pad to its length, or give a number"
-        raise misfit(path, problem)
-    if kind_of(np.dtype(node.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and node.dtype != dtype):
-        raise misfit(path, f"in the target is {node.dtype}, which does not become {dtype}; {remedy}")
-    return node
-
-
-def _filled(fill: Any, shape: tuple[int, ...], dtype: Any, what: str) -> Any:
-    """Return a function that pads a stored array; the fill is an array of the new shape, or 0-d."""
-
-    def function(stored: Any) -> Any:
-        result = memory.empty(shape, dtype)
-        old = tuple(slice(0, size) for size in stored.shape)
-        # Check only the padding: the target's values elsewhere are not used.
-        new = tuple(slice(size if size < whole else 0, None) for size, whole in zip(stored.shape, shape, strict=True))
-        result[new] = checked_cast(np.asarray(fill)[new], dtype, what) if fill.ndim else fill
-        result[old] = stored
-        return result
-
-    return function
+def _targets_own(own: Node, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the target's array, which must have this shape, this kind of dtype and local values."""
+    if not isinstance(own, np.ndarray) and not (is_jax_array(own) and own.is_fully_addressable):
+        what = "abstract" if hasattr(own, "shape") else "not an array"
+        raise ValueError(f"the target's own is {what}, so that it has no values to fill with; give a number as value")
+    if tuple(own.shape) != shape:
+        raise ValueError(f"the target's own is {tuple(own.shape)}, expected {shape}; pad to its length")
+    if kind_of(np.dtype(own.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and own.dtype != dtype):
+        raise ValueError(f"the target's own is {own.dtype}, which does not become {dtype}; give a number as value")
+    return own

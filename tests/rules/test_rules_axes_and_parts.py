@@ -49,7 +49,7 @@ def test_an_axis_becomes_two_and_one_again(sizes: Any, saved: Any) -> None:
     [
         (lambda: rules.split_axis("w", (5, -1), axis=1), "w is .*cannot reshape array of size 12"),
         (lambda: rules.split_axis("w", (12,)), "expected two or more lengths"),
-        (lambda: rules.merge_axes("w", axis=1), "w is .*it has 2 axes, and not 2 axes from axis 1 on"),
+        (lambda: rules.merge_axes("w", axis=1), "w is .*it has no 2 axes from axis 1 on"),
         (lambda: rules.merge_axes("w", count=1), "expected two or more axes"),
         (lambda: rules.nest("."), "no name in the checkpoint has '.' in it"),
         (lambda: rules.nest(""), "the separator is empty"),
@@ -81,9 +81,9 @@ def test_rows_that_begin_at_one(saved: Any) -> None:
     zeros = jax.tree.map(np.zeros_like, (row, whole))
     same(saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers", first=1)), whole)
     same(saved(whole, zeros[0], rules.unstack("layers", "layer_{}", first=1)), row)
-    with pytest.raises(errors.TransformError, match="pass first=1"):
+    with pytest.raises(errors.TransformError, match="from first=0 on"):
         saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers"))
-    with pytest.raises(errors.TransformError, match="come before first=2"):
+    with pytest.raises(errors.TransformError, match="from first=2 on"):
         saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers", first=2))
 
 
@@ -132,8 +132,6 @@ def test_a_count_is_copied_in_any_order(step: Any, stored_at: str, saved: Any) -
 
 
 def test_renames_that_overlap(saved: Any) -> None:
-    """The error names the pattern that won."""
-    with pytest.raises(
-        errors.TransformError, match="'b/c' matches only where 'a/b' matches, too, which is taken, as in a/b/c"
-    ):
+    """A pattern whose every match another one takes is an error."""
+    with pytest.raises(errors.TransformError, match="'b/c' matches nothing that other patterns leave"):
         saved({"a": {"b": {"c": np.ones(2)}}}, {"x": np.ones(2)}, rules.rename({"b/c": "x", "a/b": "y"}))

@@ -177,9 +177,9 @@ KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
 ODD: list[tuple[dict[str, Any], str]] = [
     (layers([{"w": count((2,))}, {"w": count((3,))}, {"w": count((2,))}]), r"layer_1/w is float32\[3\]"),
     (layers([{"w": count((2,))}, {"w": count((2,), np.int32)}, {"w": count((2,))}]), "layer_1/w is int32"),
-    (layers([{"w": count((2,))}, {"w": count((2,))}, {"v": count((2,))}]), "layer_2 is a subtree of v"),
-    ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, r"not \[1\]"),
-    ({"layer_1": {"w": count((2,))}}, r"not \[0\]"),
+    (layers([{"w": count((2,))}, {"w": count((2,))}, {"v": count((2,))}]), "layer_2/w is not there"),
+    ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, r"\[0, 2\], expected consecutive"),
+    ({"layer_1": {"w": count((2,))}}, r"\[1\], expected consecutive ones from first=0"),
     ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, "same number"),
     (layers([{"w": 1.0}, {"w": 2.0}]), "layer_0/w is a stored float"),
     (layers([{"w": KEY}, {"w": KEY}]), "layer_0/w is a stored prng key"),
@@ -220,7 +220,7 @@ def test_unstack_refuses() -> None:
     """Leaves of different lengths, without the axis, or that are not arrays; a name without a place for the number."""
     with pytest.raises(TransformError, match="x/a: 2, x/b: 3"):
         rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": count((3,))}}), None)
-    with pytest.raises(TransformError, match="x/b has 0 axes"):
+    with pytest.raises(TransformError, match=r"x/b is .*no axis 0"):
         rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": np.float32(1)}}), None)
     with pytest.raises(TransformError, match="x/b is a stored int"):
         rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": 1}}), None)

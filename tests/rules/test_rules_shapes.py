@@ -38,7 +38,7 @@ def test_index_takes_one_and_reads_one(number: int, axis: int) -> None:
 @pytest.mark.parametrize(("number", "axis", "why"), [(2, 0, "no index 2"), (-3, 0, "no index -3"), (0, 2, "no axis 2")])
 def test_index_refuses(number: int, axis: int, why: str) -> None:
     """An index or axis that an array lacks is an error that names it."""
-    with pytest.raises(TransformError, match=f"w has .*{why}"):
+    with pytest.raises(TransformError, match=f"w is .*{why}"):
         rules.index("w", number, axis).apply(stored({"w": count((2, 3))}), None)
 
 
@@ -58,9 +58,9 @@ def test_unreplicate() -> None:
 @pytest.mark.parametrize(
     ("tree", "why"),
     [
-        ({"w": count((4, 2)), "b": count((3,))}, "b has 3 replicas on its first axis, but w 4"),
-        ({"w": count((4, 2)), "scale": np.array(1.0)}, "scale has no replicas on its first axis, but w 4"),
-        ({"w": count((0, 2))}, "w has no replicas on its first axis"),
+        ({"w": count((4, 2)), "b": count((3,))}, "b is .* 3 replicas on its first axis, others 4"),
+        ({"w": count((4, 2)), "scale": np.array(1.0)}, "scale is .* no replicas on its first axis, others 4"),
+        ({"w": count((0, 2))}, "w is .* no replicas on its first axis"),
         ({"step": 3}, "matches no array"),
     ],
 )
@@ -136,8 +136,8 @@ def test_resize_leaves_what_has_the_shape() -> None:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (rules.resize("pos", (4, 4), axis=1), "pos has 17 positions on axis 1, which is not a grid"),
-        (rules.resize("pos", (4, 4)), "pos is \\[1, 17, 3\\], expected as many axes"),
+        (rules.resize("pos", (4, 4), axis=1), "pos is .* 17 positions on axis 1 are not a grid"),
+        (rules.resize("pos", (4, 4)), "pos is .*\\[1, 17, 3\\]: expected as many axes"),
         (rules.resize("ids", (4,)), "no array of floats"),
     ],
     ids=str,
@@ -181,7 +181,7 @@ def test_apply_cannot_write_to_the_stored_value(tmp_path: Path) -> None:
     path = save(tmp_path / "x", {"w": count((2,))}, format="msgpack")
     with pytest.raises(ValueError, match="read-only") as caught:
         restore(path, {"w": np.zeros(2, np.float32)}, transforms=[rules.apply("w", double)])
-    assert re.search(r"raised by the function of rules.apply\('w', .*double\) for w", str(caught.value.__notes__))
+    assert re.search(r"raised by the function of rules.apply\('w', .*double\): w", str(caught.value.__notes__))
 
 
 def test_apply_may_return_its_argument(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_raw_and_typed_keys(flag: bool, impl: str, tmp_path: Path) -> None:
 def test_key_rules_refuse_what_is_no_key() -> None:
     """Data of another length, and leaves that are not keys, are errors."""
     tree = stored({"rng": count((3,), np.uint32), "w": count((2,)), "key": KeyData("rbg", count((4,), np.uint32))})
-    with pytest.raises(TransformError, match="rng is not data of keys of threefry2x32"):
+    with pytest.raises(TransformError, match=r"rng is .* not data of keys of threefry2x32"):
         rules.wrap_key_data("rng", "threefry2x32").apply(tree, None)
     with pytest.raises(TransformError, match="matches no array of uint32"):
         rules.wrap_key_data("w").apply(tree, None)

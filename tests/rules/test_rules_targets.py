@@ -222,8 +222,7 @@ def test_ambiguous_states_are_refused() -> None:
     two = nested({"opt_state": {"gen": trained(ADAM), "disc": trained(ADAM, seed=1)}})
     with pytest.raises(TransformError, match=r"equally well.*optimizer_state\(") as caught:
         migrate(stored(two), ADAM.init(PARAMS))
-    assert "gen/0" in str(caught.value)
-    assert "disc/0" in str(caught.value)
+    assert "opt_state/gen'" in str(caught.value) and "opt_state/disc'" in str(caught.value)
     one = nested({"opt_state": trained(ADAM)})
     with pytest.raises(TransformError, match="equally well"):
         migrate(stored(one), optax.chain(ADAM, ADAM).init(PARAMS))

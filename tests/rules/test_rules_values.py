@@ -193,7 +193,7 @@ def test_the_targets_values_have_to_fit() -> None:
     for own, is_new in ((np.array([1e300, 0, 7]), False), (np.array([0, 0, 1e300]), True)):
         after = rule.apply(stored({"w": count((2,))}), state_dict.describe({"w": own}))
         if is_new:
-            with pytest.raises(TransformError, match=r"own w has 1 values .*1e\+300"):
+            with pytest.raises(TransformError, match=r"w: the target's own array has 1 values .*1e\+300"):
                 value_of(after.children["w"])
         else:
             assert value_of(after.children["w"]).tolist() == [0, 1, 7]
@@ -224,9 +224,9 @@ def test_pad_and_cut_refuse() -> None:
     for rule, message in (
         (rules.pad("w", 2), "length 3 on axis 0 already; see cut"),
         (rules.cut("w", 4), "length 3 on axis 0 only; see pad"),
-        (rules.pad("n", 4, value=0.5), "n is int32, which 0.5 does not fit"),
-        (rules.pad("n", 4, value=2**40), "n is int32, which .* does not fit"),
-        (rules.pad("n", 4, value=[1]), "n is int32, which .* does not fit"),
+        (rules.pad("n", 4, value=0.5), "n is .* 0.5 does not fit"),
+        (rules.pad("n", 4, value=2**40), "n is .* does not fit"),
+        (rules.pad("n", 4, value=[1]), "n is .* does not fit"),
         (rules.pad("w", 4, axis=1), "no axis 1"),
         (rules.cut("w", 1, axis=-2), "no axis -2"),
         (rules.pad("s", 4), "matches no array"),
