@@ -167,9 +167,3 @@ def test_unknown_schemes_are_refused() -> None:
     """What epath does not know is an error that names what is known."""
     with pytest.raises(errors.StorageError, match="the scheme 'ftp://' is unknown"):
         flax_ckpt_compat.restore("ftp://host/run")
-
-
-def test_epath_keeps_what_pathlib_would_mangle() -> None:
-    """A URL that went through pathlib is refused with the remedy."""
-    with pytest.raises(errors.StorageError, match="epath"):
-        flax_ckpt_compat.restore(Path("az://box/run"))

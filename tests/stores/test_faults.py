@@ -131,7 +131,7 @@ def test_an_interrupt_while_a_large_file_is_sent(
         bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" else ""),
         pytest.raises(KeyboardInterrupt),
     ):
-        S3Client().put_file(f"{bucket.url}/large", str(tmp_path / "large"), meter=Interrupted())
+        S3Client().put(f"{bucket.url}/large", tmp_path / "large", meter=Interrupted())
 
 
 @pytest.mark.parametrize("nbytes", [10, 1500], ids=["whole", "in parts"])
@@ -151,7 +151,7 @@ def test_an_object_that_is_removed_before_it_is_replaced(
 
     monkeypatch.setattr(S3Client, "_send", missing)
     with pytest.raises(ConflictError):
-        S3Client().put_file(f"{bucket.url}/file", str(tmp_path / "file"), '"00"')
+        S3Client().put(f"{bucket.url}/file", tmp_path / "file", '"00"')
 
 
 def test_an_object_that_is_lost_while_it_is_read(bucket: Bucket) -> None:

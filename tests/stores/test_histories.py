@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat._core.object_store import commit, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CheckpointError, StorageError
@@ -70,10 +71,10 @@ class Memory(Client):
             inside = {key: found for key, found in sorted(self.objects.items()) if key.startswith(f"{url}/")}
             return {key[len(url) + 1 :]: Stat(len(data), version) for key, (data, version) in inside.items()}
 
-    def stat(self, url: str) -> Stat:
+    def find(self, url: str) -> Stat | None:
         with self._request():
-            data, version = self._found(url)
-            return Stat(len(data), version)
+            data, version = self.objects.get(url, (b"", ABSENT))
+            return Stat(len(data), version) if version else None
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
         with self._request():
@@ -81,7 +82,8 @@ class Memory(Client):
             self._check(url, version)
             return found, None
 
-    def put_once(self, url: str, data: bytes, version: str | None) -> str:
+    def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
+        data = file.read()
         with self._request():
             self._check(url, version)
             new = hashlib.md5(data).hexdigest() if self.by_content else str(next(self._numbers))

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import posixpath
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
@@ -48,7 +48,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
 AT_ONCE = 16
-_LOOKS, _PAUSE = 3, 0.5  # of a writer to which others give way, and seconds after each
+_ROUNDS, _PAUSE = 4, 0.5  # of a writer to which others give way, and seconds after each
 # Names that no other save uses.
 _OF_ONE_SAVE = re.compile(
     rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*",
@@ -77,56 +77,49 @@ def is_unfinished(names: Iterable[str]) -> bool:
     return COMMIT_FILE not in there and any(map(is_upload_marker, there))
 
 
-def new_marker(found: Iterable[str] = ()) -> str:
+def last_marker(names: Iterable[str]) -> str:
+    """Return the marker of the save that began last; "" without one."""
+    return max(filter(is_upload_marker, names), key=lambda name: (_time_of(name), name), default="")
+
+
+def _time_of(marker: str) -> int:
+    return int(marker.split(".")[1]) if marker else 0
+
+
+def _new_marker(found: Iterable[str] = ()) -> str:
     """Return the name of a marker that comes after all others which were found."""
-    last = max((order_of(name)[0] for name in found), default=0)
-    return f"{layout.BEGUN}.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
+    began = max(int(time.time()), _time_of(last_marker(found)) + 1)
+    return f"{layout.BEGUN}.{began}.{uuid.uuid4().hex}"
 
 
-def order_of(marker: str) -> tuple[int, str]:
-    """Return the sort key of a marker, of which the first part is its time; other names come first."""
-    _, began, tag = marker.split(".") if is_upload_marker(marker) else ("", "0", "")
-    return int(began), tag
-
-
-def is_expired(marker: str) -> bool:
+def _is_expired(marker: str) -> bool:
     """Return whether the writer of a marker counts as dead."""
-    return time.time() - order_of(marker)[0] > EXPIRES_AFTER
-
-
-def publish(staged: str, url: str, *, new: bool = False, meter: Meter = OFF) -> None:
-    """Upload a local checkpoint, and replace what has its name; with ``new``, nothing is replaced.
-
-    Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
-    if presence.isdir(staged):
-        FolderSave(url).publish(staged, new=new, meter=meter)
-    else:
-        publish_object(staged, url, new=new, meter=meter)
-    if not new:
-        remove_arrays_beside(url)
+    return time.time() - _time_of(marker) > EXPIRES_AFTER
 
 
 def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> None:
-    """Upload a msgpack file, and remove a folder of its name; see `publish`."""
-    client = client_for(url)
+    """Upload a msgpack file, and remove a folder of its name; with ``new``, nothing is replaced.
+
+    Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
+    client, file = client_for(url), Path(staged)
     there = client.find(url) if new else None
     if there is not None and there.size:  # an empty object is no checkpoint
-        raise _taken(url)
+        raise lost(url)
     try:
-        version = client.put_file(url, staged, (ABSENT if there is None else there.version) if new else None, meter)
+        version = client.put(url, file, (ABSENT if there is None else there.version) if new else None, meter)
     except ConflictError as error:
-        raise _taken(url) from error
+        raise lost(url) from error
     hidden = client.list(url)
     if new and COMMIT_FILE in hidden:
         client.delete(url, version)
-        raise _taken(url)
+        raise lost(url)
     if hidden and (markers := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
             _delete_uncommitted(url, hidden, markers)
         # Its writer may have removed this object as the one that it replaced.
         if client.find(url) is None:
             with suppress(ConflictError):
-                client.put_file(url, staged, ABSENT)
+                client.put(url, file, ABSENT)
 
 
 class FolderSave:
@@ -137,10 +130,9 @@ class FolderSave:
     """
 
     def __init__(self, url: str, marker: str = ""):
-        """Take a folder, and the marker of a save that has begun already."""
-        self.url, self.client, self.marker = url, client_for(url), marker
-        self._found: dict[str, Stat] = {}  # what was there at the beginning, but for what this writer has deleted
-        self._written: dict[str, str] = {}  # name of a file that others may write, too → version of ours
+        """Take a folder, and the marker of a save by several processes that has begun already."""
+        self.url, self.client, self.marker, self._is_shared = url, client_for(url), marker, bool(marker)
+        self._expected: dict[str, str] = {}  # name of a file that others may write, too → version that is there
         self.has_begun = False
 
     def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
@@ -149,137 +141,120 @@ class FolderSave:
         is_there, needs_it = COMMIT_FILE in found, self.client.needs_commit_file
         is_copy = bool(found) and not (is_there or needs_it or is_unfinished(found))  # of a local checkpoint
         if new and (is_there or is_copy):
-            raise _taken(self.url)
+            raise lost(self.url)
         if is_copy and not self.url.endswith(ARRAYS_POSTFIX):  # it would be unfinished beside a marker
             with suppress(ConflictError):
-                self._put_text(COMMIT_FILE, self.marker, ABSENT)
+                self._put_commit_file(ABSENT)
             found = self.client.list(self.url)
-        self._found = found
+        self._expected = _fixed(found)
         if not self.marker:
             if not self.client.shares_names:
                 self.client.delete(self.url)
-            self.marker = new_marker(found)
-            self._put_text(self.marker, "\n".join(data))
+            self.marker = _new_marker(found)
+            self._put_marker(data)
 
-    def _put_text(self, name: str, text: str = "", version: str | None = None) -> str:
-        data = _COMMITTED.format(text or uuid.uuid4().hex) if name == COMMIT_FILE else text
-        return self.client.put(f"{self.url}/{name}", data.encode(), version)
+    def _put_marker(self, data: Collection[str]) -> None:
+        self.client.put(f"{self.url}/{self.marker}", "\n".join(data).encode())
+
+    def _put_commit_file(self, version: str) -> None:
+        text = _COMMITTED.format(self.marker or uuid.uuid4().hex)
+        self._expected[COMMIT_FILE] = self.client.put(f"{self.url}/{COMMIT_FILE}", text.encode(), version)
 
     def publish(self, staged: str, *, new: bool = False, uploaded: Collection[str] = (), meter: Meter = OFF) -> None:
         """Upload a local directory, beside what was ``uploaded`` already, and commit all of it."""
         names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not is_fixed(name)]
-        indexes = [name for name in names if _is_index(name) and name not in data]
-        fixed = sorted(set(names).difference(data, indexes))
-        is_object = self.client.find(self.url)
+        replaced = self.client.find(self.url)
         self.begin(new=new, data=data)
 
         def put(name: str) -> None:
-            found = self._found.get(name)
-            version = None if name in data else ABSENT if found is None else found.version
-            version = self.client.put_file(f"{self.url}/{name}", os.path.join(staged, name), version, meter)
+            version = None if name in data else self._expected.get(name, ABSENT)
+            version = self.client.put(f"{self.url}/{name}", Path(staged, name), version, meter)
             if name not in data:
-                self._written[name] = version
-
-        def replace() -> Files:
-            switches = not uploaded and len(indexes) == 1 and self._is_same_tree(staged, fixed, indexes)
-            self.has_begun = True
-            if switches:  # other writers find another commit file, and so no more what they found
-                before = self._found[COMMIT_FILE].version
-                self._written[COMMIT_FILE] = self._put_text(COMMIT_FILE, self.marker, before)
-            self._uncommit(layout.CHECKSUMS if switches else COMMIT_FILE)
-            # The first file decides who writes.
-            groups = [indexes, fixed] if switches else [fixed[:1], fixed[1:], indexes]
-            for group in filter(None, groups):
-                in_parallel(put, group, AT_ONCE)
-            there = self._check([*data, *uploaded])
-            return there if COMMIT_FILE in there else self._commit([*data, *uploaded])
+                self._expected[name] = version
 
         try:
             in_parallel(put, data, AT_ONCE)
-            try:
-                self._check()
-                there = replace()
-            except (ConflictError, ConcurrentWriteError):
-                self._wait_for_others()
-                there = replace()
+            for left in reversed(range(_ROUNDS)):
+                try:
+                    there = self._replace(staged, sorted(set(names).difference(data)), [*data, *uploaded], put)
+                    break
+                except (ConflictError, ConcurrentWriteError):
+                    if not left:
+                        raise
+                    self._look_again()
         except BaseException as error:
             with suppress(StorageError):
-                self._give_up(data)
+                if self.has_begun:  # others may count on what is there; so it names itself unfinished
+                    self._put_marker(data)
+                else:
+                    in_parallel(lambda name: self.client.delete(f"{self.url}/{name}"), [*data, self.marker], AT_ONCE)
             if isinstance(error, (ConflictError, ConcurrentWriteError)):
-                raise _lost(self.url) from error
+                raise lost(self.url) from error
             raise
-        self._end(is_object, {name: there[name] for name in there.keys() - {*names, *uploaded, COMMIT_FILE}})
+        with after_commit(self.url):
+            if replaced is not None:
+                self.client.delete(self.url, replaced.version)
+            ours = {*names, *uploaded, COMMIT_FILE, self.marker}
+            _delete(self.url, {name: stat for name, stat in there.items() if name not in ours})
+        with harmless(self.url, "the marker of a save that is complete"):
+            self.client.delete(f"{self.url}/{self.marker}")
 
-    def _wait_for_others(self) -> None:
-        """Wait until writers with lower markers have given up, and take what they left as found; else raise."""
-        for _ in range(_LOOKS):
-            there = self.client.list(self.url)
-            markers = list(filter(is_upload_marker, there))
-            if self.marker not in markers or max(markers, key=order_of) != self.marker:
-                break
-            time.sleep(_PAUSE)
-            if COMMIT_FILE not in there and len(markers) > 1:
-                self._found, self._written = dict(there), {}
-                with suppress(ConcurrentWriteError):
-                    self._check()
-                    return
-        raise _lost(self.url)
+    def _replace(self, staged: str, fixed: list[str], data: Collection[str], put: Callable[[str], None]) -> Files:
+        """Replace the files that other saves have, too, and commit them with the data; return all that is there."""
+        self._check()
+        indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
+        rest = [name for name in fixed if name not in indexes]
+        switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, rest, indexes)
+        self.has_begun = True
+        if switches:  # other writers find another commit file, and so no more what they found
+            self._put_commit_file(self._expected[COMMIT_FILE])
+        gone = layout.CHECKSUMS if switches else COMMIT_FILE
+        version = self._expected.pop(gone, None)
+        if version is not None and not self.client.delete(f"{self.url}/{gone}", version):
+            raise lost(self.url)
+        # The first file decides who writes.
+        for group in [indexes, rest] if switches else [rest[:1], rest[1:], indexes]:
+            in_parallel(put, group, AT_ONCE)
+        there = self._check(data)
+        if switches:
+            return there
+        self._put_commit_file(ABSENT)
+        try:
+            return self._check(data)
+        except ConcurrentWriteError:  # another writer has begun to replace files just before
+            self.client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
+            raise
 
     def _check(self, needed: Collection[str] = ()) -> Files:
         """List the folder; raise ConcurrentWriteError if another writer has begun or ended since the beginning."""
         there = self.client.list(self.url)
-        expected = {name: stat.version for name, stat in self._found.items() if is_fixed(name)} | self._written
-        found = {name: stat.version for name, stat in there.items() if is_fixed(name)}
-        is_latest = self.marker in there and max(map(order_of, there)) == order_of(self.marker)
-        if not is_latest or found != expected or not set(needed) <= there.keys():
-            raise _lost(self.url)
+        is_ours = last_marker(there) == self.marker and _fixed(there) == self._expected
+        if not is_ours or not set(needed) <= there.keys():
+            raise lost(self.url)
         return there
 
-    def _uncommit(self, name: str) -> None:
-        """Delete a file that was found, the commit file or the checksums, if it is there."""
-        stat = self._found.pop(name, None)
-        if stat is not None and not self.client.delete(f"{self.url}/{name}", stat.version):
-            raise _lost(self.url)
-
-    def _commit(self, needed: Collection[str]) -> Files:
-        """Write the commit file; withdraw it if another writer has begun to replace files just before."""
-        version = self._written[COMMIT_FILE] = self._put_text(COMMIT_FILE, self.marker, ABSENT)
-        try:
-            return self._check(needed)
-        except ConcurrentWriteError:
-            self.client.delete(f"{self.url}/{COMMIT_FILE}", version)
-            raise
+    def _look_again(self) -> None:
+        """Expect what a writer with a lower marker has left when it gave way; raise if there is a higher one."""
+        there = self.client.list(self.url)
+        if last_marker(there) != self.marker:
+            raise lost(self.url)
+        time.sleep(_PAUSE)  # the next check tells whether it is at work still
+        if COMMIT_FILE not in there and sum(map(is_upload_marker, there)) > 1:
+            self._expected = _fixed(there)
 
     def _is_same_tree(self, staged: str, fixed: list[str], indexes: list[str]) -> bool:
         """Return whether nothing but indexes, checksums and times tell the new checkpoint from the old one."""
-        if {name for name in self._found if is_fixed(name)} != {*fixed, *indexes, COMMIT_FILE}:
+        if self._expected.keys() != {*fixed, *indexes, COMMIT_FILE}:
             return False
 
         def is_same(name: str) -> bool:
-            with open(os.path.join(staged, name), "rb") as file, suppress(FileNotFoundError):
-                return _meaning(name, file.read()) == _meaning(name, self.client.read(f"{self.url}/{name}"))
+            with suppress(FileNotFoundError):
+                old = self.client.read(f"{self.url}/{name}")
+                return _meaning(name, Path(staged, name).read_bytes()) == _meaning(name, old)
             return False  # another writer removes it
 
         return all(in_parallel(is_same, [name for name in fixed if name != layout.CHECKSUMS], AT_ONCE))
-
-    def _give_up(self, data: Collection[str]) -> None:
-        """Remove what this writer has written; once others may count on it, leave it, which names itself unfinished."""
-        if self.has_begun:
-            self._put_text(self.marker, "\n".join(data))
-        else:
-            in_parallel(lambda name: self.client.delete(f"{self.url}/{name}"), [*data, self.marker], AT_ONCE)
-
-    def _end(self, replaced: Stat | None, old: Files) -> None:
-        """Remove what a commit has replaced, and the marker."""
-        with after_commit(self.url):
-            if replaced is not None:
-                self.client.delete(self.url, replaced.version)
-            _delete(self.url, {name: stat for name, stat in old.items() if name != self.marker})
-        try:
-            self.client.delete(f"{self.url}/{self.marker}")
-        except StorageError as error:
-            warn_of_leftovers(self.url, "the marker of a save that is complete", error)
 
 
 def remove(url: str, found: Files | None = None) -> None:
@@ -289,15 +264,21 @@ def remove(url: str, found: Files | None = None) -> None:
     client = client_for(url)
     client.delete(url)
     inside = client.list(url) if found is None else found
-    if inside and (markers := _uncommit(url, inside)):
-        _delete_uncommitted(url, inside, markers)
+    if inside:
+        remove_folder(url, inside)
+
+
+def remove_folder(url: str, found: Files) -> None:
+    """Remove files of a folder, the commit file first and the markers last."""
+    if markers := _uncommit(url, found):
+        _delete_uncommitted(url, found, markers)
 
 
 def _uncommit(url: str, found: Files) -> list[str]:
     """Delete the commit file of a folder; return its markers, or none if another writer has replaced it meanwhile."""
     client, markers = client_for(url), list(filter(is_upload_marker, found))
     if not markers:
-        markers = [new_marker()]
+        markers = [_new_marker()]
         client.put(f"{url}/{markers[0]}", b"")
     is_ours = COMMIT_FILE not in found or client.delete(f"{url}/{COMMIT_FILE}", found[COMMIT_FILE].version)
     return markers if is_ours else []
@@ -324,9 +305,9 @@ def remove_arrays_beside(url: str) -> None:
     folder = url + ARRAYS_POSTFIX
     with after_commit(url):
         there = client_for(url).list(folder)
-        arrays, markers = arrays_among(there), list(filter(is_upload_marker, there))
-        if arrays and all(map(is_expired, markers)):
-            _delete(folder, {name: there[name] for name in [*arrays, *markers, COMMIT_FILE] if name in there})
+        if (arrays := arrays_among(there)) and _is_expired(last_marker(there)):
+            gone = [*arrays, *filter(is_upload_marker, there), COMMIT_FILE]
+            _delete(folder, {name: there[name] for name in gone if name in there})
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:
@@ -347,29 +328,26 @@ def leftovers(url: str, files: Files) -> dict[str, dict[str, Stat]]:
         folders.setdefault(name, {})[rest] = stat
     found = {}
     for name, there in folders.items():
-        markers, main = list(filter(is_upload_marker, there)), name.removesuffix(ARRAYS_POSTFIX)
+        last, main = last_marker(there), name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if markers and all(map(is_expired, markers)) and (main == name or main not in folders):
+        if last and _is_expired(last) and (main == name or main not in folders):
             is_whole = main != name or is_unfinished(there)
-            found[name] = there if is_whole else _without_commit(f"{url}/{name}", there, markers)
             there.pop("", None)  # an object of that name
+            found[name] = there if is_whole else _beside_a_commit(f"{url}/{name}", there)
     return found
 
 
-def _without_commit(url: str, there: Files, markers: Collection[str]) -> dict[str, Stat]:
+def _beside_a_commit(url: str, there: Files) -> dict[str, Stat]:
     """Return the markers of a complete folder, and what their saves wrote, unless it is in use."""
     client, found = client_for(url), dict[str, Stat]()
     with suppress(FileNotFoundError, StorageError):  # what another removes meanwhile, or nobody may read, stays
         text = client.read(f"{url}/{COMMIT_FILE}").decode("utf-8", "replace")
-        for marker in markers:
-            listed = client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n")
-            is_in_use, own = tag_of(marker) in text, {key for key in listed if not is_fixed(key)}
-            found[marker] = there[marker]
-            found |= {
-                key: stat
-                for key, stat in there.items()
-                if not is_in_use and (key in own or tag_of(key) == tag_of(marker))
-            }
+        for marker in filter(is_upload_marker, there):
+            found[marker], tag = there[marker], tag_of(marker)
+            if tag not in text:
+                own = set(client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n"))
+                mine = [key for key in there if tag_of(key) == tag or (key in own and not is_fixed(key))]
+                found |= {key: there[key] for key in mine}
     return found
 
 
@@ -378,23 +356,20 @@ def tag_of(key: str) -> str:
     return key.partition("/")[0].rpartition(".")[2]
 
 
-def remove_leftovers(url: str, found: Files) -> None:
-    """Remove what dead writers left in a folder, the commit file of arrays first and the markers last."""
-    if COMMIT_FILE in found:
-        client_for(url).delete(f"{url}/{COMMIT_FILE}")
-    _delete_uncommitted(url, found, list(filter(is_upload_marker, found)))
+_warned: set[str] = set()  # folders of checkpoints of which `harmless` has warned
 
 
-_warned: set[str] = set()  # folders of checkpoints of which `warn_of_leftovers` has warned
-
-
-def warn_of_leftovers(url: str, what: str, error: StorageError) -> None:
+@contextmanager
+def harmless(url: str, what: str) -> Iterator[None]:
     """Log that objects which do no harm could not be removed: as a warning once for a folder of checkpoints."""
-    folder = posixpath.dirname(url)
-    level = logging.INFO if folder in _warned else logging.WARNING
-    _warned.add(folder)
-    message = "Cannot remove %s at %s: %s. It does no harm; what else cannot be removed in %s is logged as info"
-    _log.log(level, message, what, url, error, folder)
+    try:
+        yield
+    except StorageError as error:
+        folder = posixpath.dirname(url)
+        level = logging.INFO if folder in _warned else logging.WARNING
+        _warned.add(folder)
+        message = "Cannot remove %s at %s: %s. It does no harm; what else cannot be removed in %s is logged as info"
+        _log.log(level, message, what, url, error, folder)
 
 
 @contextmanager
@@ -414,8 +389,8 @@ def is_fixed(name: str) -> bool:
     return not is_upload_marker(name) and _OF_ONE_SAVE.fullmatch(name) is None
 
 
-def _is_index(name: str) -> bool:
-    return posixpath.basename(name) == MANIFEST
+def _fixed(found: Files) -> dict[str, str]:
+    return {name: stat.version for name, stat in found.items() if is_fixed(name)}
 
 
 def _meaning(name: str, text: bytes) -> object:
@@ -426,11 +401,8 @@ def _meaning(name: str, text: bytes) -> object:
     return text.rstrip()
 
 
-def _taken(url: str) -> ConcurrentWriteError:
-    message = f"{url}: another process wrote this checkpoint at the same time, and it stays"
-    return ConcurrentWriteError(f"{message}; pass overwrite=True to replace it", path=url)
-
-
-def _lost(url: str) -> ConcurrentWriteError:
+def lost(url: str) -> ConcurrentWriteError:
+    """Return the error of a save that another writer of the same checkpoint has overtaken."""
     message = f"{url}: another process writes, wrote or removes this checkpoint at the same time, so this one was not"
-    return ConcurrentWriteError(f"{message} committed; save each step from one place only", path=url)
+    remedy = "save each step from one place only, or pass overwrite=True to replace what is there"
+    return ConcurrentWriteError(f"{message} saved; {remedy}", path=url)

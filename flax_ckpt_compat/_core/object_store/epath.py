@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError, split
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
-from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 
@@ -41,32 +42,22 @@ class EpathClient(Client):
     def list(self, url: str) -> dict[str, Stat]:
         return dict(sorted(_walk(_path(url), "")))
 
-    def stat(self, url: str) -> Stat:
+    def find(self, url: str) -> Stat | None:
         path = _path(url)
-        if path.is_dir() or not path.exists():
-            raise not_found(url)
-        return _stat(path)
+        return None if path.is_dir() or not path.exists() else _stat(path)
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
-        self.stat(url)  # path classes have other errors of their own
+        if self.find(url) is None:  # path classes have other errors of their own
+            raise not_found(url)
         with _path(url).open("rb") as file:
             file.seek(start)
             data = bytes(file.read(-1 if stop is None else stop - start))
-        found = self.stat(url)
-        if version not in (None, found.version):
+        found = self.find(url)
+        if version not in (None, found and found.version):
             raise ConflictError(f"{url} was replaced since it was opened; open it again", path=url)
         return data, found
 
-    def put_once(self, url: str, data: bytes, version: str | None) -> str:
-        return self._write(url, iter([data]), version)
-
-    def put_file(self, url: str, path: str, version: str | None = None, meter: Meter = OFF) -> str:
-        with open(path, "rb") as file:
-            found = self._write(url, iter(lambda: file.read(_PIECE), b""), version)
-        meter.add(os.path.getsize(path), url)
-        return found
-
-    def _write(self, url: str, pieces: Iterator[bytes], version: str | None) -> str:
+    def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
         with translated(url, "written"):
             found, path = None if version is None else self.find(url), _path(url)
             if version not in (None, ABSENT if found is None else found.version):
@@ -79,9 +70,9 @@ class EpathClient(Client):
                 for name in inside:
                     self.delete(f"{url}/{name}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+            with path.open("wb") as there:
+                shutil.copyfileobj(file, there, _PIECE)
+            meter.add(file.tell(), url)
             return _stat(path).version
 
     def delete(self, url: str, version: str | None = None) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
 from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.object_store.client import Client
+from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
@@ -33,14 +34,12 @@ class HubClient(Client):
         files = {one.path[start:]: Stat(one.size, one.blob_id) for one in entries if hasattr(one, "blob_id")}
         return dict(sorted(files.items()))
 
-    def stat(self, url: str) -> Stat:
+    def find(self, url: str) -> Stat | None:
         at = _resolve(url)
         name = at.pop("path")
         with _telling(url):
-            for one in _api().get_paths_info(paths=[name], **at) if name else []:
-                if hasattr(one, "blob_id"):
-                    return Stat(one.size, one.blob_id)
-            raise not_found(url)
+            found = _api().get_paths_info(paths=[name], **at) if name else []
+            return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:  # noqa: ARG002
         return LocalLocation(self.local_copy(url)).read(start, stop), None
@@ -55,7 +54,7 @@ class HubClient(Client):
     def prepare(self, url: str) -> None:
         raise StorageError(f"{url}: hf:// is only read; save to a disk or to another store, and upload that", path=url)
 
-    def put_once(self, url: str, data: bytes, version: str | None) -> str:  # noqa: ARG002
+    def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:  # noqa: ARG002
         self.prepare(url)
         return ""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import posixpath
 from collections.abc import Collection
+from pathlib import Path
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
@@ -66,7 +66,7 @@ class Upload:
         Raise ConcurrentWriteError if process 0 has aborted the save."""
 
         def put(name: str) -> None:
-            self._client.put_file(f"{self.folder}/{name}", posixpath.join(directory, name), meter=meter)
+            self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
 
         in_parallel(put, [name for name in names if name != last], commit.AT_ONCE)
         put(last)
@@ -81,10 +81,8 @@ class Upload:
 
     def delete_harmless(self, name: str) -> None:
         """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
-        try:
+        with commit.harmless(self.url, "what told how far a save was"):
             self._delete([name])
-        except StorageError as error:
-            commit.warn_of_leftovers(self.url, "what told how far a save was", error)
 
     def _delete(self, names: Collection[str]) -> None:
         in_parallel(lambda name: self._client.delete(f"{self.folder}/{name}"), names, commit.AT_ONCE)
@@ -107,9 +105,8 @@ class Upload:
 
     def _publish_gda(self, staged: str, new: bool) -> None:
         there = self._client.list(self.folder)
-        if self.marker not in there or max(map(commit.order_of, there)) > commit.order_of(self.marker):
-            message = f"{self.url}: another process saves this checkpoint at the same time, so this one was not saved"
-            raise ConcurrentWriteError(message, path=self.url)
+        if commit.last_marker(there) != self.marker:
+            raise commit.lost(self.url)
         commit.publish_object(staged, self.url, new=new)
         old = [key for key in there if key != self.marker and not self._is_part(key)]
         with commit.after_commit(self.url):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.client import ConflictError
@@ -188,10 +188,8 @@ class ObjectLocation(Location):
     def prepare_directory(self) -> None:
         client_for(self.path).prepare(self.path)
         for name, found in commit.leftovers(self.path, self._inside()).items():
-            try:
-                commit.remove_leftovers(f"{self}/{name}", found)
-            except StorageError as error:  # it must not prevent a save
-                commit.warn_of_leftovers(f"{self}/{name}", "what an interrupted save left", error)
+            with commit.harmless(f"{self}/{name}", "what an interrupted save left"):  # it must not prevent a save
+                commit.remove_folder(f"{self}/{name}", found)
 
     def leftovers(self) -> dict[str, bool]:
         store = client_for(self.path)
@@ -205,11 +203,16 @@ class ObjectLocation(Location):
         store = client_for(self.path)
         for name, found in commit.leftovers(self.path, store.list(self.path)).items():
             if name in names:
-                commit.remove_leftovers(f"{self}/{name}", found)
+                commit.remove_folder(f"{self}/{name}", found)
         store.stale_parts(self.path, names)
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
-        commit.publish(temporary, self.path, new=new, meter=meter)
+        if presence.isdir(temporary):
+            commit.FolderSave(self.path).publish(temporary, new=new, meter=meter)
+        else:
+            commit.publish_object(temporary, self.path, new=new, meter=meter)
+        if not new:
+            commit.remove_arrays_beside(self.path)
         atomic.delete(temporary)
 
 
@@ -223,7 +226,10 @@ class OpenedObject(Source):
     def __init__(self, url: str):
         self.path = url
         self._client = commit.client_for(url)
-        self.head, (self.size, self._version, _) = self._client.open(url, HEAD_BYTES)
+        self.head, told = self._client.read_there(url, 0, HEAD_BYTES, None)
+        if (found := told or self._client.find(url)) is None:
+            raise not_found(url)
+        self.size, self._version, _ = found
 
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
