@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, read_all
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, handle_of, read_all
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.progress import Meter
+from flax_ckpt_compat._trees.leaf_sources import needs
 
 _AT_ONCE = 64 * 2**20
 _NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
@@ -95,7 +96,7 @@ def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
     batch: list[Readable] = []
     room, last = _AT_ONCE, None
     for one in wanted:
-        size, handle = nbytes_of(one), one.handle if isinstance(one, ArraySlice) else one
+        size, handle = sum(needs(one).values()), handle_of(one)
         if batch and room < size and handle is not last:
             yield batch
             batch, room = [], _AT_ONCE
@@ -103,15 +104,6 @@ def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
         room, last = room - size, handle
     if batch:
         yield batch
-
-
-def nbytes_of(one: Readable) -> int:
-    """Return the bytes of a leaf, or of a slice, in memory."""
-    if isinstance(one, LeafHandle):
-        return one.nbytes
-    assert one.handle.dtype is not None
-    size: int = math.prod([side.stop - side.start for side in one.index]) * one.handle.dtype.itemsize
-    return size
 
 
 def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
@@ -143,12 +135,11 @@ def is_safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
         return False  # numpy calls this safe, though float64 rounds what is above 2**53
     if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes, whose kind is not specific
         # What ml_dtypes registers as safe includes int8 to four-bit floats.
-        return is_float(stored) and is_float(wanted) and _is_wider(_floats(stored), _floats(wanted))
+        if not (is_float(stored) and is_float(wanted) and wanted.isbuiltin == 1):
+            return False
+        old, new = _floats(stored), _floats(wanted)
+        return bool(new.nmant >= old.nmant and float(new.max) >= float(old.max))
     return np.can_cast(stored, wanted, "safe")
-
-
-def _is_wider(stored: Any, wanted: Any) -> bool:
-    return wanted.dtype.isbuiltin == 1 and wanted.nmant >= stored.nmant and float(wanted.max) >= float(stored.max)
 
 
 def _blocks(array: Array) -> Iterator[Array]:

@@ -95,7 +95,9 @@ def _arguments(checkpointer: Any, own: backend.Reader | None) -> Mapping[str, An
         return {"restore_args": state_dict.nested(map_leaves(lambda _, leaf: _restore_args(leaf), own.tree))}
     if own is not None and "StandardCheckpointHandler" in names:
         examples = state_dict.nested(map_leaves(lambda _, leaf: _example(leaf), own.tree))
-        return {"target" if _takes_target(checkpointer) else "item": examples}
+        # A plain ``Checkpointer`` passes an item on to its handler.
+        takes_target = "target" in inspect.signature(type(checkpointer).restore).parameters
+        return {"target" if takes_target else "item": examples}
     return {}
 
 
@@ -109,11 +111,6 @@ def restore_with(checkpointer: Any, path: str, **arguments: Any) -> Any:
             f"give the one that wrote it, or leave orbax_checkpointer out: what Orbax wrote is read without it",
             path=path,
         ) from error
-
-
-def _takes_target(checkpointer: Any) -> bool:
-    """Return whether ``restore`` itself takes a target; a plain ``Checkpointer`` passes an item on to its handler."""
-    return "target" in inspect.signature(type(checkpointer).restore).parameters
 
 
 def _restore_args(leaf: Any) -> Any:

@@ -13,15 +13,14 @@ import numpy as np
 
 from flax_ckpt_compat._core import backend, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.text_formatting import Row, one_line
-from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
-from flax_ckpt_compat._restore import casting, leaf_kinds, placement, shardings
+from flax_ckpt_compat._core.tree import KeyData, Path, is_jax_array, show_path
+from flax_ckpt_compat._restore import casting, leaf_kinds, placement
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, needs, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -43,14 +42,12 @@ def place(run: ReadLeaves) -> tuple[list[Any], list[ShapeDifference]]:
     take: Callable[[Any], Any] = run.take_shared if run.has_shared else run.values.pop
     run.take = take
     results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in leaves]
-    is_whole = Memo(lambda sharding: sharding.is_fully_replicated)
     with placement.transfers_allowed(), memory.pause_gc():
         for at, leaf in enumerate(leaves):
             if leaf.slices:
                 results[at] = placement.assembled(leaf, results[at])
             elif leaf.is_plain and leaf.sharding is not None:
-                put = placement.on_each_device if is_whole.of(leaf.sharding) else placement.on_devices
-                results[at] = put(results[at], leaf.sharding)
+                results[at] = placement.on_devices(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 
@@ -64,6 +61,7 @@ class ReadLeaves:
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
         self._lost: list[str] = []
+        self._narrowed: list[Row] = []  # leaves and dtypes of an abstract target's casts that may lose values
         self._abstract: list[str] = []  # leaves of the target that are kept and have no values
         self.values: dict[LeafHandle | ArraySlice, Any] = {}  # what was read and not used yet
         self.take: Callable[[Any], Any] = self.take_shared  # returns a value that was read, which nothing else holds
@@ -93,7 +91,7 @@ class ReadLeaves:
     def nbytes(self) -> int:
         """Return the bytes of all arrays that are read."""
         arrays = [one for one in self.reads if isinstance(one, ArraySlice) or one.dtype is not None]
-        return sum(map(casting.nbytes_of, arrays))
+        return sum(size for one in arrays for size in needs(one).values())
 
     def read(self, meter: Meter = OFF) -> None:
         """Read the values."""
@@ -114,9 +112,8 @@ class ReadLeaves:
         mine: list[LeafHandle | ArraySlice] = [source] if leaf.slices is None else [*leaf.slices]
         reads.extend(mine)
         if leaf.cast is not None:
-            # Checking one number is cheap, so warn only about values that are lost, not about those that might be.
-            is_checked = self.plan.options.casts or source.kind is not LeafKind.ARRAY
-            cast = self._casts[leaf] = casting.Cast(leaf.cast, is_checked)
+            is_number = source.kind is not LeafKind.ARRAY
+            cast = self._casts[leaf] = self._cast(leaf, source.path, source.dtype, is_number=is_number)
             if source.kind is LeafKind.ARRAY and not source.possible_kinds:
                 self.casts_at_read.update((one, cast) for one in mine)
 
@@ -164,7 +161,7 @@ class ReadLeaves:
         value = self._compute(source)
         if isinstance(value, KeyData):
             with placement.all_transfers_allowed():
-                return prng_keys.join_key(value, shardings.of(leaf.target))
+                return prng_keys.join_key(value, placement.sharding_of(leaf.target))
         if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
             value = np.array(value)
         if source.shape is None and leaf.target is not None:
@@ -174,10 +171,7 @@ class ReadLeaves:
             return value
         if source.shape is None:
             self._check_unforeseen(leaf, source, value)
-        is_checked = self.plan.options.casts
-        if leaf.cast is not None and not is_checked and not casting.is_safe(value.dtype, leaf.cast):
-            self.plan.narrowed.append(Row((show_path(leaf.path),), (f"{value.dtype} to {leaf.cast}",)))
-        cast = None if leaf.cast is None else casting.Cast(leaf.cast, is_checked)
+        cast = None if leaf.cast is None else self._cast(leaf, leaf.path, value.dtype)
         if isinstance(value, np.ndarray):
             value = placement.put(value, leaf.sharding, cast)
         else:
@@ -185,6 +179,13 @@ class ReadLeaves:
         if cast is not None and cast.is_lossy:
             self._lost.append(describe_derived(leaf.path, source))
         return value
+
+    def _cast(self, leaf: LeafPlan, path: Path, dtype: Any, *, is_number: bool = False) -> casting.Cast:
+        """Return a leaf's cast: numbers, and all by a setting, are checked for lost values; else note a narrowing."""
+        is_checked = self.plan.options.casts or is_number
+        if not is_checked and not casting.is_safe(dtype, leaf.cast):
+            self._narrowed.append(Row((show_path(path),), (f"{dtype} to {leaf.cast}",)))
+        return casting.Cast(leaf.cast, is_checked)
 
     def _check_unforeseen(self, leaf: LeafPlan, source: Derived, value: Any) -> None:
         """Record a shape that only a function knew; raise if the result cannot be cast or placed."""
@@ -194,8 +195,8 @@ class ReadLeaves:
             self.shapes.append((leaf.path, shape, wanted))
         if leaf.cast is not None and leaf.cast != value.dtype and not casting.exists(value.dtype, leaf.cast):
             raise no_cast(name, value.dtype, leaf.cast, self._path)
-        if leaf.sharding is not None and not shardings.fits(leaf.sharding, shape):
-            raise shardings.misfit(name, shape, leaf.sharding, self._path)
+        if leaf.sharding is not None and not placement.fits(leaf.sharding, shape):
+            raise placement.misfit(name, shape, leaf.sharding, self._path)
 
     def _compute(self, derived: Derived) -> Any:
         """Compute a derived leaf; an array is writable and shares no memory with any other leaf."""
@@ -237,7 +238,7 @@ class ReadLeaves:
             "sharding; set jax_enable_x64, or cast": dict.fromkeys(self.plan.unsharded),
             "kept from the target, which is abstract there, so that the result has a jax.ShapeDtypeStruct and no "
             "values; put arrays into the target, or into the result": self._abstract,
-            "cast to the abstract target's dtype, which cannot hold every stored value": self.plan.narrowed,
+            "cast to the abstract target's dtype, which cannot hold every stored value": self._narrowed,
         }
         for what, leaves in found.items():
             if leaves:

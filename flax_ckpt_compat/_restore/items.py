@@ -1,23 +1,33 @@
-"""Plan a restore of a checkpoint of one item or several."""
+"""Plan a restore of a checkpoint of one item or several: the target's structure decides which, names between equals."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle, Reader
-from flax_ckpt_compat._core.errors import NameCollisionError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KindMismatchError,
+    NameCollisionError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._restore.item_choice import ALL, choose_item
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
 from flax_ckpt_compat._trees.state_dict import TargetTree
+
+_ALL = ""  # in place of an item's name: the target has items by their names
+_MAX_SHOWN = 8
 
 
 def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> RestorePlan:
@@ -26,23 +36,25 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
     Without a target, raise UnrecognizedFormatError if an item cannot be given: a part is never taken for the whole."""
     if target is None:
         _check_all_known(opened)
-    if target is None and not opened.is_mapping:
+        if opened.is_mapping:
+            return _plan_everything(opened, options)
         _log_omitted_json(opened)
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
-    if target is None:
-        return _plan_everything(opened, options)
+    with memory.pause_gc():
+        target_tree = TargetTree(target)
     if "" in opened.items:
-        return RestorePlan({"": _plan_item(opened, "", described(target), options)}, False)
+        return RestorePlan({"": _plan_item(opened, "", target_tree, options)}, False)
     is_mapping = _names_items(opened, target)
     if is_mapping and len(opened.trees) < 2:
         return RestorePlan(_plan_items(opened, target, options), True)
-    target_tree = described(target)
-    names_some = is_mapping or _names_some_items(opened, target, target_tree.node)
-    name, fits = choose_item(opened, target_tree.node, options, prefers_all=names_some)
-    if name == ALL and is_mapping:
+    prefers_all = is_mapping or _names_some_items(opened, target_tree)
+    name, fits = _choose_item(opened, target_tree.node, options, prefers_all=prefers_all)
+    if name == _ALL and is_mapping:
         return RestorePlan(_plan_items(opened, target, options), True, fits)
-    if name == ALL:
-        return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False, fits)
+    if name == _ALL:
+        tree = map_leaves(at_whole_path, Branch({name: opened.reader(name).tree for name in opened.items}))
+        reader = opened.reader(next(iter(opened.trees)))
+        return RestorePlan({"": _plan_with_rules(reader, tree, target_tree, options, opened.location)}, False, fits)
     return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False, fits)
 
 
@@ -56,53 +68,38 @@ def _check_all_known(opened: opening.Opened) -> None:
         )
 
 
-def described(target: Any) -> TargetTree:
-    """Return the tree of a target."""
-    with memory.pause_gc():
-        return TargetTree(target)
-
-
 def _log_omitted_json(opened: opening.Opened) -> None:
     rest = [name for name in opened.items if name not in opened.trees]
     if opened.trees and rest:
-        shown = ", ".join(rest)
-        message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
         log_once(
             (opened.path, "json"),
-            f"{message}; pass a target with these names, or restore one: item={rest[0]!r} of restore, or "
-            f"its path, {opened.items[rest[0]].location}",
+            f"{opened.path}: left out of the result, which is one tree: JSON of {', '.join(rest)}; pass a target with "
+            f"these names, or restore one: item={rest[0]!r} of restore, or its path, {opened.items[rest[0]].location}",
         )
 
 
 def _names_items(opened: opening.Opened, target: Any) -> bool:
     """Return whether the target is a mapping of item names, and not a tree like that of the only item."""
-    if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys() or "" in opened.items:
+    if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys():
         return False
     if len(opened.trees) != 1:
         return bool(target) or not opened.trees
-    tree = opened.reader(next(iter(opened.trees))).tree
-    return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
+    return bool(target) and not target.keys() <= _names_in_only_tree(opened)
 
 
-def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
+def _names_some_items(opened: opening.Opened, target: TargetTree) -> bool:
     """Return whether the target's top-level names match items better than the leaves of the only tree."""
-    if "" in opened.items:
-        return False
-    names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()
+    names = target.node.children.keys() if isinstance(target.node, Branch) else set[str]()
     if opened.trees.keys().isdisjoint(names):
         return False
     if len(opened.trees) > 1:
-        return True  # `choose_item` compares how well they fit
+        return True  # `_choose_item` compares how well they fit
+    return len(_names_in_only_tree(opened) & names) < len(opened.items.keys() & names)
+
+
+def _names_in_only_tree(opened: opening.Opened) -> Set[str]:
     tree = opened.reader(next(iter(opened.trees))).tree
-    inside = tree.children.keys() if isinstance(tree, Branch) else set[str]()
-    return len(inside & set(names)) < len(opened.items.keys() & set(names))
-
-
-def _plan_as_one_tree(opened: opening.Opened, target: TargetTree, options: RestoreOptions) -> TreePlan:
-    """Plan all items as one tree with their names at the top."""
-    tree = Branch({name: opened.reader(name).tree for name in opened.items})
-    reader = opened.reader(next(iter(opened.trees)))
-    return plan_with_rules(reader, map_leaves(at_whole_path, tree), target, options, opened.location)
+    return tree.children.keys() if isinstance(tree, Branch) else set()
 
 
 def at_whole_path(path: Path, leaf: Any) -> Any:
@@ -113,10 +110,10 @@ def at_whole_path(path: Path, leaf: Any) -> Any:
 
 def _plan_item(opened: opening.Opened, name: str, target: TargetTree | None, options: RestoreOptions) -> TreePlan:
     reader = opened.reader(name)
-    return plan_with_rules(reader, reader.tree, target, options, opened.items[name].location)
+    return _plan_with_rules(reader, reader.tree, target, options, opened.items[name].location)
 
 
-def plan_with_rules(
+def _plan_with_rules(
     reader: Reader, tree: Node, target: TargetTree | None, options: RestoreOptions, location: Location
 ) -> TreePlan:
     """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
@@ -136,8 +133,8 @@ def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> Restore
             path=opened.path,
             leaf=taken[0],
         )
-    names = [name for name in opened.parts if name in tree.children or name in json]
-    names += [name for name in tree.children if name not in names]
+    known = [name for name in opened.parts if name in tree.children or name in json]
+    names = dict.fromkeys([*known, *tree.children])
     return RestorePlan({name: _plan_part(opened, name, tree, None, options) for name in names}, True)
 
 
@@ -147,12 +144,9 @@ def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: Res
     tree = _tree_of_items(opened, target_trees, options)
     plans = {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
     if isinstance(tree, Branch):
-        # An item without a target is restored as it is.
-        wanted = {
-            name: target_trees[name].node if name in target_trees else tree.children.get(name) for name in targets
-        }
+        as_stored = {name: tree.children.get(name) for name in targets}  # items without a target
         for plan in plans.values():
-            plan.all_items = tree, Branch(wanted)
+            plan.all_items = tree, Branch(as_stored | {name: part.node for name, part in target_trees.items()})
     return plans
 
 
@@ -176,3 +170,95 @@ def _plan_part(
     location = opened.items[name].location if is_item else opened.location
     part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
     return plan_tree(reader, part, target, options, location)
+
+
+class _Fit(NamedTuple):
+    """A comparison of one item with a target."""
+
+    name: str
+    found: int = 0  # leaves of the target that it has
+    unused: int = 0  # leaves that it has besides
+    error: CheckpointError | None = None  # it does not open, or the rules do not fit it
+
+    def shown(self, wanted: int) -> str:
+        """Return the item, and how many of the target's leaves it has."""
+        if self.error is not None:
+            return f"{self.name} (does not open)"
+        if self.name == _ALL:
+            return f"all of them, by their names ({self.found} of {wanted} leaves)"
+        besides = f", {self.unused} besides" if self.unused else ""
+        return f"{self.name} ({self.found} of {wanted} leaves{besides})"
+
+
+def _choose_item(
+    opened: opening.Opened, target: Node, options: RestoreOptions, *, prefers_all: bool
+) -> tuple[str, str]:
+    """Return the item that a target means, or `_ALL`, and, if several were looked at, how each fits.
+
+    An exact match comes first, then what has most of the target's leaves; between equals, all items if the target names
+    them (``prefers_all``), else a usual name decides. Rules may give the items the target's names, so that all of them
+    are a choice there too. Raise KindMismatchError if there is no tree, or nothing decides."""
+    if not opened.trees:
+        raise KindMismatchError(
+            f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
+            "target, or with a dict of these names",
+            path=opened.path,
+        )
+    if len(opened.trees) == 1:
+        return _ALL if prefers_all else next(iter(opened.trees)), ""
+    wanted = _paths(target)
+    fits = [_fit(opened, name, target, wanted, options) for name in opened.trees]
+    if prefers_all or options.transforms.rules:
+        fits.append(_fit_of_all(fits, opened, target, wanted, options))
+    ranks = [(not fit.error and fit.found == len(wanted) and not fit.unused, fit.found) for fit in fits]
+    equals = [fit for fit, rank in zip(fits, ranks, strict=True) if rank == max(ranks)]
+    more = f" and {len(fits) - _MAX_SHOWN} more" if len(fits) > _MAX_SHOWN else ""
+    shown = ", ".join(fit.shown(len(wanted)) for fit in fits[:_MAX_SHOWN]) + more
+    by_name = {fit.name: fit for fit in equals if fit.error is None} or {fit.name: fit for fit in equals}
+    told = f"Its items fit the target so: {shown}."
+    if _ALL in by_name and (prefers_all or len(by_name) == 1):
+        return _ALL, told
+    names = [name for name in by_name if name != _ALL]
+    chosen = names[0] if len(names) == 1 else next((name for name in layout.TREE_ITEMS if name in names), None)
+    if chosen is None:
+        raise KindMismatchError(
+            f"{opened.path} holds several trees ({shown}), equally like the target; pass a dict of them, or restore "
+            f"one: item={names[0]!r} of restore, or its path, {opened.location / names[0]}.",
+            path=opened.path,
+        )
+    if (error := by_name[chosen].error) is not None:
+        raise error
+    return chosen, told
+
+
+def _fit_of_all(
+    fits: list[_Fit], opened: opening.Opened, target: Node, wanted: set[Path], options: RestoreOptions
+) -> _Fit:
+    """Return how well all items as one tree, with their names at the top, fit a target that names some of them."""
+    renamed = opened.items.keys() if options.transforms.rules else set[str]()
+    named = renamed | ({path[0] for path in wanted if path} & opened.items.keys())
+    tree: Node = Branch({fit.name: opened.reader(fit.name).tree for fit in fits if fit.name in named and not fit.error})
+    if options.transforms.rules:
+        with suppress(CheckpointError):
+            tree = options.transforms.apply_rules(tree, target, opened.path)
+    there = _paths(tree)
+    json = {path for path in wanted if path and path[0] in named and path[0] not in opened.trees}
+    return _Fit(_ALL, len(there & wanted) + len(json), len(there - wanted))
+
+
+def _fit(opened: opening.Opened, name: str, target: Node, wanted: set[Path], options: RestoreOptions) -> _Fit:
+    try:
+        tree = opened.reader(name).tree
+        if options.transforms.rules:
+            tree = options.transforms.apply_rules(tree, target, opened.items[name].location.path)
+    except CheckpointError as error:
+        is_damage = isinstance(error, CorruptCheckpointError)
+        return _Fit(name, error=error if is_damage or not options.transforms.rules else None)
+    there = _paths(tree)
+    return _Fit(name, len(there & wanted), len(there - wanted))
+
+
+def _paths(tree: Node) -> set[Path]:
+    """Return the key paths of leaves; None and ``...`` ask for nothing."""
+    leaves = iter_leaves(tree)
+    return {path for path, leaf in leaves if leaf is not None and leaf is not ... and not isinstance(leaf, Branch)}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +13,15 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
-from flax_ckpt_compat._core.text_formatting import Row, listed, literal
-from flax_ckpt_compat._core.tree import Branch, KeyData, Path, joined, show_path
+from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DTYPES = {kind: np.dtype(python) for python, kind in KIND_OF_NUMBER.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
+RAW_KEYS = "Add rules.wrap_key_data(pattern) to the transforms, or give the target jax.random.key_data(key)."
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
-_MAX_NAMED = 4
 
 
 class TargetKind(enum.Enum):
@@ -57,13 +54,6 @@ class KindDifference:
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
     is_longer: bool = False  # a longer sequence is stored, which is cut
-    box: str = ""  # name of the only stored child, if that is such an array as the target has
-    is_one: bool = False  # the stored array has one element, which is the number that the target has
-
-    @property
-    def what(self) -> str:
-        """Return both kinds in one phrase."""
-        return f"stored {self.stored}, target {self.wanted}"
 
 
 def target_kind(leaf: Any) -> TargetKind:
@@ -97,35 +87,12 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     if isinstance(stored, LeafHandle) and stored.kind is LeafKind.UNSUPPORTED:  # of whatever kind; it is refused
         return None
     wanted = target_kind(target)
-    if wanted is not TargetKind.OTHER and _fits(stored, target, wanted, cast):
-        return None
-    hint = _hint(stored, target)
-    if not path and isinstance(target, str):
-        hint = "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     is_leaf = wanted is not TargetKind.OTHER
-    is_one = _is_one(stored) and wanted is TargetKind.NUMBER
-    if is_one:
-        hint = (
-            f"To take the only element of {show_path(path)}, add rules.reshape({f'^{literal(joined(path))}$'!r}, [])."
-        )
-    box = _box(stored, target)
+    if is_leaf and _fits(stored, target, wanted, cast):
+        return None
     return KindDifference(
-        path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf, box=box, is_one=is_one
+        path, _show_stored(stored), _show_target(target, wanted), _hint(path, stored, target), is_leaf
     )
-
-
-def _is_one(stored: Any) -> bool:
-    is_array = isinstance(stored, LeafHandle) and stored.kind is LeafKind.ARRAY
-    return is_array and bool(stored.shape) and math.prod(stored.shape) == 1
-
-
-def _box(stored: Any, target: Any) -> str:
-    """Return the name below which an array of the target's shape is stored alone, as in an ``nnx.State``, or ""."""
-    if not isinstance(stored, Branch) or len(stored.children) != 1:
-        return ""
-    ((name, child),) = stored.children.items()
-    is_array = isinstance(child, LeafHandle) and child.kind is LeafKind.ARRAY
-    return name if is_array and child.shape == getattr(target, "shape", None) else ""
 
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
@@ -193,69 +160,17 @@ def _show_target(target: Any, wanted: TargetKind) -> str:
     return f"{article}{wanted.value}"
 
 
-def _hint(stored: Any, target: Any) -> str:
-    if isinstance(target, jax.sharding.PartitionSpec | jax.sharding.Sharding):
-        return (
-            "A sharding is given with the array that it is for: jax.ShapeDtypeStruct(shape, dtype, "
-            "sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...)))."
-        )
-    if _is_instance(target, "flax.linen", "Module"):
-        return "Pass the variables that module.init returns, or jax.eval_shape(module.init, ...)."
-    if isinstance(target, type) or callable(target):
-        return "Pass a tree of arrays, such as what the class or function makes, or jax.eval_shape(function)."
-    return _key_hint(stored, target)
-
-
-def _key_hint(stored: Any, target: Any) -> str:
+def _hint(path: Path, stored: Any, target: Any) -> str:
+    if not path and isinstance(target, str):
+        return "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     if isinstance(target, _ARRAYS) and isinstance(stored, LeafHandle):
         if stored.kind is LeafKind.PRNG_KEY and not prng_keys.is_prng_key(target):
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."
         if stored.kind is LeafKind.ARRAY and prng_keys.is_prng_key(target):
-            return "Add rules.wrap_key_data(pattern) to the transforms, or give the target jax.random.key_data(key)."
+            return RAW_KEYS
         if stored.kind in PYTHON_NUMBERS and target.shape == () and not prng_keys.is_prng_key(target):
             return "Stored numbers become arrays with dtype='target', or where the target has a jax.ShapeDtypeStruct."
     return ""
-
-
-def _is_instance(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is an instance of a class in a module that need not be loaded."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return isinstance(kind, type) and isinstance(value, kind)
-
-
-def explain(differences: Sequence[KindDifference], source: str, *, refused: bool, cause: str = "") -> str:
-    """Return the message for leaves of another kind: a folded list, then the remedies, or ``cause`` if there is one."""
-    count = len(differences)
-    first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
-    are_cut = all(difference.is_longer for difference in differences)
-    lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
-    lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
-    lines += [cause] if cause else dict.fromkeys(one.hint for one in differences if one.hint)
-    lines += [] if cause else _unboxing(differences)
-    if refused and not cause:
-        leaves = [one.path for one in differences if one.is_leaf and one.path and not one.box and not one.is_one]
-        if leaves and len(leaves) <= _MAX_NAMED:
-            named = ", ".join(repr(literal(joined(path))) for path in leaves)
-            lines.append(f"Where the target is right, rules.from_target({named}) keeps its own values.")
-        wanted = "the entries that fit" if are_cut else "what is stored all the same"
-        lines.append(f"To get {wanted}, set kind_mismatch='warn'{'' if are_cut else ', or restore without a target'}.")
-    return "\n".join(lines)
-
-
-def _unboxing(differences: Sequence[KindDifference]) -> list[str]:
-    """Return the remedy for arrays that are stored one level deeper than the target has them."""
-    names: dict[str, set[str]] = {}
-    for one in differences:
-        if one.box and one.path:
-            names.setdefault(one.box, set()).add(literal(one.path[-1]))
-    lines = []
-    for box, parents in names.items():
-        pattern = rf"((?:.*/)?(?:{'|'.join(sorted(parents))}))/{literal(box)}"
-        lines.append(
-            f"Arrays below {box!r}, as an nnx.State or nn.with_partitioning has them, are taken out of it by "
-            rf"rules.rename({pattern!r}, r'\1')."
-        )
-    return lines
 
 
 def resolved_kind(handle: LeafHandle, target: Any) -> LeafKind:
@@ -293,14 +208,10 @@ def check_computed(name: str, value: Any, target: Any, path: str, policy: str) -
 
     ``name`` and ``path`` are the leaf's and the checkpoint's, for the message."""
     wanted = target_kind(target)
-    fitting: dict[TargetKind, tuple[type, ...]] = {
-        TargetKind.ARRAY: (np.ndarray, jax.Array),
-        TargetKind.NUMBER: (bool, int, float, complex, np.generic),
-        TargetKind.TEXT: (str,),
-        TargetKind.BYTES: (bytes, bytearray, memoryview),
-    }
-    is_scalar = wanted is TargetKind.NUMBER and getattr(value, "shape", None) == ()
-    if policy == "ignore" or wanted not in fitting or isinstance(value, fitting[wanted]) or is_scalar:
+    fits = target_kind(value) is wanted or (wanted is TargetKind.NUMBER and getattr(value, "shape", None) == ())
+    if wanted is TargetKind.ARRAY:
+        fits = isinstance(value, np.ndarray | jax.Array)
+    if fits or policy == "ignore" or wanted in (TargetKind.KEY, TargetKind.OTHER):
         return
     found = "None, as functions without a return do" if value is None else f"{type(value).__name__}: {value!r:.60}"
     message = (
@@ -318,30 +229,26 @@ def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
     return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or prng_keys.is_prng_key(target))
 
 
-def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
-    """Return whether a stored number is converted: to an array for abstract targets, to the target's type by a cast.
+def cast_of_number(kind: LeafKind, dtype: np.dtype[Any] | None, target: Any, cast: bool) -> Any:
+    """Return the dtype that a stored number is cast to: that of an abstract target, or of any by a cast; or None.
 
     ``kind`` is the `resolved_kind`, and ``cast`` the setting ``dtype="target"``."""
     if kind not in PYTHON_NUMBERS and kind is not LeafKind.NUMPY_SCALAR:
-        return False
+        return None
     if wants_array(target):
-        return cast or isinstance(target, jax.ShapeDtypeStruct)
-    # Python's integers have no limit, and no dtype.
-    is_same = type(target) in KIND_OF_NUMBER and KIND_OF_NUMBER[type(target)] is kind
-    return cast and not is_same and (type(target) in KIND_OF_NUMBER or isinstance(target, np.generic))
+        return target.dtype if becomes_array(target, cast) else None
+    if not cast or KIND_OF_NUMBER.get(type(target)) is kind:
+        return None
+    if isinstance(target, np.generic):
+        return target.dtype
+    if type(target) is int and dtype is not None and dtype.kind in "iu":
+        return dtype  # Python's integers have no limit, and no dtype
+    return np.dtype(type(target)) if type(target) in KIND_OF_NUMBER else None
 
 
 def wants_array(target: Any) -> bool:
     """Return whether a target's leaf is an array, abstract or not, and no typed key."""
     return isinstance(target, _ARRAYS) and not prng_keys.is_prng_key(target)
-
-
-def number_dtype(number: Any, stored: np.dtype[Any] | None) -> np.dtype[Any]:
-    """Return the dtype of a numpy scalar, or the one that a stored number is cast to for a Python number."""
-    if isinstance(number, np.generic):
-        return number.dtype
-    is_integer = type(number) is int and stored is not None and stored.kind in "iu"
-    return stored if is_integer else np.dtype(type(number))  # type: ignore[return-value]
 
 
 def stored_dtype(handle: LeafHandle) -> np.dtype[Any] | None:

@@ -10,12 +10,14 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, DtypeMismatchError
 from flax_ckpt_compat._core.jax_shards import Memo
-from flax_ckpt_compat._core.text_formatting import Row, one_line
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._restore import casting, leaf_kinds, shardings
+from flax_ckpt_compat._restore import casting, leaf_kinds, placement
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_and_dtype
+
+_SMALL_BYTES = 4096
 
 
 class LeafPlanner:
@@ -27,10 +29,10 @@ class LeafPlanner:
         self._on_device = plan.reader.places_on_device
         # True for jax's arrays, False for types without a sharding, None for abstract arrays.
         self._types = Memo(_is_array_type)
-        self._places = Memo(shardings.kind_of)
-        self._has_devices = Memo(shardings.has_devices)
-        self._held = Memo(shardings.is_held)
-        self._fits = Memo(lambda pair: shardings.fits(*pair))
+        self._places = Memo(placement.kind_of)
+        self._has_devices = Memo(placement.has_devices)
+        self._held = Memo(placement.is_held)
+        self._fits = Memo(lambda pair: placement.fits(*pair))
         self._device_count = 0
         # Types of the target's leaves whose arrays stay in host memory as they are read, except those of ``_gda``
         # folders and of several possible kinds.
@@ -56,8 +58,10 @@ class LeafPlanner:
                 if is_single and is_held and len(handle.shape) >= least:
                     return LeafPlan(path, handle, target, True, sharding)
                 if is_held and not is_single and self._fits[sharding, handle.shape]:
-                    is_whole = is_local and shardings.is_one_small_chunk(handle)
-                    slices = None if is_whole else shardings.slices(handle, sharding)
+                    # One small chunk is read whole in less time than its slices.
+                    is_small = is_local and handle.nbytes < _SMALL_BYTES
+                    is_whole = is_small and handle.reader.chunks_of(handle) == handle.shape
+                    slices = None if is_whole else placement.slices(handle, sharding)
                     return LeafPlan(path, handle, target, slices is None, sharding, None, slices)
         return self.stored(path, handle, target)
 
@@ -88,25 +92,22 @@ class LeafPlanner:
         if kind is LeafKind.PRNG_KEY:
             if prng_keys.is_prng_key(target):
                 # Keys have no copy in host memory, so the sharding applies in every format.
-                leaf.sharding = shardings.of(target)
+                leaf.sharding = placement.sharding_of(target)
                 self._check(leaf, name, handle.shape[:-1], None, on_device)
             return leaf
         if kind is LeafKind.ARRAY:
             leaf.cast = self._wanted_dtype(target)
             leaf.cast = None if leaf.cast == dtype else leaf.cast
-        elif leaf_kinds.is_converted(kind, target, self._casts):
-            leaf.cast = target.dtype if leaf_kinds.wants_array(target) else leaf_kinds.number_dtype(target, dtype)
+        elif (cast := leaf_kinds.cast_of_number(kind, dtype, target, self._casts)) is not None:
+            leaf.cast = cast
         else:
             return leaf
-        leaf.sharding = shardings.wanted(target, on_device)
+        leaf.sharding = placement.wanted_sharding(target, on_device)
         self._check(leaf, name, handle.shape, dtype, on_device)
         if kind is not LeafKind.ARRAY or prng_keys.is_prng_key(target):
             return leaf
-        if leaf.sharding is not None and shardings.is_held(dtype if leaf.cast is None else leaf.cast):
-            leaf.slices = shardings.slices(handle, leaf.sharding)
-        is_silent = leaf.cast is not None and not self._casts
-        if is_silent and dtype is not None and not casting.is_safe(dtype, leaf.cast):
-            self._plan.narrowed.append(Row((name,), (f"{dtype} to {leaf.cast}",)))
+        if leaf.sharding is not None and placement.is_held(dtype if leaf.cast is None else leaf.cast):
+            leaf.slices = placement.slices(handle, leaf.sharding)
         return leaf
 
     def derived(self, path: Path, source: Derived, target: Any) -> LeafPlan:
@@ -114,7 +115,7 @@ class LeafPlanner:
         self._plan_inputs(source)
         on_device = self._on_device or any(handle.in_gda_folder for handle in source.handles)
         leaf = LeafPlan(path, source, target)
-        leaf.sharding, leaf.cast = shardings.wanted(target, on_device), self._wanted_dtype(target)
+        leaf.sharding, leaf.cast = placement.wanted_sharding(target, on_device), self._wanted_dtype(target)
         if source.shape is not None:
             self._check(leaf, describe_derived(path, source), source.shape, source.dtype, on_device)
         return leaf
@@ -140,11 +141,11 @@ class LeafPlanner:
             return
         if not self._fits[leaf.sharding, shape]:
             if on_device or isinstance(leaf.target, jax.ShapeDtypeStruct):
-                self._plan.problems.append(shardings.misfit(name, shape, leaf.sharding, self._plan.path))
+                self._plan.problems.append(placement.misfit(name, shape, leaf.sharding, self._plan.path))
             # A msgpack array for a target of another shape: it stays on the host, as in Flax and as the warning about
             # its shape says.
             leaf.sharding = None
-        elif wanted is not None and len(leaf.sharding.device_set) > 1 and not shardings.is_held(wanted):
+        elif wanted is not None and len(leaf.sharding.device_set) > 1 and not placement.is_held(wanted):
             self._plan.unsharded.append(f"{name} ({wanted})")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys, state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, is_array
 from flax_ckpt_compat._trees.old_namedtuples import fields_of
 
 # The dtype of PRNG key data. Compared by identity, which is fast: numpy has one object for each native dtype.
@@ -51,11 +50,7 @@ def plan_tree(
     return plan
 
 
-class _Absent(enum.Enum):
-    ABSENT = "not in the checkpoint"
-
-
-_ABSENT = _Absent.ABSENT
+_ABSENT: Any = object()  # in place of a stored node: the checkpoint has none
 _ARRAY = LeafKind.ARRAY
 _DICT = Container.DICT
 _PYTHON_VALUES = {*KIND_OF_TYPE.values(), LeafKind.BYTES}
@@ -145,7 +140,7 @@ class _Planner:
             if isinstance(child, Branch):
                 self.absent(child, (*path, name))
             else:
-                self.leaf(_Absent.ABSENT, child, (*path, name))
+                self.leaf(_ABSENT, child, (*path, name))
 
     def leaf(self, stored: Node, target: Any, path: Path) -> None:
         if target is ...:  # Orbax's PLACEHOLDER
@@ -166,10 +161,10 @@ class _Planner:
             self.note_unused(stored, path)
             self._chosen.update(handles_of(chosen))
             self.take(chosen, self.compare(chosen, target, path), path)
-        elif stored is _Absent.ABSENT or (self._lenient and (stored is None or isinstance(stored, Branch))):
+        elif stored is _ABSENT or (self._lenient and (stored is None or isinstance(stored, Branch))):
             self.note_unused(stored, path)
             self._plan.missing.append(path)
-            self.keep(target, path, _Absent.ABSENT.value)
+            self.keep(target, path, "not in the checkpoint")
         elif isinstance(stored, Branch):
             self.compare(stored, target, path)
             self.take_subtree(stored, path)
@@ -205,29 +200,20 @@ class _Planner:
     def compare(self, stored: Node, target: Any, path: Path) -> Any:
         """Record a shape, or else a kind, that is not the target's. Return the target, or None if it is not a leaf."""
         shape = getattr(target, "shape", None)
-        is_leaf = isinstance(stored, LeafHandle | Derived)
-        if is_leaf and isinstance(shape, tuple) and hasattr(target, "dtype") and self.differ(stored, target, shape):
-            self._plan.shapes.append((path, _shape_of(stored, target), shape))
-            return target
+        if isinstance(shape, tuple) and hasattr(target, "dtype"):
+            was = _shape_of(stored, target, self._casts)
+            if was is not None and was != shape:
+                self._plan.shapes.append((path, was, shape))
+                return target
         difference = leaf_kinds.find(path, stored, target, self._casts)
         if difference is None:
             return target
         self._plan.kinds.append(difference)
-        return target if is_leaf and difference.is_leaf else None
-
-    def differ(self, stored: LeafHandle | Derived, target: Any, shape: tuple[int, ...]) -> bool:
-        if isinstance(stored, Derived):
-            return stored.shape is not None and stored.shape != shape
-        if stored.kind is LeafKind.PRNG_KEY:
-            return bool(_shape_of(stored, target) != shape)
-        if stored.kind in leaf_kinds.PYTHON_NUMBERS:
-            is_array = isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
-            return is_array and leaf_kinds.becomes_array(target, self._casts) and shape != ()
-        return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
+        return target if isinstance(stored, LeafHandle | Derived) and difference.is_leaf else None
 
     def note_unused(self, stored: Node, path: Path) -> None:
         """Record the stored leaves below a node as unused."""
-        if stored is not None and stored is not _Absent.ABSENT:
+        if stored is not None and stored is not _ABSENT:
             self._plan.unused.extend((*path, *rest) for rest, _ in iter_leaves(stored))
 
     def finish(self) -> None:
@@ -259,10 +245,14 @@ def _is_like(run: ValueRun, target: Branch) -> bool:
     return is_alike and all(map(operator.eq, names, children))
 
 
-def _shape_of(stored: LeafHandle | Derived, target: Any) -> Any:
-    """Return the stored shape; of PRNG keys that of their data, unless the target has typed keys too."""
-    is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and prng_keys.is_prng_key(target)
-    return stored.shape[:-1] if is_key and stored.shape is not None else stored.shape
+def _shape_of(stored: Any, target: Any, casts: bool) -> tuple[int, ...] | None:
+    """Return the stored shape to compare with a target's array, or None; of keys for an array that of their data."""
+    if isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY:
+        return stored.shape[:-1] if prng_keys.is_prng_key(target) else stored.shape
+    if isinstance(stored, LeafHandle) and stored.kind in leaf_kinds.PYTHON_NUMBERS:
+        takes_shape = isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+        return () if takes_shape and leaf_kinds.becomes_array(target, casts) else None
+    return stored.shape if isinstance(stored, Derived) or is_array(stored) else None
 
 
 def _same_names(stored: Node, target: Node) -> bool:

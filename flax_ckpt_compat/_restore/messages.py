@@ -1,34 +1,37 @@
-"""Compose messages about missing leaves and other shapes, with remedies, the safest first."""
+"""Compose messages about what differs between a checkpoint and a target: the facts, then remedies, the safest first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.text_formatting import Names, Row, fold, listed, literal, one_line, printable, shown
+from flax_ckpt_compat._core.steps import numbered
+from flax_ckpt_compat._core.text_formatting import Names, Row, listed, literal, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
-from flax_ckpt_compat._restore import common_causes
+from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import is_array, shape_and_dtype
 
-_MAX_STORED = 200
 _MAX_TOPS = 4
+_MANY = 20_000  # stored leaves, above which errors propose no rules
+_MAX_TEXT = 2000  # characters of a proposal, above which errors do not print it
 _RENAMED = (
-    "If they were saved under other names, map these with flax_ckpt_compat.rules, such as rules.rename('old', 'new'); "
-    "flax_ckpt_compat.plan_restore previews the result."
+    "If they were saved under other names, or by another optimizer, flax_ckpt_compat.plan_restore proposes rules, such "
+    "as rules.rename('old', 'new') and rules.optimizer_state(), and previews the result."
 )
 
 
 def missing_leaves(plan: TreePlan) -> str:
     """Return the folded list of missing leaves, each with the nearest stored names of its shape; without remedies."""
+    assert plan.target is not None
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
-    names = Names(_names_of(plan.tree))
+    names = Names([show_path(path) for path, _ in iter_leaves(plan.tree)])
     held = {show_path(path): leaf.shape for path, leaf in iter_leaves(plan.tree) if is_array(leaf)}
-    target = None if plan.target is None else plan.target.node
-    arrays = ((path, *shape_and_dtype(node_at(target, path))) for path in plan.missing)
+    arrays = ((path, *shape_and_dtype(node_at(plan.target.node, path))) for path in plan.missing)
     wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
     any_near = False
     for row in rows:
@@ -43,59 +46,99 @@ def missing_leaves(plan: TreePlan) -> str:
             f"  and {more} more; the error's attribute missing and flax_ckpt_compat.plan_restore name them all"
         )
     if not any_near:
-        lines.append(_top_level(plan.tree))
+        tops = one_line(plan.tree.children) if isinstance(plan.tree, Branch) else "a single value, without names"
+        lines.append(f"No stored name is similar. At the top level the checkpoint holds: {tops or 'nothing'}")
     return "\n".join(lines)
 
 
-def _names_of(stored: Node) -> list[str]:
-    names = [show_path(path) for path, _ in iter_leaves(stored)]
-    return names if len(names) <= _MAX_STORED else [row.names[0] for row in fold(Row((name,)) for name in names)]
-
-
-def _top_level(stored: Node) -> str:
-    if not isinstance(stored, Branch):
-        return "The checkpoint is a single value, without names."
-    if not stored.children:
-        return "The checkpoint holds no names at all."
-    return f"None of the stored names is similar. At the top level the checkpoint holds: {one_line(stored.children)}"
-
-
-def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> str:
-    """Return the remedies for missing leaves; ``suggestion`` has rules that map the checkpoint, or is empty."""
-    # Where most of it is missing, this is another model, and nothing to keep part by part.
-    is_little = 2 * len(missing) < sum(1 for _ in iter_leaves(target))
-    rule = _from_target(target, missing) if is_little else ""
+def missing_remedies(plan: TreePlan) -> str:
+    """Return the remedies for missing leaves."""
+    rule = _from_target(plan, plan.missing)
     named = f"name these leaves, orbax_transforms=[{rule}], or " if rule else ""
     return (
-        f"{suggestion or _RENAMED}\nOnly where the target's own values are wanted, {named}"
+        f"{of_layers(plan) or proposal(plan) or _RENAMED}\nOnly where the target's own values are wanted, {named}"
         "pass orbax_transforms={} to restore_checkpoint or missing_leaves='ignore' to restore, or set "
         "flax_ckpt_compat.config.update(missing_leaves='ignore')."
     )
 
 
-def changed_optimizer(guess: Any) -> str:
-    """Return what a `Suggestion` that is no more than a guess says if it is about optimizers' states alone; or empty.
+def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:
+    """Return the rule that keeps some of the target's leaves; empty if they are many paths, or most of the target."""
+    assert plan.target is not None
+    if 2 * len(paths) > sum(1 for _ in iter_leaves(plan.target.node)):
+        return ""  # another model
+    tops = [literal(joined(path)) for path in topmost(plan.target.node, set(paths))]
+    return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
-    Their states are matched by the names of their fields, so that no value gets into another one's place."""
-    sources = [step.rule.source for step in guess.steps]
-    carried = [source for source in sources if source.startswith("rules.optimizer_state(")]
-    begun = [source for source in sources if source.startswith("rules.copy(")]
-    if guess.remaining or not carried or len(carried) + len(begun) < len(sources):
+
+def proposal(plan: TreePlan) -> str:
+    """Return text that proposes rules for mapping the checkpoint to the target; empty if there are none, or a guess."""
+    if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
+        return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
+    found = plan.suggest()
+    if found is None or found.keeps_all or (found.doubts and not found.is_about_layout):
         return ""
-    text = (
-        f"The optimizer is another one. {', '.join(carried)} carries over the state that both have, and keeps the "
-        "target's for the rest"
-    )
-    if begun:
-        return f"{text}; add {', '.join(begun)} where each step was one update, so that the new schedule goes on."
-    return f"{text}; but {guess.doubts[0]}."
+    if len(str(found)) > _MAX_TEXT:
+        return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
+    after = ", after those that were given" if plan.options.transforms.rules else ""
+    but = f", but {found.doubts[0]}: check the result" if found.doubts else ""
+    where = f"{after} (orbax_transforms= in restore_checkpoint)"
+    return f"These rules would map it to the target{where}{but}:\n{found}"
 
 
-def taken_away(plan: TreePlan) -> str:
-    """Return the sentence about a rule that moves a leaf for which the target asks under its stored name; or empty."""
-    if (found := plan.taken_away()) is None:
-        return ""
-    return f"A rule moves the stored {show_path(found[0])} to {show_path(found[1])}: leave that rule out."
+def of_layers(plan: TreePlan) -> str:
+    """Return which numbered layers are missing that would be the next in their rows; or empty."""
+    assert plan.target is not None
+    return _explain_rows(longer_rows(plan.missing, plan.target.node, plan.tree))
+
+
+def longer_rows(
+    paths: Sequence[Path], longer: Node, shorter: Node, place: Path = ()
+) -> Iterator[tuple[Path, str, int, int]]:
+    """Yield the rows of numbered layers, alike in shapes, of which one tree has more: place, name, both counts.
+
+    ``paths`` are the leaves that only the longer tree has, and the lower count comes first."""
+    if not isinstance(longer, Branch) or not isinstance(shorter, Branch):
+        return
+    lengths = _lengths(longer)
+    for stem, count in _lengths(shorter).items():
+        more = range(count, lengths.get(stem, 0))
+        last = _shapes(node_at(shorter, (f"{stem}{count - 1}",)))
+        are_new = all(any(path[: len(place) + 1] == (*place, f"{stem}{number}") for path in paths) for number in more)
+        if more and last and are_new and all(_shapes(node_at(longer, (f"{stem}{n}",))) == last for n in more):
+            yield place, stem, count, more.stop
+    for name, child in shorter.children.items():
+        if name in longer.children:
+            yield from longer_rows(paths, longer.children[name], child, (*place, name))
+
+
+def _lengths(branch: Branch) -> dict[str, int]:
+    """Return the number of subtrees that are numbered from 0, by the text before the number."""
+    rows: dict[str, set[int]] = {}
+    for name, child in branch.children.items():
+        if isinstance(child, Branch) and (row := numbered(name)) is not None:
+            rows.setdefault(row[0], set()).add(row[1])
+    return {stem: len(numbers) for stem, numbers in rows.items() if numbers == set(range(len(numbers)))}
+
+
+def _shapes(node: Node) -> dict[Path, Any]:
+    """Return the shape of each leaf of a subtree; None for those that are not arrays. Empty containers do not count."""
+    return {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
+
+
+def _explain_rows(rows: Iterable[tuple[Path, str, int, int]], *, is_cut: bool = False) -> str:
+    """Return how many layers the checkpoint and the target have; the target has fewer if ``is_cut``."""
+    groups: dict[tuple[str, int, int], list[Path]] = {}
+    for place, stem, fewer, more in rows:
+        groups.setdefault((stem, more, fewer) if is_cut else (stem, fewer, more), []).append(place)
+    lines = []
+    for (stem, had, wanted), places in groups.items():
+        names = show_path((*places[0], f"{stem}{{0..{had - 1}}}" if had > 1 else f"{stem}0"))
+        also = f", and as many in {len(places) - 1} more places" if len(places) > 1 else ""
+        lines.append(
+            f"The checkpoint has {names} ({had}{also}), the target {wanted} of them. Build the model with {had}."
+        )
+    return "\n".join(lines)
 
 
 def unused_values(plan: TreePlan) -> list[Path]:
@@ -112,10 +155,8 @@ def unused_leaves(plan: TreePlan) -> str:
     lines = [f"{plan.path} has {len(unused)} leaves that the target lacks, so a restore would drop them:"]
     lines += [printable(f"  {row.names[0]}{row.note}", one_line=True) for row in rows]
     lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
-    if layers := common_causes.cut_rows(plan.unused, plan.tree, plan.target.node):
-        lines.append(layers)
-    else:
-        lines.append("If the target should be what was saved, correct the configuration that it is made from.")
+    layers = _explain_rows(longer_rows(plan.unused, plan.tree, plan.target.node), is_cut=True)
+    lines.append(layers or "If the target should be what was saved, correct the configuration that it is made from.")
     tops = [literal(joined(path)) for path in topmost(plan.tree, set(unused))]
     rule = f"name them, orbax_transforms=[rules.drop({', '.join(map(repr, tops))})] (transforms= in restore), or "
     lines.append(
@@ -127,8 +168,7 @@ def unused_leaves(plan: TreePlan) -> str:
 
 def counts_of_schedules(plan: TreePlan) -> str:
     """Return a sentence that names the dropped counts of an optimizer's schedules, or empty."""
-    named = [path for path in plan.unused if path and path[-1] == "count"]
-    counts = [path for path in named if _is_count(node_at(plan.tree, path)) and _is_in_optimizer(plan, path)]
+    counts = [path for path in plan.unused if path[-1:] == ("count",) and _is_in_sequence(plan, path)]
     if not counts:
         return ""
     return (
@@ -137,84 +177,50 @@ def counts_of_schedules(plan: TreePlan) -> str:
     )
 
 
-def _is_in_optimizer(plan: TreePlan, path: Path) -> bool:
-    """Return whether the target has part of what a stored leaf lies in, and that is a sequence, as optax chains."""
-    node: Node = None if plan.target is None else plan.target.node
-    for name in path:
-        if not isinstance(node, Branch) or name not in node.children:
-            break
-        node = node.children[name]
-    return isinstance(node, Branch) and node.container is not Container.DICT
+def _is_in_sequence(plan: TreePlan, path: Path) -> bool:
+    """Return whether the last node of the target on the way to a stored leaf is a sequence, as optax chains."""
+    nodes = (node_at(plan.target and plan.target.node, path[:end]) for end in range(len(path), -1, -1))
+    node = next((node for node in nodes if isinstance(node, Branch)), None)
+    return node is not None and node.container is not Container.DICT
 
 
-def _is_count(leaf: Any) -> bool:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    return shape == () and (dtype is None or np.issubdtype(dtype, np.integer))
+def other_kinds(plan: TreePlan, *, refused: bool, proposed: str = "") -> str:
+    """Return the folded list of leaves of another kind, then the remedies, of which rules come first."""
+    differences = plan.kinds
+    count = len(differences)
+    are_cut = all(one.is_longer for one in differences)
+    first = f"{plan.path}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
+    lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
+    lines += listed(
+        [Row((show_path(one.path),), (f"stored {one.stored}, target {one.wanted}",)) for one in differences]
+    )
+    lines += [proposed] if proposed else dict.fromkeys(one.hint for one in differences if one.hint)
+    if refused:
+        wanted = "the entries that fit" if are_cut else "what is stored all the same"
+        lines.append(f"To get {wanted}, set kind_mismatch='warn'{'' if are_cut else ', or restore without a target'}.")
+    return "\n".join(lines)
 
 
-def _from_target(target: Node, paths: Iterable[Path]) -> str:
-    """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
-    tops = [literal(joined(path)) for path in topmost(target, set(paths))]
-    return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
-
-
-def other_shapes(
-    shapes: Sequence[ShapeDifference],
-    source: str,
-    target: Node,
-    *,
-    arrays: int,
-    refused: bool,
-    cause: str = "",
-    suggestion: str = "",
-) -> str:
-    """Return the folded list of shapes that differ, and the remedies.
-
-    ``arrays`` is the number of stored arrays that the target asks for. If ``refused``, the restore fails; else the
-    stored arrays are returned. ``cause`` explains all that differs, and ``suggestion`` has rules that map the
-    checkpoint; or they are empty."""
-    keys = {one[0] for one in shapes if common_causes.is_raw_key(one, target)}
-    rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
+def other_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool, proposed: str = "") -> str:
+    """Return the folded list of shapes that differ, then the remedies, of which rules come first."""
+    assert plan.target is not None
+    keys = {path for path, _, _ in shapes if prng_keys.is_prng_key(node_at(plan.target.node, path))}
+    texts = [f"stored {was}, target {'typed keys of shape ' * (path in keys)}{want}" for path, was, want in shapes]
+    rows = [Row((show_path(one[0]),), (text,)) for one, text in zip(shapes, texts, strict=True)]
     have = "has" if len(shapes) == 1 else "have"
-    lines = [f"{source}: {len(shapes)} of the stored arrays {have} another shape than the target's"]
+    lines = [f"{plan.path}: {len(shapes)} of the stored arrays {have} another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    cause = cause or common_causes.of_shapes(shapes, target, arrays) or _other_keys(shapes, target)
-    cause = cause or common_causes.stacked(shapes, target)
-    if cause or not suggestion:
-        lines.append(cause or _changed(shapes, target, arrays))
-    else:
-        lines.append(suggestion)
+    if not proposed and len(keys) == len(shapes):
+        proposed = leaf_kinds.RAW_KEYS
+    elif not proposed:
+        proposed = "If the target should be the model that was saved, correct the model's configuration."
+        if rule := _from_target(plan, [path for path, _, _ in shapes]):
+            proposed += f" If these parts are new on purpose, such as a head, {rule} keeps the target's own values."
+        proposed += " rules.pad, cut, reshape and unreplicate change stored arrays."
+    lines.append(proposed)
     if refused:
         lines.append(
             "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
         )
     return "\n".join(lines)
-
-
-def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> str:
-    return f"stored {was}, target {want}" if not is_key else f"stored raw data {was}, target typed keys of shape {want}"
-
-
-def _other_keys(shapes: Sequence[ShapeDifference], target: Node) -> str:
-    """Return the remedy if all that differs are raw PRNG keys of another implementation, by shape and dtype."""
-    for path, was, want in shapes:
-        is_data = getattr(node_at(target, path), "dtype", None) == np.uint32 and was[:-1] == want[:-1]
-        if not is_data or sorted((*was[-1:], *want[-1:])) != [2, 4]:
-            return ""
-    rule = _from_target(target, [path for path, _, _ in shapes]) or "rules.from_target"
-    return (
-        "They look like raw PRNG keys of another implementation: 2 numbers are one of threefry2x32, 4 of rbg. Make the "
-        f"target's with the one that was saved (jax_default_prng_impl), or begin with new keys: {rule}."
-    )
-
-
-def _changed(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> str:
-    line = "If the target should be the model that was saved, correct the model's configuration."
-    if len(shapes) >= arrays:
-        return line
-    rule = _from_target(target, [path for path, _, _ in shapes]) or "rules.from_target"
-    return (
-        f"{line} If these parts are new on purpose, such as a head, {rule} keeps the target's own values; "
-        "rules.pad, cut and reshape change stored ones."
-    )

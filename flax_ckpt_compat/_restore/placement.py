@@ -1,19 +1,129 @@
-"""Give values that were read their final form: casts, devices, typed PRNG keys, numbers."""
+"""Place values: which sharding a target's leaf asks for, which slices it needs here, casts, devices, keys, numbers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._restore import casting, leaf_kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
-from flax_ckpt_compat._restore.shardings import is_held, local_starts, starts
 from flax_ckpt_compat._trees import prng_keys
+
+# A restore is an explicit transfer, whatever the caller's guard. Between devices too it is slower to enter.
+transfers_allowed: Any = functools.partial(jax.transfer_guard_host_to_device, "allow")
+all_transfers_allowed: Any = functools.partial(jax.transfer_guard, "allow")
+_get_mesh: Any = getattr(jax.sharding, "get_mesh", lambda: None)  # releases of jax before explicit meshes have none
+
+
+def sharding_of(target: Any) -> Any:
+    """Return the sharding of a target's leaf, or None.
+
+    ``jax.eval_shape`` under an explicit mesh (``jax.set_mesh``) gives shardings of an abstract mesh, without devices.
+    They are resolved through the mesh in context, and ignored if that mesh is missing or has other axes."""
+    if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    sharding: Any = getattr(target, "sharding", None)
+    abstract = getattr(sharding, "mesh", None)
+    if not isinstance(abstract, jax.sharding.AbstractMesh):
+        return sharding
+    try:
+        mesh = _get_mesh()
+    except ValueError:  # jax gives none while it traces a function
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh) or tuple(mesh.shape.items()) != tuple(abstract.shape.items()):
+        return None
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def wanted_sharding(target: Any, on_device: bool) -> Any:
+    """Return the sharding that a leaf's value is placed with, or None for host memory.
+
+    Unless ``on_device``, only an explicit one counts: of an abstract leaf, over several devices, of another process."""
+    sharding = sharding_of(target)
+    if sharding is None or on_device or isinstance(target, jax.ShapeDtypeStruct):
+        return sharding
+    is_local = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    return None if is_local else sharding
+
+
+def has_devices(sharding: Any) -> bool:
+    """Return whether it is a sharding, and not one of an abstract mesh."""
+    return sharding is not None and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+
+
+def kind_of(sharding: Any) -> tuple[Any, bool, bool, int]:
+    """Return a sharding, whether it is one local device, whether all are local, and the least rank that it needs."""
+    is_local = sharding.is_fully_addressable
+    return sharding, is_local and len(sharding.device_set) == 1, is_local, len(getattr(sharding, "spec", ()))
+
+
+def fits(sharding: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape can have this sharding."""
+    try:
+        if len(getattr(sharding, "spec", ())) > len(shape):
+            return False
+        sharding.shard_shape(shape)
+    except Exception:  # noqa: BLE001  (jax raises errors of several types, which change with its releases)
+        return False
+    return True
+
+
+def misfit(leaf: str, shape: tuple[int, ...], sharding: Any, path: str) -> ShapeMismatchError:
+    """Return the error for an array that the target's sharding cannot hold."""
+    return ShapeMismatchError(
+        f"{path}: {leaf} has the stored shape {shape}, which does not fit the target's {sharding}; give the target's "
+        "leaf a sharding that fits, or a numpy array, and place the result afterwards; for a state from "
+        "flax.jax_utils.replicate, restore into flax.jax_utils.unreplicate(target), and replicate afterwards.",
+        path=path,
+        leaf=leaf,
+    )
+
+
+def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
+    """Return the distinct slices of an array on this process's devices; None to read it whole.
+
+    The list is empty if all shards are on other processes.
+    """
+    if not sharding.addressable_devices:
+        return []
+    if sharding.is_fully_replicated or 0 in handle.shape:
+        return None
+    return [ArraySlice(handle, index) for index in _local_indices(sharding, handle.shape).values()]
+
+
+@functools.lru_cache(maxsize=256)
+def _local_indices(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[slice, ...]]:
+    """Return start → the distinct indices of an array on this process's devices; cached: leaves share few pairs."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return {starts(index): normalize_index(index, shape) for index in indices}
+
+
+def starts(index: tuple[slice, ...]) -> tuple[int, ...]:
+    """Return where a shard begins, which identifies it among those of an array."""
+    return tuple([side.start or 0 for side in index])
+
+
+def is_held(dtype: Any) -> bool:
+    """Return whether jax holds arrays of this dtype without narrowing them (64 bits need x64)."""
+    return _can_be_held(np.dtype(dtype), jax.dtypes.canonicalize_dtype(np.float64))
+
+
+@functools.cache
+def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x64 can be switched on and off)
+    """Return whether jax has the dtype and keeps it; cached per x64 mode."""
+    try:
+        kept = jax.eval_shape(lambda x: x, np.zeros((), dtype)).dtype
+    except TypeError:
+        return False
+    return bool(kept == dtype)
 
 
 def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) -> Any:
@@ -68,26 +178,11 @@ def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
 def assembled(leaf: LeafPlan, values: list[Any]) -> Any:
     """Assemble a sharded array; the value of each slice goes to all devices that hold its shard."""
     source: Any = leaf.source
-    parts = dict(zip(local_starts(leaf.sharding, source.shape), values, strict=True))
+    parts = dict(zip(_local_indices(leaf.sharding, source.shape), values, strict=True))
     return jax.make_array_from_callback(source.shape, leaf.sharding, lambda index: parts[starts(index or ())])
-
-
-def transfers_allowed() -> Any:
-    """Allow host-to-device transfers in a context: a restore is an explicit transfer, whatever the caller's guard."""
-    return jax.transfer_guard_host_to_device("allow")
-
-
-def all_transfers_allowed() -> Any:
-    """Allow all transfers in a context, device to device too; slower to enter."""
-    return jax.transfer_guard("allow")
-
-
-def on_each_device(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    """Put a whole array on each device of a sharding; quicker than `on_devices`, which see."""
-    return jax.make_array_from_callback(value.shape, sharding, lambda _: value)
 
 
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     """Put an array on a sharding's devices; the CPU backend may take over its memory."""
     # Also for one device: takes half the time of jax.device_put.
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index or ...])

@@ -10,12 +10,11 @@ from typing import Any
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.text_formatting import Row
-from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun, iter_leaves, node_at
+from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, handles_of, is_array, is_key
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -70,8 +69,6 @@ class TreePlan:
     shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)  # those that differ
     kinds: list[KindDifference] = dataclasses.field(default_factory=list)
     problems: list[CheckpointError] = dataclasses.field(default_factory=list)  # allowed by no policy
-    # Leaves and dtypes of an abstract target's casts that may lose values.
-    narrowed: list[Row] = dataclasses.field(default_factory=list)
     # Leaves whose dtype jax cannot hold, which stay in host memory without the target's sharding.
     unsharded: list[str] = dataclasses.field(default_factory=list)
 
@@ -92,40 +89,17 @@ class TreePlan:
             else:
                 yield leaf
 
-    @property
-    def arrays(self) -> int:
-        """Return the number of target arrays that come from stored ones."""
-        return sum(
-            hasattr(leaf.target, "shape") and (is_array(leaf.source) or is_key(leaf.source)) for leaf in self.leaves
-        )
-
-    def taken_away(self) -> tuple[Path, Path] | None:
-        """Return the stored and the new key path of a missing leaf that a rule moved to no leaf of the target."""
-        if self.target is None or not self.options.transforms.rules:
-            return None
-        missing = set(self.missing)
-        for path, leaf in iter_leaves(self.tree):
-            for handle in handles_of(leaf):
-                if handle.path in missing and node_at(self.target.node, path) is None:
-                    return handle.path, path
-        return None
-
     def suggest(self) -> Any:
-        """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves and other shapes, or None."""
-        if self.target is None or not (self.missing or self.shapes) or self.taken_away():
+        """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves, other shapes and kinds, or None."""
+        if self.target is None or not (self.missing or self.shapes or self.kinds):
             return None
-        return suggested(*(self.all_items or (self.tree, self.target.node)), self.path)
+        from flax_ckpt_compat import _suggest  # most restores need none of it
 
-
-def suggested(stored: Node, target: Node, path: str) -> Any:
-    """Return the `flax_ckpt_compat._suggest.Suggestion` for a checkpoint's tree and a target's, or None."""
-    from flax_ckpt_compat import _suggest  # most restores need none of it
-
-    try:
-        return _suggest.suggest(stored, target)
-    except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
-        _log.debug("no suggestion for %s", path, exc_info=True)
-        return None
+        try:
+            return _suggest.suggest(*(self.all_items or (self.tree, self.target.node)))
+        except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
+            _log.debug("no suggestion for %s", self.path, exc_info=True)
+            return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ caller may restore in one process alone. So of those that disagree, every one bu
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import time
@@ -21,20 +20,8 @@ from flax_ckpt_compat._save.coordination import KeyValueStore
 
 _log = logging.getLogger("flax_ckpt_compat")
 _ROOT = "flax_ckpt_compat/found"
-_FIRST, _REST = "first", "rest"
-_MOST = 256  # processes of which each looks at all others; of more, at process 0, which looks at all
-
-
-@dataclasses.dataclass(slots=True)
-class _OwnRecord:
-    """The path that this process found last for one subject, the ``count``th time that it looked."""
-
-    count: int = 0
-    path: str | None = None
-    key: str = ""
-
-
-_own: dict[str, _OwnRecord] = {}
+# What this process reported last, by subject: how many times it has looked, the path, and the key in the store.
+_own: dict[str, tuple[int, str | None, str]] = {}
 
 
 class Agreement:
@@ -43,7 +30,7 @@ class Agreement:
     def __init__(self, checkpoint_dir: CheckpointDir, step: Any):
         """Begin to look; nothing is sent yet."""
         self._root, self._start = checkpoint_dir.root.path, time.time()
-        self.process, self._count = coordination.process_and_count()
+        self.process, _ = coordination.process_and_count()
         self._subject = _digest(self._root, checkpoint_dir.given_prefix, None if step is None else str(step))
         self._steps = None if step is None else _digest(self._root, checkpoint_dir.given_prefix, "any step")
         self.has_reported = False
@@ -51,25 +38,24 @@ class Agreement:
     def report(self, found: Location | None) -> None:
         """Tell the others what this process found, None for nothing; raise if another one found something else."""
         self.has_reported = True
-        others: dict[int, dict[str, Any]] = {}
-        own = _own.setdefault(self._subject, _OwnRecord())
-        before, own.path, own.count = own.path, "" if found is None else found.path, own.count + 1
-        with suppress(CheckpointError):  # the store cannot be reached: process 0 is gone, and the job with it
-            others = self._exchange(self._subject, own)
-            if self._steps is not None and found is not None:
-                self._warn_of_other_steps(self._steps, found.path)
+        try:
+            count, before, others = self._exchange(self._subject, "" if found is None else found.path)
+        except CheckpointError:  # the store cannot be reached: process 0 is gone, and the job with it
+            return
         for process, record in sorted(others.items()):
-            if record["path"] == before and (record["count"] < own.count or self._was_removed(found, record["time"])):
+            if record["path"] == before and (record["count"] < count or self._was_removed(found, record["time"])):
                 continue  # both saw it, and the other has not looked again since
             if self._contradicts(found, record["path"], record["time"]):
                 raise self._error(found, process, record["path"])
+        if self._steps is not None and found is not None:
+            with suppress(CheckpointError):
+                self._warn_of_other_steps(self._steps, found.path)
 
     def _warn_of_other_steps(self, subject: str, path: str) -> None:
         """Warn if another process restored another named step as its restore of this number; it may be meant."""
-        own = _own.setdefault(subject, _OwnRecord())
-        own.path, own.count = path, own.count + 1
-        for process, record in sorted(self._exchange(subject, own).items()):
-            if record["count"] == own.count and record["path"] != path:
+        count, _, others = self._exchange(subject, path)
+        for process, record in sorted(others.items()):
+            if record["count"] == count and record["path"] != path:
                 _log.warning(
                     "process %d of this job restores %s, and process %d restores %s: their values differ; pass one "
                     "step in all of them, unless this is meant",
@@ -77,16 +63,17 @@ class Agreement:
                 )
                 return
 
-    def _exchange(self, subject: str, own: _OwnRecord) -> dict[int, dict[str, Any]]:
-        store, folder, before = KeyValueStore(self._root), f"{_ROOT}/{subject}", own.key
-        own.key = f"{folder}/{_REST if self.process else _FIRST}/{self.process}-{own.count:010}"
-        store.set(own.key, {"path": own.path, "time": time.time(), "count": own.count})
-        if before:
-            store.delete(before)
-        read = (_FIRST, _REST) if not self.process or self._count <= _MOST else (_FIRST,)
-        records = {name: record for part in read for name, record in store.read_folder(f"{folder}/{part}/").items()}
-        by_process = {int(name.partition("-")[0]): record for name, record in sorted(records.items())}
-        return {process: record for process, record in by_process.items() if process != self.process}
+    def _exchange(self, subject: str, path: str) -> tuple[int, str | None, dict[int, dict[str, Any]]]:
+        """Tell the others a path; return how often this process did, its path before, and what the others told last."""
+        store, folder = KeyValueStore(self._root), f"{_ROOT}/{subject}/"
+        count, before, old_key = _own.get(subject, (0, None, ""))
+        count, key = count + 1, f"{folder}{self.process}-{count + 1:010}"
+        _own[subject] = count, path, key
+        store.set(key, {"path": path, "time": time.time(), "count": count})
+        if old_key:
+            store.delete(old_key)
+        by_process = {int(name.partition("-")[0]): record for name, record in store.read_folder(folder).items()}
+        return count, before, {process: record for process, record in by_process.items() if process != self.process}
 
     def _contradicts(self, found: Location | None, path: str, when: float) -> bool:
         """Return whether another process, which looked at a time and found a path, sees another directory than this."""

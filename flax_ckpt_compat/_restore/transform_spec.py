@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -50,11 +50,9 @@ class TransformSpec:
         ``strict``, a leaf that the checkpoint lacks is an error, whatever was given."""
         self.rules = _rules(given)  # ready-made rules, in order
         self._others = contextlib.ExitStack()  # of `opening`
-        # An empty list, as of a program that found nothing to change, is as strict as no transforms.
+        is_empty = isinstance(given, list | tuple) and not given  # as of a program that found nothing to change
         # Transforms were given, ``{}`` included: None in the target stays None, and a stored None counts as missing.
-        self.orbax_semantics = (
-            given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
-        )
+        self.orbax_semantics = given is not None and not self.rules and not is_empty
         # Leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are strict.
         self.lenient = self.orbax_semantics and not strict
         self._transforms = Transforms(given if self.orbax_semantics else None)
@@ -88,14 +86,12 @@ class TransformSpec:
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
         """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None."""
-        if self._is_list_of_dicts and isinstance(target, Branch):
-            wanted = [joined(path) for path, _ in iter_leaves(target)]
-            if len(self._transforms.unmatched(wanted)) == len(self._transforms):
-                raise TransformError(
-                    f"{path}: a list of nothing but dicts is read as Orbax reads it, as the transforms of the items of "
-                    "a list, and the target has no such items; give one dict",
-                    path=path,
-                )
+        if self._is_list_of_dicts and isinstance(target, Branch) and not target.container.is_sequence:
+            raise TransformError(
+                f"{path}: a list of nothing but dicts is read as Orbax reads it, as the transforms of the items of "
+                "a list, and the target is no list; give one dict",
+                path=path,
+            )
         if self.rules:
             tree = modernize(tree, target)
         for rule in self.rules:
@@ -113,7 +109,7 @@ class TransformSpec:
 
     def explain_unmatched(self, target: Node) -> str:
         """Return a message about transforms that match no leaf of the target; empty if none."""
-        return _explain_unmatched(self._transforms, [joined(path) for path, _ in iter_leaves(target)])
+        return _explain_unmatched(self._transforms, [path for path, _ in iter_leaves(target)])
 
     def warn_without_target(self) -> None:
         """Warn that transforms do nothing without a target, as in Flax."""
@@ -161,7 +157,7 @@ def _step(given: Any) -> Rule:
         if target is None:
             raise TransformError("transforms say what becomes of a target's leaves; pass a target, or use rules")
         wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}
-        if unmatched := _explain_unmatched(transforms, list(map(joined, wanted))):
+        if unmatched := _explain_unmatched(transforms, wanted):
             raise TransformError(unmatched)
         choose = _Chooser(tree, transforms, True)
         given = {path: source for path, leaf in wanted.items() if (source := choose(path, leaf))}
@@ -177,8 +173,8 @@ def _step(given: Any) -> Rule:
     return Rule(repr(given), apply)
 
 
-def _explain_unmatched(transforms: Transforms, wanted: list[str]) -> str:
-    if not (unmatched := transforms.unmatched(wanted)):
+def _explain_unmatched(transforms: Transforms, wanted: Iterable[Path]) -> str:
+    if not (unmatched := transforms.unmatched(list(map(joined, wanted)))):
         return ""
     return (
         f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are names of the "

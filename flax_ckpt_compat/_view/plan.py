@@ -13,11 +13,11 @@ from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
-from flax_ckpt_compat._restore import common_causes
+from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
-from flax_ckpt_compat._restore.policies import refusals, refused_by_flax_name
+from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
@@ -121,7 +121,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     nbytes, trees = sum(needed.values()), tuple(plans.items.values())
     raises, why = _refusal(plans)
-    succeeds = raises is not None and not any(map(refused_by_flax_name, trees))
+    succeeds = raises is not None and not any(True for tree in trees for _ in refusals(tree, as_flax=True))
     lists = tuple(leaves), tuple(unused)
     return Plan(opened.path, opened.format, *lists, nbytes, raises, why, unused_nbytes, succeeds, _plans=trees)
 
@@ -129,9 +129,9 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     """Return the name of a restore's first error, and what the leaves do not show of the reason."""
     for tree_plan in plans.items.values():
-        for kind, error in refusals(tree_plan):
+        for kind, error in refusals(tree_plan, proposes=False):
             is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
-            why = common_causes.explain(tree_plan) if is_shown else str(error())
+            why = messages.of_layers(tree_plan) if is_shown else str(error())
             return kind.__name__, f"{why} {plans.fits}".strip()
     return None, ""
 

@@ -160,7 +160,7 @@ class Plan(_Shown):
 
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
-        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None.
+        """Return rules that would map the checkpoint to the target, if leaves are missing, or shapes or kinds differ.
 
         Rules are functions, which pickle does not take: a pickled plan prints them, and its ``suggestion`` is None."""
         found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
