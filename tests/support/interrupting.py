@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
+import threading
 from collections.abc import Callable
+from concurrent import futures
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _MODULES = ("posix", "_io", "io")
+# Within them Python may have taken a lock of its own that it then never releases, which nobody can mend.
+_LOCKS = (threading.__file__, os.path.dirname(futures.__file__))
 
 
 def _touches_files(function: Any) -> bool:
@@ -58,13 +63,14 @@ def _watched(call: Callable[[], _Result], on_call: Callable[[int], None]) -> _Re
 def ctrl_c(call: Callable[[], Any], at: int, file: str | None = None) -> bool:
     """Interrupt a call at the ``at``-th place where Python may, in a file or anywhere; return whether there is one.
 
-    These are after calls, and at the beginning of functions. AssertionError if the interrupt does not come out."""
+    These are after calls, and at the beginning of functions, but for those of Python's locks and pools. AssertionError
+    if the interrupt does not come out."""
     seen, before, unraisable = 0, sys.gettrace(), list[Any]()
     place, outcome = "", "it returned"
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal seen, place
-        if file is not None and frame.f_code.co_filename != file:
+        if frame.f_code.co_filename.startswith(_LOCKS) or file not in (None, frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in _interruptible(frame.f_code):
