@@ -152,10 +152,11 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
     if all(map(_is_unrelated, names)):
         return Absence(none, is_start=True)
     look = foreign.names_look_like(names)
-    if foreign.is_unknown_look(look):
-        return Absence(none)
-    remedy = foreign.foreign_remedy(directory).rstrip(".")
-    return Absence(f"{none}, but looks like {look}", remedy[0].lower() + remedy[1:])
+    if not foreign.is_unknown_look(look):
+        with suppress(*_FAILURES):
+            remedy = foreign.foreign_remedy(directory).rstrip(".")
+            return Absence(f"{none}, but looks like {look}", remedy[0].lower() + remedy[1:])
+    return Absence(none)
 
 
 def _one_level_down(directory: Location, names: Collection[str]) -> list[str]:

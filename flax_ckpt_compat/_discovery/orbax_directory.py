@@ -76,7 +76,7 @@ def describe(path: Location, names: set[str]) -> Description:
     if items or handlers:
         rest = names - items.keys() - orbax_items.NO_ITEMS
         unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
-        why = next(orbax_items.missing_in_items(path, items, handlers), None)
+        why = next(orbax_items.missing_in_items(path, names, items, handlers), None)
         return Description(Layout.ITEMS, why or "", items, unknown)
     return _without_items(path, names)
 

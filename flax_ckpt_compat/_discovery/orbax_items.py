@@ -217,13 +217,15 @@ def recorded_but_missing(part: str) -> str:
     return f"{part} is missing, which {layout.STEP_METADATA} records"
 
 
-def missing_in_items(path: Location, items: Mapping[str, Item], handlers: Mapping[str, str]) -> Iterator[str]:
+def missing_in_items(
+    path: Location, names: set[str], items: Mapping[str, Item], handlers: Mapping[str, str]
+) -> Iterator[str]:
     """Yield what items of a step lack: recorded items anything that their handlers write, others a part of a tree."""
     for name, handler in handlers.items():
         child = path / name
         if name in NO_ITEMS:
             continue
-        if not child.isdir():
+        if name not in names or not child.isdir():
             yield recorded_but_missing(f"{name}/")
         elif part := missing_part(child, names_in(child), handler):
             yield recorded_but_missing(f"{name}/{part}")

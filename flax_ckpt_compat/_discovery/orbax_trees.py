@@ -132,22 +132,24 @@ def missing_in_tree(path: Location, names: set[str]) -> str | None:
 
 def _missing_folder(path: Location, names: set[str]) -> str | None:
     """Return what a tree lacks that has a folder for each array, in words."""
+    if names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)):
+        return None  # the array of a bare leaf lies in the directory itself
     text = (path / layout.TREE_METADATA).read()
     wanted = len(_ARRAY_TYPE.findall(text))
-    if not wanted or names.intersection((layout.MSGPACK_FILE, *layout.ARRAY_METADATA_FILES)):
-        return None  # the array of a bare leaf lies in the directory itself
     found = [path / name for name in names.difference(layout.TREE_FILES, layout.STEP_FILES, (layout.ARRAY_METADATAS,))]
-    if len(found) >= wanted and any(one.isdir() for one in found):
+    if not wanted or (len(found) >= wanted and any(one.isdir() for one in found)):
         return None  # not all of thousands are looked at
+    there = sum(1 for one in found for _ in arrays_below(one))
+    stored = 0 if there else wanted  # where the file does not decode
     with suppress(*_DAMAGE):
-        stored = {
+        names_of_arrays = {
             ".".join(str(key["key"]) for key in one["key_metadata"])  # a/b and a.b lie in one folder
             for one in json.loads(text)["tree_metadata"].values()
             if _ARRAY_TYPE.search(json.dumps(one).encode())
         }
-        lost = len(stored) - sum(1 for one in found for _ in arrays_below(one))
-        if lost > 0:
-            return f"{lost} of the {len(stored)} arrays are missing that {layout.TREE_METADATA} records"
+        stored = len(names_of_arrays)
+    if there < stored:
+        return f"{stored - there} of the {stored} arrays are missing that {layout.TREE_METADATA} records"
     return None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.contents import State, contents_of
+from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 
@@ -75,46 +75,39 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items
     checkpoint_dir = checkpoint_dir.listed()
     ours = steps.in_order(names, checkpoint_dir.prefix)
     checkpoint_dir.directory.prefetch_heads(ours)
-    for name in ours:
-        path = checkpoint_dir.path(name)
-        found = contents_of(path, lists_denied=True)
+    for name, found in _looked_at(checkpoint_dir, ours):
         if found.counts_for_keep:
             counted[name] = found.may_be_removed(with_items=with_items)
-        elif found.state is State.FOREIGN:
-            _warn_of_foreign(checkpoint_dir, name, found.why)
         # Otherwise another process has just evicted it.
-        elif found.state in (State.INCOMPLETE, State.DENIED) and path.exists():
+        elif found.state in (State.INCOMPLETE, State.DENIED) and found.location.exists():
             broken.append(f"{name} ({found.why})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
     return counted
 
 
-def _warn_of_foreign(checkpoint_dir: CheckpointDir, name: str, look: str) -> None:
-    log_once(
-        (checkpoint_dir.path(name), "foreign"),
-        f"{checkpoint_dir.path(name)} is named like a checkpoint, but looks like {look}: it stays, is not counted for "
-        "keep, and prevents no save of a lower step",
-    )
-
-
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
     """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
 
-
     One that may not be listed counts as complete, and nothing that is foreign does."""
-    checkpoint_dir = checkpoint_dir.listed()
-    for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
-        if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
-            return None
-        if name in but:
-            continue
+    checkpoint_dir, prefix = checkpoint_dir.listed(), checkpoint_dir.prefix
+    ours = reversed(steps.in_order(names_in(checkpoint_dir), prefix))
+    names = (name for name in ours if name not in but and (steps.step_of(name, prefix) or 0) >= since)
+    found = _looked_at(checkpoint_dir, names)
+    return next((name for name, one in found if one.is_complete or one.state is State.DENIED), None)
+
+
+def _looked_at(checkpoint_dir: CheckpointDir, names: Iterable[str]) -> Iterator[tuple[str, Contents]]:
+    """Yield names and what they hold; warn of what is foreign."""
+    for name in names:
         found = contents_of(checkpoint_dir.path(name), lists_denied=True)
-        if found.is_complete or found.state is State.DENIED:
-            return name
         if found.state is State.FOREIGN:
-            _warn_of_foreign(checkpoint_dir, name, found.why)
-    return None
+            log_once(
+                (found.location, "foreign"),
+                f"{found.path} is named like a checkpoint, but looks like {found.why}: it stays, is not counted for "
+                "keep, and prevents no save of a lower step",
+            )
+        yield name, found
 
 
 def is_checkpoint(path: Location) -> bool:

@@ -146,9 +146,6 @@ class Directory:
 
     def _look_at(self, entry: Entry) -> Contents:
         found = contents.contents_of(entry.location, lists_denied=self._lists_denied)
-        # It may have been removed during the look.
-        if not found.is_complete and not entry.location.is_remote and not entry.location.exists():
-            return dataclasses.replace(found, state=State.ABSENT)
         if entry.managed and found.layout is Layout.FILE:  # it is named like a step of a manager, and none
             return dataclasses.replace(found, state=State.FOREIGN, why=found.why or "a file")
         return found
