@@ -114,7 +114,6 @@ _TRANSLATED = {
     "head": "read",
     "total_size": "listed",
     "open_file": "read",
-    "version": "read",
     "resolve": "",
     "why_too_long": "",
     "holds_nothing": "",
@@ -248,10 +247,6 @@ class Location(abc.ABC):
     def stored_crc32c(self) -> int | None:
         """Return the CRC-32C of this file that the storage reports, or None."""
         return None
-
-    @abc.abstractmethod
-    def version(self) -> bytes:
-        """Return bytes that change when this file is replaced, equal on all machines that share it."""
 
     def identity(self) -> tuple[int, int, int] | None:
         """Return device, inode and time of change; None if nothing is here, and in stores, which have none."""

@@ -153,7 +153,7 @@ class TestStorage:
             assert opened.read(1, 5_000) == content[1:]
         assert location.total_size() == sum(map(len, CONTENTS.values()))
         assert (location / ABSENT).total_size() == 0
-        for ask in ("size", "head", "read", "open_file", "version"):
+        for ask in ("size", "head", "read", "open_file"):
             with pytest.raises(MissingPathError) as caught:
                 getattr(location / ABSENT, ask)()
             assert caught.value.path == (location / ABSENT).path
@@ -176,18 +176,10 @@ class TestStorage:
         """Every look-up of a disk raises a StorageError that has the path and the number, as stores do."""
         location = location_of(tmp_path / "loop")
         (tmp_path / "loop").symlink_to("loop")
-        for ask in ("listdir", "size", "head", "read", "open_file", "version"):
+        for ask in ("listdir", "size", "head", "read", "open_file"):
             with pytest.raises(StorageError) as caught:
                 getattr(location, ask)()
             assert (caught.value.path, caught.value.errno in (errno.ELOOP, errno.ENOENT)) == (location.path, True)
-
-    def test_versions(self, filled: Place) -> None:
-        """They change when a file is replaced."""
-        file = location_of(filled.root) / "b"
-        before = file.version()
-        assert file.version() == before
-        filled.put("b", b"others")
-        assert file.version() != before
 
     def test_an_open_file_is_one_version(self, filled: Place) -> None:
         """What replaces it is never mixed in: the old bytes, or an error."""

@@ -17,6 +17,7 @@ from flax import serialization
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.object_store import epath as epath_client
 from tests.support.layouts import assert_same
 from tests.support.store_places import AnyBucket
 
@@ -136,11 +137,9 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
     assert checkpoints.available_steps(run) == [1]
 
 
-def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
     """The first save says what such a store cannot promise; the next ones do not repeat it."""
-    from flax_ckpt_compat._core.object_store import epath as store
-
-    monkeypatch.setattr(store, "_warned", set())
+    epath_client._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         for step in (1, 2):
             checkpoints.save_checkpoint(f"{shelf.url}/run", {"w": np.ones(2)}, step, keep=5)

@@ -81,8 +81,8 @@ def test_the_loser_hears_of_it(any_bucket: AnyBucket, format: Any, monkeypatch: 
     """A save that overwrites an older step removes the newest, whose writer removes that step: saving again helps."""
     root, discard, evicted = f"{any_bucket.url}/run", commit.remove, []
 
-    def with_the_other_writer(url: str, *listing: Any) -> None:
-        discard(url, *listing)
+    def with_the_other_writer(url: str) -> None:
+        discard(url)
         if url.endswith("checkpoint_9") and not evicted:
             evicted.append(url)
             discard(f"{root}/checkpoint_5")

@@ -13,6 +13,7 @@ import pytest
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import verify
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat.errors import ConcurrentWriteError, CorruptCheckpointError
@@ -260,7 +261,7 @@ def test_a_commit_that_loses_late(bucket: Bucket) -> None:
     assert upload is not None
     upload.write(f"ocdbt.process_0{upload.tag}/d/1", b"")
     staged, other = Path(target.temporary_path()), f"run/checkpoint_1/{layout.BEGUN}.{2**40}.{'0' * 32}"
-    staged.mkdir()
+    temporaries.create_directory(str(staged))
     for name in ("_METADATA", layout.MANIFEST):
         (staged / name).write_bytes(b"{}")
 
@@ -289,10 +290,10 @@ def test_a_commit_file_that_is_removed_during_a_look(bucket: Bucket) -> None:
             bucket.delete(commit_file)
         return ""
 
-    staged = Path(target.temporary_path())
-    staged.mkdir()
+    staged = target.temporary_path()
+    temporaries.create_directory(staged)
     with bucket.proxy.failing(rule), pytest.raises(ConcurrentWriteError):
-        upload.publish(str(staged), new=True)
+        upload.publish(staged, new=True)
     assert bucket.keys() == []
 
 

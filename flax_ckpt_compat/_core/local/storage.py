@@ -71,10 +71,6 @@ class LocalLocation(Location):
                 total += os.stat((self / name).path).st_size
         return total
 
-    def version(self) -> bytes:
-        status = os.stat(self.path)
-        return b"%d %d" % (status.st_size, status.st_mtime_ns)
-
     def identity(self) -> tuple[int, int, int] | None:
         try:
             status = os.stat(self.path)

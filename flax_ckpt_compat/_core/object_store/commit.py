@@ -48,7 +48,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _log = logging.getLogger("flax_ckpt_compat")
 AT_ONCE = 16
-_ROUNDS, _PAUSE = 4, 0.5  # of a writer to which others give way, and seconds after each
+_ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
 # Names that no other save uses.
 _OF_ONE_SAVE = re.compile(
     rf"(?:.*/)?{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}|{re.escape(layout.PROCESS_PREFIX)}[^/]*\..*",
@@ -101,12 +101,13 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
     """Upload a msgpack file, and remove a folder of its name; with ``new``, nothing is replaced.
 
     Raise ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
-    client, file = client_for(url), Path(staged)
+    client = client_for(url)
     there = client.find(url) if new else None
     if there is not None and there.size:  # an empty object is no checkpoint
         raise lost(url)
     try:
-        version = client.put(url, file, (ABSENT if there is None else there.version) if new else None, meter)
+        found = (ABSENT if there is None else there.version) if new else None
+        version = client.put(url, Path(staged), found, meter)
     except ConflictError as error:
         raise lost(url) from error
     hidden = client.list(url)
@@ -116,10 +117,6 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
     if hidden and (markers := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
             _delete_uncommitted(url, hidden, markers)
-        # Its writer may have removed this object as the one that it replaced.
-        if client.find(url) is None:
-            with suppress(ConflictError):
-                client.put(url, file, ABSENT)
 
 
 class FolderSave:
@@ -257,14 +254,10 @@ class FolderSave:
         return all(in_parallel(is_same, [name for name in fixed if name != layout.CHECKSUMS], AT_ONCE))
 
 
-def remove(url: str, found: Files | None = None) -> None:
-    """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone.
-
-    ``found`` is a new list of the folder."""
-    client = client_for(url)
-    client.delete(url)
-    inside = client.list(url) if found is None else found
-    if inside:
+def remove(url: str) -> None:
+    """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone."""
+    client_for(url).delete(url)
+    if inside := client_for(url).list(url):
         remove_folder(url, inside)
 
 

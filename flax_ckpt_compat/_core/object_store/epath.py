@@ -6,6 +6,7 @@ before a file is written, not by the store. Saves warn of that once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import posixpath
@@ -22,7 +23,6 @@ from flax_ckpt_compat._core.storage_errors import not_found, translated
 
 _log = logging.getLogger("flax_ckpt_compat")
 _PIECE = 2**24
-_warned: set[str] = set()  # schemes
 
 
 def is_known(scheme: str) -> bool:
@@ -89,15 +89,16 @@ class EpathClient(Client):
             return True
 
     def prepare(self, url: str) -> None:
-        scheme = split(url)[0]
-        if scheme not in _warned:
-            _warned.add(scheme)
-            _log.warning(
-                "%s: saves to %s:// have no conditional writes: let one process write a checkpoint, and do not "
-                "overwrite one that others read (migration_guide/object_stores.md)",
-                url,
-                scheme,
-            )
+        _warn_once(split(url)[0])
+
+
+@functools.cache
+def _warn_once(scheme: str) -> None:
+    _log.warning(
+        "saves to %s:// have no conditional writes: let one process write a checkpoint, and do not overwrite one that "
+        "others read (migration_guide/object_stores.md)",
+        scheme,
+    )
 
 
 def _path(url: str) -> Any:

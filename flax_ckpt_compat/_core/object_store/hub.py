@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
@@ -23,14 +23,9 @@ class HubClient(Client):
     def list(self, url: str) -> dict[str, Stat]:
         at = _resolve(url)
         prefix = at.pop("path")
-        with _telling(url):
-            try:
-                entries = list(_api().list_repo_tree(recursive=True, path_in_repo=prefix or None, **at))
-            except Exception as error:
-                if type(error).__name__ not in _MISSING_FILE:
-                    raise
-                return {}
-        start = len(prefix) + 1 if prefix else 0
+        entries, start = list[Any](), len(prefix) + 1 if prefix else 0
+        with suppress(FileNotFoundError), _telling(url):
+            entries = [*_api().list_repo_tree(recursive=True, path_in_repo=prefix or None, **at)]
         files = {one.path[start:]: Stat(one.size, one.blob_id) for one in entries if hasattr(one, "blob_id")}
         return dict(sorted(files.items()))
 

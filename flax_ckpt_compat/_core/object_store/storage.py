@@ -103,9 +103,6 @@ class ObjectLocation(Location):
     def stored_crc32c(self) -> int | None:
         return self.unlisted()._stat().crc32c
 
-    def version(self) -> bytes:
-        return self.unlisted()._stat().version.encode()
-
     def watch(self) -> Callable[[], bool]:
         before = _versions(self._inside())
         # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
