@@ -90,8 +90,8 @@ class ReadLeaves:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all arrays that are read."""
-        arrays = [one for one in self.reads if isinstance(one, ArraySlice) or one.dtype is not None]
-        return sum(size for one in arrays for size in needs(one).values())
+        whole = sum([one.nbytes for one in self.reads if isinstance(one, LeafHandle) and one.dtype is not None])
+        return whole + sum([sum(needs(one).values()) for one in self.reads if isinstance(one, ArraySlice)])
 
     def read(self, meter: Meter = OFF) -> None:
         """Read the values."""

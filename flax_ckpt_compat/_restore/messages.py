@@ -74,7 +74,7 @@ def _from_target(plan: TreePlan, paths: Sequence[Path]) -> str:
 def proposal(plan: TreePlan) -> str:
     """Return text that proposes rules for mapping the checkpoint to the target; empty if there are none, or a guess."""
     if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
-        return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
+        return ""  # it takes seconds; a plan has it
     found = plan.suggest()
     if found is None or found.keeps_all or (found.doubts and not found.is_about_layout):
         return ""

@@ -1,4 +1,4 @@
-"""Restores over mapped files: the same values as from memory, nobody else's, and gone with the last array."""
+"""What restores read and map: no more bytes than they need; mapped files give the same values, nobody else's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.local import local_file
+from flax_ckpt_compat.transforms import Transform
 from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
 
@@ -35,7 +37,7 @@ ARRAYS = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9).flatma
     lambda shape: DTYPES.map(lambda dtype: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype))
 )
 TREES = st.dictionaries(st.text("abc", min_size=1, max_size=9), ARRAYS, min_size=1, max_size=5)
-linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped, or read")
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -207,3 +209,95 @@ def test_slices_are_mapped_where_their_bytes_lie_together(tmp_path: Path, format
             np.testing.assert_array_equal(part, array[box])
             assert bool(mapped_files(tmp_path)) == is_mapped
             del part
+
+
+# How many bytes a restore reads. Counted as the operating system counts what the process asks of files (``rchar``):
+# reads of all threads, TensorStore's too, whether or not the page cache has them.
+WIDTH = 512
+ROWS = 4096  # arrays of 8 MiB
+TABLE = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+STORED = {
+    "params": {"table": TABLE, "layers": {"kernel": (TABLE + 1).reshape(2, -1, WIDTH), "bias": TABLE[:2]}},
+    "ema": {"table": TABLE + 2},
+    "step": 3,
+}
+SMALL = {"params": {"layers": {"bias": np.zeros((2, WIDTH), np.float32)}}}
+
+
+def empty(*shape: int) -> Any:
+    """A target's leaf."""
+    return np.zeros(shape, np.float32)
+
+
+# What is asked for: target, transforms, bytes of the stored data that it needs.
+LAYER = ROWS // 2 * WIDTH
+CASES: dict[str, tuple[Any, Any, int]] = {
+    "one leaf": ({"ema": {"table": empty(ROWS, WIDTH)}}, None, TABLE.nbytes),
+    "move to the root": (empty(ROWS, WIDTH), [rules.move("params/table", "")], TABLE.nbytes),
+    "from_target": (
+        {"params": {"table": empty(2, 2), "layers": STORED["params"]["layers"]}, "ema": {"table": empty(ROWS, WIDTH)}},
+        [rules.from_target("params")],
+        TABLE.nbytes,
+    ),
+    "cut": ({"params": {"table": empty(1024, WIDTH)}}, [rules.cut("params/table", 1024)], 1024 * WIDTH * 4),
+    "unstack": (
+        {"params": {"layer_1": {"kernel": empty(ROWS // 2, WIDTH)}}},
+        [rules.unstack("layers", "layer_{}")],
+        LAYER * 4,
+    ),
+    "Transform": ({"new": empty(ROWS, WIDTH)}, {"new": Transform("params/table")}, TABLE.nbytes),
+    "value_fn": ({"new": empty(ROWS, WIDTH)}, {"new": Transform("params/table", value_fn=np.negative)}, TABLE.nbytes),
+    "one source twice": (
+        {"a": empty(ROWS, WIDTH), "b": empty(ROWS, WIDTH)},
+        {"a|b": Transform("params/table")},
+        TABLE.nbytes,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["msgpack", "orbax", "zstd"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of 24 MiB in three arrays, and small leaves."""
+    path = tmp_path_factory.mktemp("bytes") / request.param
+    if request.param == "zstd":
+        return save(path, STORED, format="orbax", compression="zstd")
+    return save(path, STORED, format=request.param)
+
+
+def count(function: Callable[[], Any]) -> int:
+    """Bytes that the process reads from files while the function runs, once it has run before."""
+    function()
+
+    def read_until_now() -> int:
+        with open("/proc/self/io", encoding="ascii") as file:
+            return int(file.readline().split()[1])
+
+    start = read_until_now()
+    after = read_until_now()
+    function()
+    return read_until_now() - after - (after - start)
+
+
+@linux
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_is_needed_is_read(case: str, saved: str) -> None:
+    """At most 2 % more than the stored bytes that the leaves need; of compressed arrays, the chunks that hold them."""
+    target, steps, needed = CASES[case]
+    if Path(saved).name == "zstd" and case in ("cut", "unstack"):
+        needed = TABLE.nbytes  # the whole array is one chunk
+    plan = plan_restore(saved, target, transforms=steps)
+    assert plan.nbytes == needed or Path(saved).name == "zstd"
+    assert count(lambda: restore(saved, target, transforms=steps, shape_mismatch="ignore")) <= 1.02 * needed
+
+
+@linux
+def test_a_plan_reads_no_array_data(saved: str) -> None:
+    """A plan reads less than 1 % of the checkpoint, whatever it plans."""
+    for target, steps, _ in CASES.values():
+        assert count(lambda target=target, steps=steps: plan_restore(saved, target, transforms=steps)) < 2**17
+
+
+@linux
+def test_small_leaves_cost_no_large_ones(saved: str) -> None:
+    """A leaf of 4 KiB is restored without reading any of the arrays beside it."""
+    assert count(lambda: restore(saved, SMALL)) < 2**17

@@ -19,7 +19,7 @@ from flax_ckpt_compat import checkpoints, convert, plan_restore, restore, rules,
 from flax_ckpt_compat.errors import MissingLeavesError, NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform
 from tests.support.interpreters import devices
-from tests.support.peers import ocp_v1, skip_without_typed_keys
+from tests.support.peers import skip_without_typed_keys
 from tests.support.saves import run_python
 
 GDA = Path(__file__).parents[1] / "data" / "gda"
@@ -150,15 +150,6 @@ def test_computed_leaves_are_cast_and_placed(flag: bool, tmp_path: Path, caplog:
     assert (restored["kernel"].dtype, restored["bias"].dtype) == (jnp.bfloat16, np.float32)
     assert "layers/kernel: float32 to bfloat16" in caplog.text and "layers/bias: float64 to float32" in caplog.text
     np.testing.assert_array_equal(restored["kernel"].astype(np.float32), STACKED["kernel"])
-
-
-def test_background_saves(flag: bool, tmp_path: Path) -> None:
-    """What a save in the background wrote is restored through rules."""
-    manager = checkpoints.AsyncManager()
-    checkpoints.save_checkpoint(tmp_path, LAYERS, 1, async_manager=manager)
-    manager.wait_previous_save()
-    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.stack(r"layer_(\d+)", "layers")])
-    np.testing.assert_array_equal(restored["layers"]["kernel"], STACKED["kernel"])
 
 
 class Bag:
@@ -309,17 +300,6 @@ def test_a_state_whose_fields_are_items(tmp_path: Path) -> None:
     assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
 
 
-def test_a_target_like_one_of_several_items(tmp_path: Path) -> None:
-    """A field that is called like another item does not make the target a mapping of items."""
-    state = {"params": {"w": np.ones(2)}, "step": 3}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        trees = {"state": ocp.args.PyTreeSave(state), "params": ocp.args.PyTreeSave({"w": np.zeros(2)})}
-        manager.save(3, args=ocp.args.Composite(**trees))
-    target = {"params": {"w": np.full(2, 5.0)}, "step": 0, "new": 1}
-    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
-    assert (restored["params"]["w"].tolist(), restored["step"], restored["new"]) == ([1, 1], 3, 1)
-
-
 def test_rules_that_make_one_leaf_of_several_items(tmp_path: Path) -> None:
     """A leaf that becomes the whole tree is the result; a name that a JSON item has is refused."""
     trees = {name: ocp.args.PyTreeSave({"x": np.ones(2)}) for name in ("params", "opt")}
@@ -328,15 +308,6 @@ def test_rules_that_make_one_leaf_of_several_items(tmp_path: Path) -> None:
     assert restore(tmp_path, transforms=[rules.move("opt/x", "")]).tolist() == [1, 1]
     with pytest.raises(NameCollisionError, match="JSON item 'notes'"):
         restore(tmp_path, transforms=[rules.rename("^opt", "notes")])
-
-
-def test_directories_of_orbax_v1(tmp_path: Path) -> None:
-    """What the v1 of Orbax wrote is restored through rules and transforms."""
-    ocp_v1.save(tmp_path / "v1", {"old": np.arange(3.0), "layers": STACKED})
-    restored = restore(tmp_path / "v1", None, transforms=[rules.rename("old", "new")])
-    assert restored["new"].tolist() == [0, 1, 2]
-    target = {"new": np.zeros(3)}
-    assert restore(tmp_path / "v1", target, transforms={"new": Transform("old")})["new"].tolist() == [0, 1, 2]
 
 
 def test_through_a_foreign_checkpointer(tmp_path: Path) -> None:
