@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
+from flax_ckpt_compat._core.local import storage
 from flax_ckpt_compat._discovery import not_found, saved_steps
 from tests.support.saves import tree
 
@@ -192,3 +193,15 @@ def test_pointers_of_git_lfs(tmp_path: Path) -> None:
     (tmp_path / "flax_model.msgpack").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     assert "flax_model.msgpack:" not in error_of(restore, tmp_path)
     assert f"restore {tmp_path}" not in error_of(restore, tmp_path)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no other error than that there is no checkpoint: the target is returned."""
+    for name in ("a.npz", "b.npz"):
+        (tmp_path / name).write_bytes(b"PK")
+
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(storage, "open_regular", refuse)
+    assert checkpoints.restore_checkpoint(tmp_path, TARGET) is TARGET
