@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
 from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.thread_pools import Task
 from flax_ckpt_compat._discovery import locating, not_found
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
@@ -42,17 +43,15 @@ class BackgroundSave:
 
     directory: str  # real path of the checkpoint's directory
     lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
-    # Its outcome, which later calls raise; for a manager without a Future, which alone can raise it, only its end.
-    future: Future[Any] = dataclasses.field(default_factory=Future)
-    is_raised: bool = False
-    thread: int | None = None  # identifier of the thread that runs it, or did
+    task: Task
+    future: Future[Any]  # the manager's, with the outcome
 
     def wait(self, timeout: float = math.inf, *, until_begun: float = math.inf) -> None:
         """Wait until it has ended, unless this thread runs it: at most so many seconds, and so many till it begins."""
-        if self.thread != threading.get_ident():
+        if not self.task.runs_here:
             end = time.monotonic() + timeout
             _wait_for_future(self.future, min(timeout, until_begun))
-            if self.thread is not None:
+            if self.task.thread is not None:
                 _wait_for_future(self.future, max(0.0, end - time.monotonic()))
 
 
@@ -72,7 +71,7 @@ class Commit:
             _drop(commits, self)
             raise
         if _drop(commits, self):
-            _run([self.then])
+            _run(self.then)
 
 
 def _wait_for_future(future: Future[Any], timeout: float = math.inf) -> None:
@@ -127,23 +126,15 @@ def start(
     manager: SaveManager, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    save, tasks, here = BackgroundSave(directory.resolve(), lookup_timeout), [task], threading.get_ident()
-    ended, refusal = save.future, ""
+    real, work = directory.resolve(), Task(_run, task)
+    here, refusal = threading.get_ident(), ""
+    del task
 
     def run() -> None:
-        try:
-            taken = [tasks.pop()]
-        except IndexError:  # it was withdrawn, or another thread runs it
-            return
-        save.thread = threading.get_ident()
-        try:
-            _run(taken)
-        except BaseException as error:
-            ended.set_result(error)
-            raise
-        ended.set_result(None)
+        work.run()
+        if work.thread is not None:  # else it was withdrawn
+            work.result()
 
-    del task
     if _is_within(manager) or here in _submitting:
         refusal = "none are taken within its tasks, or a call that a signal interrupted"
     else:
@@ -152,33 +143,31 @@ def start(
             future = manager.save_async(run)
         except BaseException as error:
             if not thread_pools.is_refusal(error):
-                tasks.clear()  # it may be queued all the same
+                work.withdraw()  # it may be queued all the same
                 raise
             refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
         finally:
             _submitting.remove(here)
     if refusal:
         _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
-        run()
-        if ended.result() is not None:  # a thread of the pool had taken it all the same
-            raise ended.result()
+        work.result()
         return
     if not isinstance(future, Future):
         future = getattr(manager, "save_future", None)
-    if isinstance(future, Future):
-        save.future, save.is_raised = future, True
-    if save.is_raised or lookup_timeout is not None:
-        _saves.append(save)
+    if isinstance(future, Future):  # a manager without one alone raises its failures
+        _saves.append(BackgroundSave(real, lookup_timeout, work, future))
 
 
-def _run(tasks: list[Callable[[], Any]]) -> None:
+def _run(task: Callable[[], Any]) -> None:
     try:
-        tasks.pop()()
+        task()
     except CleanupError as error:  # raised, it would prevent the next save
         _log.error("%s", error)
     except BaseException as error:
         thread_pools.clear_frames(error)  # until somebody asks for it, it would hold the copies of all arrays
         raise
+    finally:
+        del task
 
 
 def saves_into(directory: Location) -> list[BackgroundSave]:
@@ -231,17 +220,15 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
 
 
 def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: Any = None) -> None:
-    """Wait before a restore for background saves to its directory, and raise the errors of our failed ones.
+    """Wait before a restore for a checkpointer's and multi-process saves to its directory; raise failures of all.
 
-    Of our saves, multiprocess ones are waited for, so that all processes find the same checkpoint, and others where
-    there is no checkpoint yet: a restore would return its target, and a program train from initial values.
-    """
+    Where no checkpoint is yet, wait for all: a restore would return its target, and train from initial values."""
     directories = {checkpoint_dir.directory, checkpoint_dir.root.parent}
     for directory in directories:
         _wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in saves_into(one)]
-    running = [save for save in saves if save.is_raised and not save.future.done()]
+    running = [save for save in saves if not save.future.done()]
     if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
         for save in running:
             save.wait(until_begun=_QUEUED_SECONDS)
@@ -261,8 +248,7 @@ def wait_for_multiprocess_saves(directory: Location) -> None:
 def wait_for_async_saves(directory: Location) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in saves_into(directory):
-        if save.is_raised:  # a manager without a future may never run its task
-            save.wait()
+        save.wait()
     _raise_failures(directory)
 
 
@@ -281,14 +267,19 @@ def wait(manager: Any) -> None:
         return
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
-        _wait_for_future(future)
-        has_failed = future.cancelled() or future.exception() is not None
-        is_users_own = not type(manager).__module__.startswith(("flax.", "flax_ckpt_compat."))
-        if has_failed and is_users_own and manager.save_future is future:  # it may raise it at each call, for ever
-            manager.save_future = finished = Future[Any]()
-            finished.set_result(None)
         _raise_once(future)  # Flax's own manager drops the failure of a save that has already ended
-    manager.wait_previous_save()
+    try:
+        manager.wait_previous_save()
+    except Exception:
+        if not isinstance(future, Future) or manager.save_future is not future or _failure_of(future) is None:
+            raise
+        # It raises what was raised before, and would at each call.
+        manager.save_future = finished = Future[Any]()
+        finished.set_result(None)
+
+
+def _failure_of(future: Future[Any]) -> BaseException | None:
+    return CancelledError("cancelled") if future.cancelled() else future.exception()
 
 
 def _is_within(manager: Any) -> bool:
@@ -312,13 +303,14 @@ os.register_at_fork(after_in_child=_start_after_fork)
 def log_failures(*, running: bool = True) -> None:
     """Log failures that nothing has raised, and, with ``running``, saves that have not ended."""
     # At the exit, the interpreter has joined all pools, unless Ctrl-C interrupted it.
-    for save in [save for save in list(_saves) if save.is_raised and (running or save.future.done())]:
-        error: BaseException | None = RuntimeError("it has not ended before the interpreter does")
-        if save.future.done():
-            error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
-        _drop(_saves, save)
-        if error is not None:
-            _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)
+    for save in list(_saves):
+        if running or save.future.done():
+            not_ended = RuntimeError("it has not ended before the interpreter does")
+            error = _failure_of(save.future) if save.future.done() else not_ended
+            _drop(_saves, save)
+            if error is not None:
+                message = "A background save of a checkpoint into %s failed: %r"
+                _log.error(message, save.directory, error, exc_info=error)
 
 
 def _finish_saves() -> None:
@@ -327,8 +319,7 @@ def _finish_saves() -> None:
         with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
             manager.executor.shutdown(wait=False)
     for save in list(_saves):
-        if save.is_raised:
-            save.wait(until_begun=_AT_EXIT_SECONDS)
+        save.wait(until_begun=_AT_EXIT_SECONDS)
     for commit in list(commits):
         try:
             commit.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,8 +23,7 @@ BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS = 1.0
-# The first and the longest blocking read, in seconds; Python handles no signal meanwhile.
-_READ_SECONDS = (1.0, 4.0)
+_READ_SECONDS = 2.0  # of one blocking read; Python handles no signal meanwhile
 _REPORTS, _ANSWERS = "flax_ckpt_compat/reports", "flax_ckpt_compat/answers"
 # By the clock, so that a process which was started anew takes no answer to the one before for its own.
 _ids = itertools.count(time.time_ns())
@@ -32,10 +31,7 @@ Reports = Mapping[int, Mapping[str, Any]]  # by process, but for process 0
 
 
 class KeyValueStore:
-    """Read and write JSON objects under string keys.
-
-    Every method raises ProcessTimeoutError if the store, which lives in process 0, cannot be reached.
-    """
+    """JSON objects under string keys, in process 0; ProcessTimeoutError is raised if that cannot be reached."""
 
     def __init__(self, path: str):
         """Connect to the store of this job; ``path`` is the checkpoint's, for error messages."""
@@ -51,19 +47,16 @@ class KeyValueStore:
         self._call(lambda: self._client.key_value_set(key, json.dumps(value)))
 
     def read_folder(self, folder: str) -> dict[str, Any]:
-        """Return the present values below ``folder`` (with its final slash) by the last part of their keys, sorted.
-
-        It never blocks; to read a single key is to wait for it.
-        """
+        """Return the present values below ``folder``, with its final slash, by the last part of their keys, sorted."""
         found = self._call(lambda: self._client.key_value_dir_get(folder))
         return {key.rpartition("/")[2]: json.loads(text) for key, text in sorted(found)}
 
     def wait_for(self, key: str, seconds: float) -> dict[str, Any] | None:
         """Wait for a value; return None if there is none in time."""
-        deadline, pauses = time.monotonic() + seconds, _growing(*_READ_SECONDS)
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             try:
-                text = self._client.blocking_key_value_get(key, max(1, int(min(next(pauses), left) * 1000)))
+                text = self._client.blocking_key_value_get(key, max(1, int(min(_READ_SECONDS, left) * 1000)))
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise self._unreachable(error) from error
@@ -84,13 +77,6 @@ class KeyValueStore:
     def _unreachable(self, error: Exception) -> ProcessTimeoutError:
         message = f"{self._path}: process 0, which holds the job's key-value store, does not answer: {error}"
         return ProcessTimeoutError(message, path=self._path, absent=(0,))
-
-
-def _growing(seconds: float, most: float) -> Iterator[float]:
-    """Yield growing pauses in seconds, so that thousands of processes can poll for long."""
-    while True:
-        yield seconds
-        seconds = min(1.5 * seconds, most)
 
 
 def is_connected() -> bool:
@@ -145,6 +131,7 @@ class Coordinator:
     def __init__(self, path: str, timeout: float):
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
         self.process = ProcessInfo(jax.process_index(), jax.process_count())
+        self.is_primary = self.process.index == 0
         self.is_aborted = False  # process 0 has answered that the save failed
         self._path, self.timeout, self._store = path, timeout, KeyValueStore(path)
         self._id = f"{self.process.index}-{next(_ids):020}"
@@ -155,21 +142,26 @@ class Coordinator:
     def barrier(
         self,
         stage: str,
+        work: Callable[[], Mapping[str, Any] | None],
         *,
-        failed: BaseException | None = None,
-        report: Mapping[str, Any] | None = None,
         on_primary: Callable[[Reports], Any] = lambda _: None,
     ) -> Any:
-        """Wait for all processes; process 0 then calls ``on_primary`` with their reports. Return its result in all.
+        """Do this process's work, and wait for all; process 0 then calls ``on_primary`` with what the others' returned.
 
-        ``failed`` is why this process cannot continue, and raised in it; the save then fails in all, with that reason.
-        Raise ProcessTimeoutError if processes do not arrive in time, and in every process what ``on_primary`` raises.
+        Return its result in all. If the work of one fails, the save fails in all with that reason: process 0 waits for
+        the others only until they have stopped writing. Raise ProcessTimeoutError if processes do not arrive in time,
+        and in every process what ``on_primary`` raises.
         """
-        if self.process.index == 0:
-            return self._lead(stage, failed, on_primary)
-        content = {**(report or {}), "path": self._path, "error": _encode_error(failed)}
+        report, failed = dict[str, Any](), None
         try:
-            self._store.set(f"{_REPORTS}/{stage}/{self._id}", content)
+            report.update(work() or {})
+        except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
+            failed = error
+        if self.is_primary:
+            return self._lead(stage, failed, on_primary)
+        try:
+            report |= {"path": self._path, "error": _encode_error(failed)}
+            self._store.set(f"{_REPORTS}/{stage}/{self._id}", report)
             answer = self._wait_for_answer(stage, is_failed=failed is not None)
         except BaseException as error:
             if stage == BEGIN:
@@ -200,8 +192,8 @@ class Coordinator:
             answer = self._store.wait_for(key, (1 if is_short else 2) * self._bound(is_failed=is_short)) or earlier
         if answer is None:
             raise self._timeout_error(stage, [0])
-        for used in (f"{_REPORTS}/{stage}/{self._id}", key):
-            self._store.delete(used)
+        self._store.delete(f"{_REPORTS}/{stage}/{self._id}")
+        self._store.delete(key)
         return answer
 
     def _withdraw(self, error: BaseException) -> None:
@@ -234,9 +226,9 @@ class Coordinator:
         return value
 
     def _collect(self, stage: str, *, is_failed: bool) -> Reports:
-        """Wait for the reports of all; once the save has failed only briefly, until the others have stopped writing."""
-        start, wanted = time.monotonic(), self.process.count - 1
-        for pause in _growing(0.005, min(0.5, self.timeout / 20)):
+        """Wait for the reports of all; once the save has failed, only briefly."""
+        start, wanted, pause = time.monotonic(), self.process.count - 1, 0.005
+        while True:
             reports = self._reports(stage)
             here = [report for report in reports.values() if report["path"] == self._path]
             is_failed = is_failed or any(report["error"] for report in here)
@@ -244,9 +236,9 @@ class Coordinator:
             bound = self._bound(is_failed=is_failed or len(here) < len(reports))
             is_complete = len(reports if is_failed else here) == wanted
             if is_complete or time.monotonic() > start + bound:
-                break
+                return reports
             time.sleep(pause)
-        return reports
+            pause = min(1.5 * pause, 0.5, self.timeout / 20)
 
     def _reports(self, stage: str) -> Reports:
         """Return the present reports; at the first barrier also those of processes that save to other paths only."""
@@ -261,14 +253,12 @@ class Coordinator:
         """Raise if a process has failed, this one first, or saves something else, or is missing."""
         if failed is not None:
             raise failed
-        ordered = sorted(reports.items(), key=lambda item: (item[1]["path"] != self._path, item[0]))
-        for index, report in ordered:
+        for index, report in sorted(reports.items(), key=lambda item: (item[1]["path"] != self._path, item[0])):
             if report["path"] != self._path:
                 raise self.mismatch(index, report["path"], self._path)
             if report["error"] is not None:
-                reason = report["error"]["message"]
-                message = f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: {reason}"
-                raise MultiprocessSaveError(message, path=self._path)
+                failure = f"process {index} failed at {stage!r}, so nothing was saved: {report['error']['message']}"
+                raise MultiprocessSaveError(f"{self._path}: {failure}", path=self._path)
         missing = [index for index in range(1, self.process.count) if index not in reports]
         if missing:
             raise self._timeout_error(stage, missing)
@@ -284,9 +274,8 @@ class Coordinator:
     def _timeout_error(self, stage: str, missing: list[int]) -> ProcessTimeoutError:
         shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it stopped answering.
-        outcome = "so nothing was saved"
-        if missing == [0] and stage == COMMIT:
-            outcome = "so it is not known here whether the checkpoint was saved"
+        is_unknown = missing == [0] and stage == COMMIT
+        outcome = "so it is not known here whether the checkpoint was saved" if is_unknown else "so nothing was saved"
         return ProcessTimeoutError(
             f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "
             f"{waited:g} s, {outcome}. It may have exited, hang, or run other code: all processes have to "

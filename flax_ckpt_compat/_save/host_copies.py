@@ -5,14 +5,13 @@ last save for the next one. It is used again once nothing refers to the arrays i
 written to.
 
 A GPU writes to page-locked memory by itself; into any other memory its driver copies through small buffers, which takes
-ten times as long. jax keeps the page-locked memory for the next transfers, up to 64 GB
-(``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB``). numpy sees it without a copy, and jax remembers no second copy of the values.
+ten times as long. jax keeps the page-locked memory for the next transfers. numpy sees it without a copy, and jax
+remembers no second copy of the values.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ import numpy as np
 from flax_ckpt_compat._core import jax_shards, memory
 from flax_ckpt_compat._core.array_boxes import full_box
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import HostCopy, Shard, shards_of
+from flax_ckpt_compat._core.tree import HostCopy, Shard
 
 _THREADS = 4
 # Below so many bytes, starting threads takes longer than copying, and a transfer to locked pages than numpy's copy.
@@ -34,8 +33,9 @@ _BLOCK_BYTES = 64 * 2**20
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _PAGE_LOCKED = "pinned_host"
-# Share of the memory that jax may lock, of which its own transfers need some, too.
-_SHARE = 0.75
+# Bytes that one save may lock: three quarters of what jax may lock by default, as its own transfers need some, too.
+# Where jax finds no memory to lock, it waits for ten seconds: no save shall meet that twice.
+_most_locked = 48 * 2**30
 # Dtypes of which devices hold several elements in a byte.
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4", "float6")
 
@@ -44,23 +44,22 @@ _BYTE = np.dtype(np.uint8)
 
 
 class _Block:
-    """Pages of this process alone; `bytes` lends them to one save at a time."""
+    """Pages of this process alone; `lend` gives them to one save at a time."""
 
     def __init__(self, nbytes: int):
-        self.nbytes = nbytes
-        self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._lent: weakref.ref[_Array] | None = None
-        _advise(self._pages, _HUGE_PAGES)
+        _advise(self.pages, _HUGE_PAGES)
 
     @property
     def is_free(self) -> bool:
         """Return whether no array in it is left."""
         return self._lent is None or self._lent() is None
 
-    def bytes(self) -> _Array:
+    def lend(self) -> _Array:
         """Return the pages with undefined values."""
-        lent: _Array = np.frombuffer(self._pages, _BYTE)  # the base of views of it, and of views of these
-        pages = self._pages
+        pages = self.pages
+        lent: _Array = np.frombuffer(pages, _BYTE)  # the base of views of it, and of views of these
         self._lent = weakref.ref(lent, lambda _: _advise(pages, _FREE))
         return lent
 
@@ -99,31 +98,28 @@ class Copies:
         self._pairs.append((target, source))
         return target
 
-    def add_host_array(self, array: jax.Array, *, is_whole: bool) -> HostCopy:
-        """Return the copy of an array of jax whose memory numpy sees."""
-        if is_whole:
-            return HostCopy.whole(self.add(np.asarray(array)), array.sharding)
-        shards = tuple(Shard(shard.index, self.add(shard.data)) for shard in shards_of(array))
-        return HostCopy(array.shape, np.dtype(array.dtype), shards, array.sharding)
-
-    def add_device_array(self, array: jax.Array, *, is_whole: bool) -> HostCopy:
-        """Return the copy of an array on accelerators, to which `make` gives the shards that this process holds."""
+    def add_jax_array(self, array: jax.Array, *, is_whole: bool, is_on_host: bool) -> HostCopy:
+        """Return the copy of an array of jax: of the shards that this process holds, or of one that has it whole."""
         copy = HostCopy(array.shape, np.dtype(array.dtype), (), array.sharding)
-        whole = [(full_box(array.shape), array.addressable_data(0))] if is_whole else jax_shards.first_shards(array)
-        self._shards += [(copy, index, data) for index, data in whole]
+        shards = jax_shards.first_shards(array)
+        if is_whole:
+            shards = iter([(full_box(array.shape), array if is_on_host else array.addressable_data(0))])
+        if is_on_host:
+            copy.shards = tuple(Shard(index, self.add(np.asarray(data))) for index, data in shards)
+        else:
+            self._shards += [(copy, index, data) for index, data in shards]
         return copy
 
     def _next_block(self, nbytes: int) -> _Array:
-        block = next((block for block in self._free if block.nbytes >= nbytes), None)
-        if block is not None:
-            self._free.remove(block)
-        else:
+        block = next((block for block in self._free if len(block.pages) >= nbytes), None)
+        if block is None:
             try:
                 block = _Block(max(_BLOCK_BYTES, nbytes))
             except OSError:
                 return memory.empty((nbytes,), _BYTE)
+        self._free = [other for other in self._free if other is not block]
         self._used.append(block)
-        return block.bytes()
+        return block.lend()
 
     def make(self) -> None:
         """Make all copies; the caller may then change or donate the arrays. Nobody changes the copies any more."""
@@ -147,18 +143,6 @@ def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:
         np.copyto(target, source)
 
 
-def _limit_of_jax() -> float:
-    try:
-        return float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
-    except ValueError:
-        return 0
-
-
-# Bytes that one save may lock. Where jax finds no memory to lock, it waits for ten seconds (measured): no save shall
-# meet that twice.
-_most_locked = _SHARE * _limit_of_jax()
-
-
 def can_lock_pages(sharding: Any) -> bool:
     """Return whether all devices of a sharding are GPUs, and the arrays lie in their own memory."""
     return sharding.memory_kind in (None, "device") and all(device.platform == "gpu" for device in sharding.device_set)
@@ -174,31 +158,25 @@ def is_on_host(sharding: Any) -> bool:
 def to_host(arrays: Sequence[Any]) -> list[_Array]:
     """Return the values of arrays, each of which lies on one device, in C order and read-only."""
     global _most_locked
-    locked, used = list[int](), 0
+    found, locked, used = list(arrays), list[int](), 0
     for at, array in enumerate(arrays):
         if _is_lockable(array) and used + array.nbytes <= _most_locked:
             locked.append(at)
             used += array.nbytes
-    values = dict[int, _Array]()
     try:
-        values = dict(zip(locked, _page_locked([arrays[at] for at in locked]), strict=True))
+        shardings = [arrays[at].sharding.with_memory_kind(_PAGE_LOCKED) for at in locked]
+        placed = jax.block_until_ready(jax.device_put([arrays[at] for at in locked], shardings)) if locked else []
+        for at, array in zip(locked, placed, strict=True):
+            found[at] = array
     except jax.errors.JaxRuntimeError:  # no memory to lock; if it is another error, numpy's copy meets it, too
         _most_locked = 0
-    rest = {at: array for at, array in enumerate(arrays) if at not in values}
-    for array in rest.values():
-        array.copy_to_host_async()
-    values |= {at: np.asarray(array, order="C") for at, array in rest.items()}
-    return [values[at] for at in range(len(arrays))]
+    for array in found:
+        if not is_on_host(array.sharding):
+            array.copy_to_host_async()
+    return [np.asarray(array, order="C") for array in found]
 
 
 def _is_lockable(array: Any) -> bool:
     """Return whether an array is large, and has elements of whole bytes: numpy has no others."""
     is_packed = array.dtype.name.startswith(_PACKED)
     return array.nbytes >= _MIN_LOCKED_BYTES and not is_packed and can_lock_pages(array.sharding)
-
-
-def _page_locked(arrays: list[Any]) -> list[_Array]:
-    if not arrays:
-        return []
-    placed = jax.device_put(arrays, [array.sharding.with_memory_kind(_PAGE_LOCKED) for array in arrays])
-    return [np.asarray(array, order="C") for array in jax.block_until_ready(placed)]

@@ -52,20 +52,16 @@ def remove(leftover: Leftover, *, force: bool = False) -> bool:
     folder, name = leftover.location.parent, leftover.location.name
     if any(not one.kept or (force and one.by_time) for one in in_folder(folder, [name])):
         with translated(leftover.location.path):
-            _remove(folder, name, force=force)
+            if folder.is_remote:
+                folder.remove_leftovers([name])
+            elif temporaries.is_temporary(name):
+                atomic.remove_stale(folder.path, [name], force=force)
+            elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
+                gda_folder.remove_orphan(leftover.location.path)
+            else:
+                for error in folder.discard([name]).values():
+                    raise error
     return not list(in_folder(folder, [name]))
-
-
-def _remove(folder: Location, name: str, *, force: bool) -> None:
-    if folder.is_remote:
-        folder.remove_leftovers([name])
-    elif temporaries.is_temporary(name):
-        atomic.remove_stale(folder.path, [name], force=force)
-    elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
-        gda_folder.remove_orphan((folder / name).path)
-    else:
-        for error in folder.discard([name]).values():
-            raise error
 
 
 @contextmanager
@@ -117,10 +113,10 @@ def _look(location: Location) -> tuple[str, str, bool] | None:
         what = f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax"
     elif name in _FLAX_TEMPORARIES and contents.is_only_arrays(location):  # or a file
         what = "unfinished save by Flax"
-    elif main != location.path and _is_orphan(location.path):
-        if atomic.has_live_writer(main):
-            return f"arrays of {os.path.basename(main)}, which does not exist", "a save of it may be running", False
+    elif main != location.path and _is_orphan(location.path, main):
         what = f"arrays of {os.path.basename(main)}, which does not exist"
+        if atomic.has_live_writer(main):
+            return what, "a save of it may be running", False
     else:
         return None
     # Its writer does not say which process it is: what changed within a day stays.
@@ -128,13 +124,11 @@ def _look(location: Location) -> tuple[str, str, bool] | None:
     return what, "" if is_old else "changed in the last 24 hours, so its writer may be running", not is_old
 
 
-def _is_orphan(folder: str) -> bool:
+def _is_orphan(folder: str, main: str) -> bool:
     """Return whether a folder holds the arrays of a msgpack file that does not exist."""
-    main = folder.removesuffix(steps.ARRAYS_POSTFIX)
     # Directories of Orbax's format have no arrays beside them.
-    if not presence.isdir(folder) or (presence.lexists(main) and not presence.isdir(main)):
-        return False
-    if not contents.is_only_arrays(of_text(folder)):
+    has_main = presence.lexists(main) and not presence.isdir(main)
+    if has_main or not presence.isdir(folder) or not contents.is_only_arrays(of_text(folder)):
         return False
     files = [name for _, _, names in os.walk(folder) for name in names]
     # An interrupted removal may have left an empty one.

@@ -7,10 +7,10 @@ leaves process 0's are saved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import threading
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,48 +47,12 @@ def save(request: SaveRequest, target: Any) -> None:
     if request.orbax_checkpointer:
         _save_with_checkpointer(request, target, coordinator)
         return
-    backend, failed, report = backend_for(request.format), None, dict[str, Any]()
-    tree, replicas, prepared, signature, summary = None, dict[Path, Any](), None, _signature(request, backend), None
-    part = ProcessSave("", prepared, request.options, coordinator.process)
-    try:
-        async_saves.wait_for_earlier_saves(request)
-        tree = snapshot.tree_to_save(target, request, replicas)
-        prepared = backend.prepare(tree, coordinator.process)
-        summary = _TreeSummary(tree)
-        signature += f" and {summary.spread}"
-        report = {
-            "tree": summary.details,
-            "replicas": hashlib.sha256(repr(sorted(replicas.items())).encode()).hexdigest(),
-        }
-        part = dataclasses.replace(part, path=request.location.temporary_path(), prepared=prepared)
-    except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
-        failed = error
-    own = _OwnSave(request, coordinator, backend, part)
-
-    def begin(reports: Reports) -> dict[str, Any]:
-        for index, other in sorted(reports.items()):
-            if other["signature"] != signature:
-                hint = "" if summary is None else summary.why_spread_differs(other["tree"])
-                raise coordinator.mismatch(index, other["signature"], signature, hint)
-        if summary is not None:
-            summary.warn_of_more_leaves(request.path, {index: other["tree"] for index, other in reports.items()})
-        agrees = all(other["replicas"] == report["replicas"] for other in reports.values())
-        return {"agrees": agrees, **own.begin()}
-
-    begun = coordinator.barrier(BEGIN, failed=failed, report={"signature": signature, **report}, on_primary=begin)
-    own.join(begun, _writers(replicas) if begun["agrees"] and backend.splits_replicas else {}, tree)
+    own = _OwnSave(request, coordinator, backend_for(request.format))
+    own.join(coordinator.barrier(BEGIN, functools.partial(own.prepare, target), on_primary=own.begin))
     if request.async_manager:
         own.start(request.async_manager)
     else:
         own.write_and_commit()
-
-
-def _signature(request: SaveRequest, backend: Backend) -> str:
-    """Return the arguments and settings that have to be the same in all processes, as text."""
-    options, found = request.options, f"{request.format.value} with overwrite={request.overwrite}"
-    if backend.compresses and options.compression is not None:
-        found += f", compression={options.compression!r}"
-    return found + ("" if options.checksums else ", checksums='off'")
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,18 +62,33 @@ class _OwnSave:
     request: SaveRequest
     coordinator: Coordinator
     backend: Backend
-    part: ProcessSave  # its temporary is process 0's, or for a store a local one of this process
+    # What it writes to a temporary, which is process 0's, or for a store a local one of this process.
+    part: ProcessSave = dataclasses.field(init=False)
+    tree: Node = None
+    replicas: Replicas = dataclasses.field(default_factory=dict)
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)
     nbytes: int = 0  # of what this process writes, if that is reported
+    has_begun: bool = False  # this process writes, or did
     publishing: bool = False  # process 0 has begun to publish
 
-    @property
-    def is_primary(self) -> bool:
-        """Return whether this is process 0, which commits."""
-        return self.part.process.index == 0
+    def prepare(self, target: Any) -> dict[str, Any]:
+        """Plan what this process saves of a tree; return what process 0 compares."""
+        request, process = self.request, self.coordinator.process
+        async_saves.wait_for_earlier_saves(request)
+        self.tree = snapshot.tree_to_save(target, request, self.replicas)
+        prepared = self.backend.prepare(self.tree, process)
+        self.part = ProcessSave(request.location.temporary_path(), prepared, request.options, process)
+        self.report = _report(request, self.backend, self.tree, self.replicas)
+        return self.report
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self, reports: Reports) -> dict[str, Any]:
         """Create the staging area that all processes write to, in process 0; return what `join` needs to know."""
-        request = self.request
+        request, own = self.request, self.report
+        for index, other in sorted(reports.items()):
+            differing = _differing(self.tree, own["spread"], other["spread"])
+            if differing or other["signature"] != own["signature"]:
+                raise self.coordinator.mismatch(index, other["signature"], own["signature"], differing)
+        _warn_of_more_leaves(request.path, own["leaves"], reports)
         validation.check(request)
         request.directory.prepare_directory()
         upload = uploads.begin(request.location, in_gda_folder=self.backend.uses_gda_folder)
@@ -120,16 +99,20 @@ class _OwnSave:
         except BaseException:
             self._clean_up()
             raise
-        return {"path": self.part.path, "upload": None if upload is None else upload.fields()}
+        agrees = all(other["replicas"] == own["replicas"] for other in reports.values())
+        return {"agrees": agrees, "path": self.part.path, "upload": None if upload is None else upload.fields()}
 
-    def join(self, begun: Mapping[str, Any], writers: Mapping[Path, int], tree: Node) -> None:
+    def join(self, begun: Mapping[str, Any]) -> None:
         """Take over what process 0 has begun, and which process writes which replicated array."""
+        writers = dict[Path, int]()
+        if begun["agrees"] and self.backend.splits_replicas:  # by a hash of the name
+            writers = {path: who[_checksum(path) % len(who)] for path, (who, _, _) in self.replicas.items()}
         options = dataclasses.replace(self.part.options, writers=writers)
         upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
         path = self.part.path if upload else begun["path"]
         self.part = dataclasses.replace(self.part, path=path, upload=upload, options=options)
         if options.meter.is_on:
-            self.nbytes = _own_nbytes(tree, writers, self.part.process.index)
+            self.nbytes = _own_nbytes(self.tree, writers, self.part.process.index)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -139,34 +122,29 @@ class _OwnSave:
 
     def start(self, manager: SaveManager) -> None:
         """Write and commit in the background."""
-        started = threading.Event()
-
-        def task() -> None:
-            started.set()
-            self.write_and_commit()
-
-        lookup_timeout = _LOOKUP_TIMEOUTS * self.coordinator.timeout
+        timeout = _LOOKUP_TIMEOUTS * self.coordinator.timeout
         try:
-            async_saves.start(manager, self.request.directory, task, lookup_timeout=lookup_timeout)
+            async_saves.start(manager, self.request.directory, self.write_and_commit, lookup_timeout=timeout)
         except BaseException as error:
-            if not started.is_set():  # the others must not wait for this process
+            if not self.has_begun:  # the others must not wait for this process
                 self.write_and_commit(failed=error)
             raise
 
     def write_and_commit(self, failed: BaseException | None = None) -> None:
         """Write this process's part, unless it has failed; then wait for all, and commit in process 0."""
-        request, meter = self.request, self.part.options.meter
+        request, meter, self.has_begun = self.request, self.part.options.meter, True
+
+        def write() -> None:
+            if failed is not None:
+                raise failed
+            with self._writing():
+                self.backend.write_process_part(self.part)
+
         with meter.reporting():
             if meter.is_on:
                 meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if self.part.upload else 1.0)
             try:
-                if failed is None:
-                    with self._writing():
-                        self.backend.write_process_part(self.part)
-            except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
-                failed = error
-            try:
-                self.coordinator.barrier(COMMIT, failed=failed, on_primary=self._commit)
+                self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:
                 self._clean_up()
         meter.settle(in_background=request.async_manager is not None)
@@ -191,102 +169,94 @@ class _OwnSave:
 
         Another process removes what all write to only once process 0 has given up: it may have made anew what that one
         removed."""
-        if self.is_primary or self.coordinator.is_aborted or self.part.upload is not None:
+        coordinator, upload = self.coordinator, self.part.upload
+        if coordinator.is_primary or coordinator.is_aborted or upload is not None:
             atomic.remove_temporary(self.part.path)
-        if self.is_primary and self.part.upload is not None and not self.publishing:
-            self.part.upload.abort()
-
-
-def _writers(replicas: Replicas) -> dict[Path, int]:
-    """Return which process writes each array, by a hash of its name."""
-    return {
-        path: holders[zlib.crc32(show_path(path).encode("utf-8", "surrogateescape")) % len(holders)]
-        for path, (holders, _, _) in replicas.items()
-    }
+        if coordinator.is_primary and upload is not None and not self.publishing:
+            upload.abort()
 
 
 def _own_nbytes(tree: Node, writers: Mapping[Path, int], process: int) -> int:
     """Return the bytes of arrays that a process writes: its shards of those that are spread, and others of its own."""
     found = 0
-    for path, leaf in iter_leaves(tree):
-        array = leaf.data if isinstance(leaf, KeyData) else leaf
-        if not _spans_processes(array):
-            found += nbytes_of([array]) if writers.get(path, 0) == process else 0
-        elif isinstance(array, HostCopy):
-            found += sum(shard.data.nbytes for shard in array.shards)
-        else:
-            found += sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
+    for path, array in _arrays(tree):
+        if _spans_processes(array):
+            shards = array.shards if isinstance(array, HostCopy) else array.addressable_shards
+            found += sum(shard.data.nbytes for shard in shards if getattr(shard, "replica_id", 0) == 0)
+        elif writers.get(path, 0) == process:
+            found += nbytes_of([array])
     return found
 
 
 def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coordinator) -> None:
     """Save with a user's Orbax checkpointer, which synchronizes the processes itself; process 0 cleans up."""
-    failed = None
-    try:
-        async_saves.wait_for_earlier_saves(request)
-    except BaseException as error:  # noqa: BLE001  (reported to the others)
-        failed = error
 
     def begin(_: Reports) -> str:
         validation.check(request)
         request.directory.prepare_directory()
         return checkpointer_adapter.written_path(request.path)
 
-    written, is_primary = coordinator.barrier(BEGIN, failed=failed, on_primary=begin), coordinator.process.index == 0
-    try:
-        checkpointer_adapter.save(request, target, written, is_primary=is_primary)
-    except BaseException as error:  # noqa: BLE001  (reported to the others)
-        failed = error
-    # Only now has process 0 published what replaces something.
-    coordinator.barrier(COMMIT, failed=failed)
+    written = coordinator.barrier(BEGIN, lambda: async_saves.wait_for_earlier_saves(request), on_primary=begin)
+    write = functools.partial(checkpointer_adapter.save, is_primary=coordinator.is_primary)
+    # Only after it has process 0 published what replaces something.
+    coordinator.barrier(COMMIT, lambda: write(request, target, written))
 
 
-class _TreeSummary:
-    """Digest of one process's tree, sent to process 0."""
+def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replicas) -> dict[str, Any]:
+    """Return what process 0 compares; JSON-serializable."""
+    options, signature = request.options, f"{request.format.value} with overwrite={request.overwrite}"
+    if backend.compresses and options.compression is not None:
+        signature += f", compression={options.compression!r}"
+    described = Memo[bytes](lambda array: _layout(*array).encode())
+    spread, count, names = Counter[str](), 0, 0
+    for path, array in _arrays(tree):
+        checksum = _checksum(path)
+        count, names = count + 1, names + checksum
+        if _spans_processes(array):
+            layout = described.of((array.sharding, array.shape, array.dtype))
+            spread[str(checksum % _GROUPS)] += zlib.crc32(layout, checksum)
+    return {
+        "signature": signature + ("" if options.checksums else ", checksums='off'"),
+        "spread": {group: f"{total % 2**16:x}" for group, total in spread.items()},
+        "leaves": [count, names % 2**32],  # their number, and a sum of their names
+        "replicas": hashlib.sha256(repr(sorted(replicas.items())).encode()).hexdigest(),
+    }
 
-    def __init__(self, tree: Node):
-        described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
-        self._names = defaultdict[str, list[str]](list)  # of arrays that are spread, by group
-        spread, count, names = Counter[str](), 0, 0
-        for path, leaf in iter_leaves(tree):
-            name = show_path(path)
-            checksum = zlib.crc32(name.encode("utf-8", "surrogateescape"))
-            count, names = count + 1, names + checksum
-            array = leaf.data if isinstance(leaf, KeyData) else leaf
-            if _spans_processes(array):
-                group = str(checksum % _GROUPS)
-                self._names[group].append(name)
-                layout = described.of((array.sharding, array.shape, array.dtype))
-                spread[group] += zlib.crc32(layout.encode(), checksum)
-        whole, number = zlib.crc32(repr(sorted(spread.items())).encode()), sum(map(len, self._names.values()))
-        # Number and digest of the arrays that are spread over processes, as text.
-        self.spread = f"{number} arrays spread over processes (names, shapes, dtypes and shardings: {whole:08x})"
-        # JSON-serializable: digests by group, which have to be the same in all processes; number of leaves, and a sum
-        # of their names.
-        digests = {group: f"{total % 2**16:x}" for group, total in spread.items()}
-        self.details: dict[str, Any] = {"spread": digests, "leaves": [count, names % 2**32]}
 
-    def why_spread_differs(self, theirs: Mapping[str, Any]) -> str:
-        """Name arrays that another process, with these `details`, spreads differently, for an error; '' for none."""
-        mine, other = self.details["spread"], theirs.get("spread", {})
-        groups = [group for group in mine.keys() | other.keys() if mine.get(group) != other.get(group)]
-        names = one_line(sorted(name for group in groups for name in self._names.get(group, ())))
-        return f"; look at {names}" if names else ""
+def _differing(tree: Node, mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Tell which arrays another process spreads differently, for an error; '' for none."""
+    if mine == theirs:
+        return ""
+    groups = {group for group in mine.keys() | theirs.keys() if mine.get(group) != theirs.get(group)}
+    spread = [path for path, array in _arrays(tree) if _spans_processes(array)]
+    names = one_line(sorted(show_path(path) for path in spread if str(_checksum(path) % _GROUPS) in groups))
+    what = "; names, shapes, dtypes or shardings of the arrays that are spread over processes differ"
+    return f"{what}; look at {names}" if names else what
 
-    def warn_of_more_leaves(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn once of leaves that only other processes hold; ``others`` has their `details` by process."""
-        mine = self.details["leaves"]
-        more = {index: details["leaves"][0] for index, details in others.items() if details["leaves"] != mine}
-        more = {index: count for index, count in sorted(more.items()) if count >= mine[0]}  # fewer are a part of ours
-        if more:
-            processes, counts = (", ".join(map(str, numbers)) for numbers in (more, more.values()))
-            folder = path.rpartition("/")[0]
+
+def _warn_of_more_leaves(path: str, mine: list[int], reports: Reports) -> None:
+    """Warn once of leaves that only another process holds, by the number of leaves and the sum of their names."""
+    folder = path.rpartition("/")[0]
+    for index, other in sorted(reports.items()):
+        number = other["leaves"][0]
+        if other["leaves"] != mine and number >= mine[0]:  # one with fewer holds a part of ours
             log_once(
                 (folder, "more leaves"),
-                f"{folder}: processes hold leaves that process 0 does not hold, and these are not saved (process "
-                f"{processes}: {counts} leaves; process 0: {mine[0]}). Give the tree the same keys in all processes. "
-                "This warning is shown once.",
+                f"{folder}: process {index} holds leaves that process 0 does not hold, and these are not saved "
+                f"({number} leaves, and {mine[0]} in process 0). Give the tree the same keys in all processes. This "
+                "warning is shown once.",
             )
+            return
+
+
+def _arrays(tree: Node) -> Iterator[tuple[Path, Any]]:
+    """Yield all leaves, of a key its data."""
+    for path, leaf in iter_leaves(tree):
+        yield path, leaf.data if isinstance(leaf, KeyData) else leaf
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(show_path(path).encode("utf-8", "surrogateescape"))
 
 
 def _spans_processes(array: Any) -> bool:
@@ -295,12 +265,6 @@ def _spans_processes(array: Any) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def _layout(sharding: Any) -> str:
-    """Return a sharding as text, equal in all processes whose shards fit together."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return f"{type(sharding).__name__} over {sorted(device.id for device in sharding.device_set)}"
-    spec = [tuple(part) if isinstance(part, tuple | list) else part and (part,) for part in sharding.spec]
-    while spec and not spec[-1]:
-        spec.pop()
-    mesh = sharding.mesh
-    return f"{dict(mesh.shape)} {[device.id for device in mesh.devices.flat]} {spec}"
+def _layout(sharding: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    """Return what has to be the same in all processes whose shards fit together, as text."""
+    return f"{dtype} {shape} {[(device.id, index) for device, index in sharding.devices_indices_map(shape).items()]}"

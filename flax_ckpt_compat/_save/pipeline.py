@@ -11,7 +11,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
-from flax_ckpt_compat._core.location import LocalLocation, Location
+from flax_ckpt_compat._core.location import LocalLocation
 from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import writing
@@ -60,43 +60,33 @@ def save(request: SaveRequest, target: Any) -> str:
 
 
 def _write(
-    request: SaveRequest,
-    backend: Backend,
-    prepared: Any,
-    tree: Node,
-    watch: Stopwatch,
-    listing: Listing | None,
+    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Listing | None
 ) -> None:
     """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
+    location, meter = request.location, request.options.meter
+
+    def nbytes() -> int:
+        return nbytes_of(leaf for _, leaf in iter_leaves(tree))
+
     if request.async_manager:
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    with request.options.meter.reporting():
+    with meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
-        _publish(request, backend, prepared, tree, watch)
+        if meter.is_on:
+            meter.begin(request.path, nbytes(), until=PART_BEFORE_UPLOAD if location.is_remote else 1.0)
+        with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
+            # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
+            with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
+                backend.write(temporary, prepared, request.options)
+            watch.lap("write")
+            if meter.is_on and location.is_remote:
+                meter.begin_rest(LocalLocation(temporary).total_size())
+            validation.publish(request, lambda place, new: place.publish(temporary, new=new, meter=meter))
+        watch.lap("publish")
         retain(request)
         watch.lap("retain")
-    watch.count(lambda: nbytes_of(leaf for _, leaf in iter_leaves(tree)))
+    watch.count(nbytes)
     watch.log("Saved", request.path)
-    request.options.meter.settle(in_background=request.async_manager is not None)
-
-
-def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
-    location, meter = request.location, request.options.meter
-    if meter.is_on:
-        nbytes = nbytes_of(leaf for _, leaf in iter_leaves(tree))
-        meter.begin(request.path, nbytes, until=PART_BEFORE_UPLOAD if location.is_remote else 1.0)
-    with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
-        # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
-        with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
-            backend.write(temporary, prepared, request.options)
-        watch.lap("write")
-        if meter.is_on and location.is_remote:
-            meter.begin_rest(LocalLocation(temporary).total_size())
-
-        def publish(location: Location, new: bool) -> None:
-            location.publish(temporary, new=new, meter=meter)
-
-        validation.publish(request, publish)
-    watch.lap("publish")
+    meter.settle(in_background=request.async_manager is not None)

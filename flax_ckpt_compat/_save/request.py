@@ -33,13 +33,6 @@ class SaveManager(Protocol):
         """Run a task in the background; its Future may be returned."""
 
 
-class Checkpointer(Protocol):
-    """A checkpointer of real Orbax; it may commit after `save` if it has ``wait_until_finished``."""
-
-    def save(self, directory: Any, item: Any, /) -> Any:
-        """Save a tree to a new directory."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """One save."""
@@ -57,7 +50,7 @@ class SaveRequest:
     options: WriteOptions
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
     async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
-    orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
+    orbax_checkpointer: Any = None  # of real Orbax: writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
 
     @property
@@ -83,10 +76,6 @@ class SaveRequest:
     def is_newer(self, name: str) -> bool:
         """Return whether a name is that of a newer step."""
         return (steps.step_of(name, self.checkpoint_dir.prefix) or 0) > (self.number or 0)
-
-    def listed(self) -> SaveRequest:
-        """Return this request with a new listing of its directory, for look-ups of one moment."""
-        return dataclasses.replace(self, checkpoint_dir=self.checkpoint_dir.listed())
 
     @property
     def attempt(self) -> str:
@@ -128,9 +117,8 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     directory, name = os.path.split(local(path))
     if name in ("", os.curdir, os.pardir) or not of_text(path).can_hold_checkpoint():
         raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
-    _check_characters(path)
     return _request(
-        checkpoint_dir=_checkpoint_dir(directory, ""),
+        checkpoint_dir=_checkpoint_dir(directory, "", name),
         name=steps.check_name(name),
         shown_path=path,
         replace_only_checkpoints=True,
@@ -170,19 +158,14 @@ def write_options(
     )
 
 
-def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    _check_characters(ckpt_dir, prefix)
-    return saved_steps.checkpoint_dir(ckpt_dir, prefix)
-
-
-def _check_characters(*texts: str) -> None:
-    for text in texts:
-        if "\0" in text:
-            raise ArgumentError(f"{text!r} contains the NUL character, which no path can have; remove it")
+def _checkpoint_dir(ckpt_dir: str, prefix: str, name: str = "") -> CheckpointDir:
+    for text in (ckpt_dir, prefix, name):
         try:
-            os.fsencode(text)
+            if b"\0" in os.fsencode(text):
+                raise ArgumentError(f"{text!r} contains the NUL character, which no path can have; remove it")
         except UnicodeEncodeError as error:
             raise ArgumentError(f"{text!r} contains characters that no path can have ({error}); remove them") from error
+    return saved_steps.checkpoint_dir(ckpt_dir, prefix)
 
 
 def check_keep(keep: Any) -> int:
@@ -190,9 +173,11 @@ def check_keep(keep: Any) -> int:
     value = _count(keep, "keep")
     if not value >= 0:
         raise ArgumentError(f"keep must be 0 (keep all) or more, found {value}")
-    if math.isfinite(value) and value != int(value):
+    if math.isinf(value):
+        return 0
+    if value != int(value):
         raise ArgumentError(f"keep must be a whole number, found {value}")
-    return int(value) if math.isfinite(value) else 0
+    return int(value)
 
 
 def check_every(every: Any) -> float | None:
@@ -206,10 +191,11 @@ def check_every(every: Any) -> float | None:
 def _count(value: Any, name: str) -> float:
     """Return a number, or the one value of an array; infinity for an int beyond every float."""
     one = arguments.number(value, name, of_any_rank=True)
-    number: Any = None if isinstance(one, bool | str) else one  # which float would take, too
     try:
-        return float(number)
+        if not isinstance(one, bool | str):  # which float would take, too
+            return float(one)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return math.inf if one > 0 else -math.inf
     except (TypeError, ValueError):
-        raise ArgumentError(f"{name} must be a number, {arguments.found(value)}") from None
+        pass
+    raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")

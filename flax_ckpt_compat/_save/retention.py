@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 
 from jax import monitoring
@@ -18,8 +19,9 @@ from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
+from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-from flax_ckpt_compat._save import interrupted_saves, saved_prefixes
+from flax_ckpt_compat._save import interrupted_saves
 from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -27,20 +29,23 @@ _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and t
 _LOOKS, _PAUSE_SECONDS = 5, 0.02  # at what other writers change meanwhile
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
+# Directory → name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. Retention
+# of one neither counts nor removes checkpoints of the other. Other processes cannot know, so a save warns.
+# Changed by single operations only: with a lock, a signal handler or a fork that saves could wait for ever.
+_saved: dict[str, dict[str, str]] = {}
 
 
 def retain(request: SaveRequest) -> None:
     """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
 
     Raises:
-        StorageError: another program has removed the checkpoint.
-        ConcurrentWriteError: in a store, where nothing can be locked: this save and one of a newer step removed each
-            other's checkpoint.
+        ConcurrentWriteError: another program has removed the checkpoint; or, in a store, where nothing can be locked,
+            this save and one of a newer step have removed each other's.
     """
     global _last_saved
     try:
         if request.step is not None:
-            saved_prefixes.of_directory(request.checkpoint_dir)[request.name] = request.checkpoint_dir.prefix
+            _prefixes_of(request.checkpoint_dir)[request.name] = request.checkpoint_dir.prefix
         if request.step is not None and request.number is not None:
             _remove_others(request)
         elif not request.location.is_remote and not request.location.exists():
@@ -54,7 +59,7 @@ def retain(request: SaveRequest) -> None:
 
 def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures, is_gone = request.checkpoint_dir, list[StorageError](), False
+    checkpoint_dir, failures = request.checkpoint_dir, list[StorageError]()
     try:
         listed = checkpoint_dir.listed()
         names = saved_steps.names_in(listed)
@@ -65,14 +70,12 @@ def _remove_others(request: SaveRequest) -> None:
             failures += _remove(request, listed, doomed, names)
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
                 failures += _remove_orphaned_arrays(checkpoint_dir, names)
-        else:
-            is_gone = not _may_be_evicted(request)
+        elif not _may_be_evicted(request):
+            raise _removed_error(request)
     except ConcurrentWriteError:
         raise
     except StorageError as error:
         failures.append(error)
-    if is_gone:
-        raise _removed_error(request)
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         message = (
@@ -86,35 +89,29 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def _counted_and_doomed(request: SaveRequest, listed: CheckpointDir, names: list[str]) -> tuple[list[str], list[str]]:
+def _counted_and_doomed(
+    request: SaveRequest, listed: CheckpointDir, names: list[str]
+) -> tuple[Collection[str], list[str]]:
     """Return the steps that `saved_steps.counted_steps` counts, without those of other prefixes, and which to remove.
 
-    A look opens a file or lists a directory. So the first ones are at what decides if all count; where nothing would
-    go then, nothing goes if some do not."""
-    others = saved_prefixes.saved_by_other_prefixes(request.checkpoint_dir)
+    A look opens a file or lists a directory. So the first ones are at what decides if all count: the doomed; the step
+    before each, from which ``keep_every_n_steps`` counts; the last ones, of which ``keep`` stay; and newer ones, which
+    are told where something is wrong. Where nothing would go then, nothing goes if some do not count."""
+    others, with_items = saved_by_other_prefixes(listed), request.orbax_checkpointer is not None
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
-    doomed, with_items = _to_remove(request, ordered), request.orbax_checkpointer is not None
-    looked_at = _deciding(request, ordered, doomed)
-    counted = saved_steps.counted_steps(listed, list(looked_at), with_items=with_items)
-    if doomed and counted.keys() != looked_at:
-        rest = [name for name in ordered if name not in looked_at]
+    doomed, first = _to_remove(request, ordered), 0
+    if request.name in ordered:
+        first = ordered.index(request.name)
+        if doomed:
+            first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
+    going = set(doomed)
+    deciding = {*going, *ordered[first:], *(before for before, name in itertools.pairwise(ordered) if name in going)}
+    counted = saved_steps.counted_steps(listed, list(deciding), with_items=with_items)
+    if doomed and counted.keys() != deciding:
+        rest = [name for name in ordered if name not in deciding]
         counted |= saved_steps.counted_steps(listed, rest, with_items=with_items)
         doomed = _to_remove(request, [name for name in ordered if name in counted])
-    return list(counted), [name for name in doomed if counted[name]]
-
-
-def _deciding(request: SaveRequest, ordered: list[str], doomed: list[str]) -> set[str]:
-    """Return the steps on which it depends that these are doomed: if they count, the others do not matter.
-
-    They are the doomed; the step before each, from which ``keep_every_n_steps`` counts; the last ones, of which
-    ``keep`` stay; and newer ones, none but where something is wrong, which is told."""
-    if request.name not in ordered:
-        return set(ordered)
-    position = {name: index for index, name in enumerate(ordered)}
-    first = position[request.name]
-    if doomed:
-        first = max(0, min(first - 1, len(ordered) - len(doomed) - request.keep))
-    return {*doomed, *(ordered[position[name] - 1] for name in doomed), *ordered[first:]}
+    return counted.keys(), [name for name in doomed if counted[name]]
 
 
 def _may_be_evicted(request: SaveRequest) -> bool:
@@ -145,8 +142,8 @@ def _modified(path: str) -> float:
         return 0.0
 
 
-def _removed_error(request: SaveRequest) -> StorageError:
-    return StorageError(
+def _removed_error(request: SaveRequest) -> ConcurrentWriteError:
+    return ConcurrentWriteError(
         f"{request.path} was saved, and is not there, or not whole, any more: another program removes what is in this "
         "directory. Stop that, and save again; no older checkpoint was removed",
         path=request.path,
@@ -186,7 +183,7 @@ def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], prese
             arrays = [name for name in arrays if name in present]
         failed |= directory.discard(arrays)
         for name in removed:
-            saved_prefixes.of_directory(listed).pop(name, None)
+            _prefixes_of(listed).pop(name, None)
         failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
@@ -223,8 +220,8 @@ def _while_there(request: SaveRequest, names: list[str], begun: list[str]) -> It
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir, names: list[str]) -> list[StorageError]:
     """Remove arrays of steps whose file is missing for a day: before, a copy of both may be under way, or a save."""
     failures, end = list[StorageError](), steps.ARRAYS_POSTFIX
-    arrays = [name for name in names if name.endswith(end)]
-    arrays = [name for name in arrays if steps.step_of(name.removesuffix(end), checkpoint_dir.prefix) is not None]
+    arrays = steps.in_order([name.removesuffix(end) for name in names if name.endswith(end)], checkpoint_dir.prefix)
+    arrays = [name + end for name in arrays]
     for one in interrupted_saves.in_folder(checkpoint_dir.directory, arrays):
         if not one.kept:
             _log.info("Removing orphaned arrays at %s", one.location)
@@ -251,3 +248,24 @@ def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: fl
         else:
             removed.append(name)
     return removed
+
+
+def _prefixes_of(checkpoint_dir: CheckpointDir) -> dict[str, str]:
+    """Return the record of a directory: name of a committed checkpoint → its prefix."""
+    return _saved.setdefault(checkpoint_dir.directory.resolve(), {})
+
+
+def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
+    """Return names that look like steps of this prefix, but were saved with another one; warn of them once."""
+    prefix, directory = checkpoint_dir.prefix, checkpoint_dir.directory
+    known = dict(_prefixes_of(checkpoint_dir)).items()
+    found = {name: other for name, other in known if other != prefix and steps.step_of(name, prefix) is not None}
+    for other in set(found.values()):
+        first, second = sorted((prefix, other))
+        log_once(
+            (directory.path, first, second),
+            f"The prefixes {first!r} and {second!r} are both saved to {directory}, where some names are steps of both: "
+            "other processes and later runs confuse their checkpoints. Use prefixes of which none is the start of "
+            f"another, such as {first + '_'!r}",
+        )
+    return set(found)

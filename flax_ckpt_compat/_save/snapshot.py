@@ -94,12 +94,11 @@ class _Snapshot:
     def leaf(self, leaf: Any, path: Path) -> Any:
         """Return a leaf as it is saved."""
         taken = _checked(path, plain(leaf, path), self._request)
-        apart = prng_keys.split_key(taken)
-        is_replica = taken is not leaf and isinstance(leaf, jax.Array)
-        if self._replicas is not None and is_replica and not prng_keys.is_prng_key(leaf):
+        if self._replicas is not None and taken is not leaf and isinstance(leaf, jax.Array):
             holders = tuple(sorted(_owners(leaf.sharding)))
-            if leaf.nbytes >= _MIN_SHARED_BYTES and len(holders) > 1:
+            if len(holders) > 1 and not prng_keys.is_prng_key(leaf) and leaf.nbytes >= _MIN_SHARED_BYTES:
                 self._replicas[path] = holders, str(leaf.dtype), leaf.shape
+        apart = prng_keys.split_key(taken)
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):
                 self._array_types.add(type(taken))
@@ -107,23 +106,20 @@ class _Snapshot:
                 self._simple_types.add(type(taken))
         if isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray):
             return apart  # for an array of another process, no memory is held
-        return self._on_host(apart)
-
-    def _on_host(self, leaf: Any) -> Any:
-        """Return a copy of the leaf on the host, filled in by `make`, or the leaf if the save can read it as it is."""
-        if isinstance(leaf, jax.Array):
-            return self._array(leaf)
-        if isinstance(leaf, KeyData) and isinstance(leaf.data, jax.Array):
-            return KeyData(leaf.impl, self._array(leaf.data))
-        if not self._in_background or not isinstance(leaf, np.ndarray):
-            return leaf
-        return self.copies.add(leaf) if type(leaf) is np.ndarray and not leaf.dtype.hasobject else leaf.copy()
+        # Copies on the host are filled in by `make`.
+        if isinstance(apart, jax.Array):
+            return self._array(apart)
+        if isinstance(apart, KeyData) and isinstance(apart.data, jax.Array):
+            return KeyData(apart.impl, self._array(apart.data))
+        if not self._in_background or not isinstance(apart, np.ndarray):
+            return apart
+        return self.copies.add(apart) if type(apart) is np.ndarray and not apart.dtype.hasobject else apart.copy()
 
     def _array(self, array: jax.Array) -> jax.Array | HostCopy:
         is_whole, is_on_host, is_quick = self._shardings.of(array.sharding)
-        if not is_on_host and (self._in_background or (is_quick and not self._request.multiprocess)):
-            return self.copies.add_device_array(array, is_whole=is_whole)
-        return self.copies.add_host_array(array, is_whole=is_whole) if self._in_background else array
+        if self._in_background or (is_quick and not is_on_host and not self._request.multiprocess):
+            return self.copies.add_jax_array(array, is_whole=is_whole, is_on_host=is_on_host)
+        return array
 
 
 def _traits(sharding: Any) -> tuple[bool, bool, bool]:

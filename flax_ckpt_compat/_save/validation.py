@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-import functools
 import os
 from collections.abc import Callable, Container
 
@@ -11,15 +11,14 @@ import jax
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, not_found, opening, orbax_items, orbax_trees, saved_steps
+from flax_ckpt_compat._discovery import contents, not_found, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._save import saved_prefixes
+from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
 
@@ -44,9 +43,7 @@ def check(request: SaveRequest) -> Listing | None:
     if expanded := not_found.unexpanded_home(request.directory):
         message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
         log_once((request.directory.path, "home"), message)
-    if request.step is not None:
-        saved_prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
-    listed = request.listed()
+    listed = _listed(request)
     _check_directory(listed)
     _check_replaced(listed)
     if request.step is not None and not request.overwrite:
@@ -64,9 +61,8 @@ def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> N
     argument is True, it refuses to replace what another writer saved meanwhile.
     """
     location = request.location
-    # In a store this would be one more request.
-    if request.replace_only_checkpoints or not location.is_remote:
-        listed = request.listed()
+    if request.replace_only_checkpoints or not location.is_remote:  # in a store, this would be one more request
+        listed = _listed(request)
         _check_replaced(listed)
         location = listed.location
     try:
@@ -75,6 +71,11 @@ def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> N
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             check(request)  # raises an error that names what is there
         raise
+
+
+def _listed(request: SaveRequest) -> SaveRequest:
+    """Return a request with a new listing of its directory, for look-ups of one moment."""
+    return dataclasses.replace(request, checkpoint_dir=request.checkpoint_dir.listed())
 
 
 def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
@@ -106,8 +107,7 @@ def _check_replaced(request: SaveRequest) -> None:
     path, strict = request.location, request.replace_only_checkpoints
     if strict and (not path.exists() or path.holds_nothing()):
         return
-    reason = _reason_against(path, _why_not_one if strict else functools.partial(_why_never_replaced, request))
-    if reason:
+    if reason := _reason_against(request, path):
         hint = ", pass step= to save into this directory" if strict and request.step is None and path.isdir() else ""
         remedy = f"save under another name{hint}, or remove it yourself"
         raise _invalid(request, f"{request.attempt}: {reason}, and only checkpoints are replaced; {remedy}.")
@@ -115,71 +115,52 @@ def _check_replaced(request: SaveRequest) -> None:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
 
 
-def _reason_against(path: Location, find_reason: Callable[[Location], str | None]) -> str | None:
-    """Return the reason found against a path, looked for again while other writers replace what is there."""
+def _reason_against(request: SaveRequest, path: Location) -> str | None:
+    """Return why a path may not be replaced, looked for again while other writers replace what is there."""
     for _ in range(_ATTEMPTS):
         before = path.identity()
         if before is None and not path.exists():
             return None  # another writer has just removed it
         try:
-            reason = find_reason(path)
+            reason = _why_not_replaced(request, path)
+            if reason is None or path.identity() == before:
+                return reason
         except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
             if path.identity() == before:
                 with translated(path.path):
                     raise
-        else:
-            if reason is None or path.identity() == before:
-                return reason
     return "other writers keep replacing it"
 
 
-def _why_never_replaced(request: SaveRequest, path: Location) -> str | None:
-    """Return why no save replaces what is there, or None."""
+def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
+    """Return why a save does not replace what is there, or None."""
     found = contents.contents_of(path)
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
-    if found.is_certain and not found.may_be_removed(with_items=request.orbax_checkpointer is not None):
-        return "it holds items, as a CheckpointManager writes them"
-    if found.is_complete and not found.is_certain and found.layout is not None:
+    may_go = found.may_be_removed(with_items=request.orbax_checkpointer is not None)
+    if found.is_complete and not may_go and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
-    return None
-
-
-def _why_not_one(path: Location) -> str | None:
-    """Return why the path is not exactly one checkpoint, or None if it is."""
-    if path.isdir():
-        if not contents.is_certainly_orbax(path):
-            return "nothing in that directory marks it as one checkpoint"
-        extra = _extra_files(path)
-        return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
-    if not path.isfile():
-        return "it is not a regular file"
-    try:
-        opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
-    except StorageError:  # it tells nothing of what is there
-        raise
-    except CheckpointError as error:
-        return f"it does not open as a checkpoint ({error})"
-    return None
+    if not request.replace_only_checkpoints:
+        return None
+    if not path.isdir():
+        return None if found.is_certain else f"it does not look like a checkpoint ({found.why})"
+    if not contents.is_certainly_orbax(path):
+        return "nothing in that directory marks it as one checkpoint"
+    extra = _extra_files(path)
+    return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
 
 
 def _extra_files(path: Location) -> list[str]:
     """Return the names in an Orbax checkpoint that are not part of it."""
-    try:
-        items = contents.checkpoint_at(path).items
-    except StorageError:
-        raise
-    except CheckpointError:
-        items = {}
-    found = []
+    found, extra = contents.contents_of(path), list[str]()
     for name in sorted(path.listdir()):
         if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
-        if name in items and (path / name).isdir():
-            found += [os.path.join(name, inner) for inner in _extra_files(path / name)]
+        if found.is_complete and name in found.items and (path / name).isdir():
+            extra += [os.path.join(name, inner) for inner in _extra_files(path / name)]
         elif not orbax_trees.is_array(path / name):
-            found.append(name)
-    return found
+            extra.append(name)
+    return extra
 
 
 def _check_overwrite(request: SaveRequest) -> None:
@@ -192,7 +173,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = request.number
     if step is None:
         return
-    others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
+    others = retention.saved_by_other_prefixes(checkpoint_dir)
     last = saved_steps.newest_step(checkpoint_dir, step, but=others)
     if last is not None:
         state = "is newer" if request.is_newer(last) else "is the same step"

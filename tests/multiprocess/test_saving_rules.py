@@ -126,7 +126,7 @@ SAME: dict[str, Any] = {}
         pytest.param({"orbax": None}, ["msgpack", "orbax"], marks=pytest.mark.slow),
         ({"checksums": "off"}, ["checksums='off'"]),  # else a part of the checkpoint would have none
         ({"compression": "crc32c"}, ["orbax with overwrite=False, compression='crc32c'"]),
-        ({"more": ["spread"]}, ["with overwrite=False and 2 arrays"]),  # not a checkpoint with a hole
+        ({"more": ["spread"]}, ["arrays that are spread over processes differ"]),  # not a checkpoint with a hole
     ],
 )
 def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any], found: list[str]) -> None:

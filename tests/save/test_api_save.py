@@ -168,7 +168,6 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "bytes": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)),
     "JSON": lambda path: path.write_text(json.dumps({"a": 1})),
     "npz": _npz,
-    "truncated": lambda path: path.write_bytes(serialization.to_bytes(tree(1))[:-3]),
     "pipe": _pipe,
     "link to nothing": lambda path: path.symlink_to("nowhere"),
     "directory of text": lambda path: (path.mkdir(), (path / "a.txt").write_text("mine")),
@@ -278,14 +277,6 @@ def test_newer_steps_and_other_names_stay(tmp_path: Path, format: Any) -> None:
     assert restore(tmp_path, step=1)["n"] == restore(tmp_path, step=7)["n"] == 5
 
 
-def test_what_is_spaced_before_an_older_step_stays(tmp_path: Path, format: Any) -> None:
-    """Step 4 is three steps after 1, and counts so also where a save of step 2 removes nothing."""
-    for step in (1, 4, 5):
-        save(tmp_path, tree(1), step=step, format=format)
-    save(tmp_path, tree(2), step=2, overwrite=True, keep=1, keep_every_n_steps=3, format=format)
-    assert names(tmp_path) == [f"checkpoint_{step}" for step in (1, 2, 4, 5)]
-
-
 def test_a_path_that_ends_in_a_number_evicts_nothing(tmp_path: Path, format: Any) -> None:
     """Without a step there is no retention, whatever the name."""
     for name in ("9", "checkpoint_9", "checkpoint_3", "3"):
@@ -297,12 +288,9 @@ def test_a_path_that_ends_in_a_number_evicts_nothing(tmp_path: Path, format: Any
 def test_an_older_step_is_refused_and_the_message_promises_no_removal(tmp_path: Path, format: Any) -> None:
     """The message of save_checkpoint, which would remove the newer one, is not that of save()."""
     save(tmp_path, tree(1), step=5, format=format)
-    with pytest.raises(
-        errors.InvalidCheckpointError, match=r"checkpoint_5 is newer; pass overwrite=True to save it any"
-    ):
-        save(tmp_path, tree(1), step=3, format=format)
     with pytest.raises(errors.InvalidCheckpointError) as caught:
         save(tmp_path, tree(1), step=3, format=format)
+    assert "checkpoint_5 is newer; pass overwrite=True to save it any" in str(caught.value)
     assert "remove" not in str(caught.value)
     assert names(tmp_path) == ["checkpoint_5"]
 

@@ -103,20 +103,6 @@ def test_values_are_those_of_the_call(flag: bool, tmp_path: Path, manager: Any, 
     np.testing.assert_array_equal(jax.random.key_data(found["k"]), jax.random.key_data(jax.random.key(7)))
 
 
-class Later:
-    """A user's own manager, which runs a save only when it is waited for."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Callable[[], Any]] = []
-
-    def wait_previous_save(self) -> None:
-        while self.tasks:
-            self.tasks.pop()()
-
-    def save_async(self, task: Callable[[], Any]) -> None:
-        self.tasks.append(task)
-
-
 def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
     """Until it is complete, a background save is not a checkpoint, and it evicts nothing."""
     gate.open.set()
@@ -307,20 +293,19 @@ def test_a_cancelled_save_raises_once(flag: bool, tmp_path: Path, gate: Gate) ->
     assert names(tmp_path) == ["checkpoint_2"]
 
 
-def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> None:
-    """A multi-process save that a manager without a future never runs hangs nobody; one that it runs is forgotten."""
-    manager, calls = Later(), list[int]()
-    async_saves.start(manager, location_of(tmp_path), lambda: calls.append(1), lookup_timeout=0.2)
-    start = time.monotonic()
-    async_saves.wait_for_multiprocess_saves(location_of(tmp_path))
-    waited = time.monotonic() - start
-    async_saves.wait_for_async_saves(location_of(tmp_path))
-    assert waited >= 0.2 > time.monotonic() - start - waited
-    (begun,) = async_saves.saves_into(location_of(tmp_path))
-    begun.thread, start = -1, time.monotonic()  # it has begun
-    begun.wait(0.2)
-    assert 0.2 <= time.monotonic() - start < 0.39
-    manager.wait_previous_save()
+def test_look_ups_wait_for_their_time(tmp_path: Path, gate: Gate) -> None:
+    """A multi-process save that its pool has not begun, or that hangs, hangs no look-up; one that ends is forgotten."""
+    manager, may_end, calls = ours.AsyncManager(), threading.Event(), list[int]()
+    manager.executor.submit(gate.open.wait)
+    begun = threading.Event()
+    async_saves.start(
+        manager, location_of(tmp_path), lambda: (begun.set(), may_end.wait(30), calls.append(1)), lookup_timeout=0.2
+    )
+    for release in (gate.open.set, lambda: (begun.wait(30), may_end.set())):
+        start = time.monotonic()
+        async_saves.wait_for_multiprocess_saves(location_of(tmp_path))
+        assert 0.2 <= time.monotonic() - start < 5
+        release()
     async_saves.wait_for_async_saves(location_of(tmp_path))
     assert calls == [1] and not async_saves.saves_into(location_of(tmp_path))
 

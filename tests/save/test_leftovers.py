@@ -118,7 +118,7 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "a" / "checkpoint_3").unlink()
     later(monkeypatch)
     (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
-    monkeypatch.setattr(interrupted_saves, "_remove", refuse)
+    monkeypatch.setattr(gda_folder, "remove_orphan", refuse)
     with pytest.raises(StorageError, match=f"{found.location}: Permission denied"):
         interrupted_saves.remove(found)
 
