@@ -95,15 +95,18 @@ def test_what_real_orbax_wrote(options: dict[str, Any], place: AnyBucket, tmp_pa
     assert_same(flax_ckpt_compat.restore(f"{place.url}/run/it"), tree)
 
 
-def test_an_upload_that_never_ended_counts_as_nothing(place: AnyBucket) -> None:
-    """Look-ups skip it; an older complete step is the latest."""
+def test_an_upload_that_never_ended_counts_as_nothing(place: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
+    """Look-ups skip it, and an empty file, with a warning that names both; an older complete step is the latest."""
     run = f"{place.url}/run"
     for step in (1, 2):
         flax_ckpt_compat.save(f"{run}/checkpoint_{step}", {**TREE, "step": step}, format="orbax")
     place.delete(f"run/checkpoint_2/{layout.COMMIT_FILE}")
     place.put(f"run/checkpoint_2/{layout.BEGUN}.{2**31}.{'0' * 32}", b"")
+    place.put("run/checkpoint_3", b"")
     assert checkpoints.available_steps(run) == [1]
     assert_same(flax_ckpt_compat.restore(run), {**TREE, "step": 1})
+    assert "checkpoint_2 (commit_success.txt is missing" in caplog.text
+    assert "checkpoint_3 (the file is empty)" in caplog.text
     with pytest.raises(errors.IncompleteCheckpointError):
         flax_ckpt_compat.restore(f"{run}/checkpoint_2")
 
@@ -122,6 +125,8 @@ def test_other_layouts(place: AnyBucket, tmp_path: Path) -> None:
 def test_what_is_missing(place: AnyBucket) -> None:
     """A folder that is not there is one without checkpoints; nothing is taken for one that was lost."""
     assert checkpoints.restore_checkpoint(f"{place.url}/none", {"w": 1}) == {"w": 1}
+    assert checkpoints.latest_checkpoint(f"{place.url}/none") is None
+    assert checkpoints.available_steps(f"{place.url}/none") == []
     with pytest.raises(errors.CheckpointNotFoundError):
         flax_ckpt_compat.restore(f"{place.url}/none")
 

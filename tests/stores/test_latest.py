@@ -40,18 +40,6 @@ def test_the_latest_of_many(format: str, any_bucket: AnyBucket) -> None:
     assert len(any_bucket.proxy.log) - lists <= 3
 
 
-@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
-def test_an_incomplete_newest(format: Any, any_bucket: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
-    """It is skipped with a warning, and so on to the first complete one."""
-    root = f"{any_bucket.url}/run"
-    flax_ckpt_compat.save(root, tree(1), step=1, format=format)
-    any_bucket.put("run/checkpoint_2", b"")
-    any_bucket.put("run/checkpoint_3/_begun.5." + "0" * 32, b"")
-    assert ours.latest_checkpoint(root) == f"{root}/checkpoint_1"
-    assert "checkpoint_2 (the file is empty); checkpoint_3 (commit_success.txt is missing" in caplog.text
-    assert ours.available_steps(root) == [1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:

@@ -48,7 +48,7 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     assert all(
         f"Cannot remove the marker of a save that is complete at {one}/checkpoint_1: " in message
         and "_begun" in message
-        and "do not permit this in the bucket" in message
+        and "check the credentials" in message
         for one, message in zip((root, other), told, strict=True)
     )
     assert ours.available_steps(root) == [1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import signal
 import time
@@ -31,7 +30,6 @@ flax.config.update("flax_use_orbax_checkpointing", format == "orbax")
 checkpoints.save_checkpoint(root, tree(100 + int(step)), int(step), keep=3, overwrite=True)
 """
 CHANGES = ("PUT", "POST", "DELETE")
-COMMIT = {"msgpack": "checkpoint_3", "orbax": "commit_success.txt"}
 
 
 def from_change(number: int, fault: s3.Fault = "403") -> s3.Rule:
@@ -59,28 +57,6 @@ def kill_at(bucket: Bucket, root: str, step: int, format: str, method: str, endi
     with bucket.proxy.failing(rule):
         _, told = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_a_writer_that_dies_before_its_commit(bucket: Bucket, format: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The step before is the latest; what was begun is skipped, an error by name, and replaced by the next save."""
-    root = f"{bucket.url}/run"
-    flax_ckpt_compat.save(root, tree(2), step=2, format=format)
-    kill_at(bucket, root, 3, format, "PUT", COMMIT[format])
-    assert ours.available_steps(root) == [2]
-    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
-        assert ours.restore_checkpoint(root, tree(0))["n"] == 2
-    if format == "orbax":
-        assert "checkpoint_3 (commit_success.txt is missing" in caplog.text
-        with pytest.raises(errors.IncompleteCheckpointError, match="commit_success"):
-            ours.restore_checkpoint(root, tree(0), step=3)
-        records = [(record.step, record.complete) for record in flax_ckpt_compat.iter_checkpoints(root)]
-        assert records == [(2, True), (3, False)]
-    flax_ckpt_compat.save(root, tree(3), step=3, format=format)
-    assert ours.restore_checkpoint(root, tree(0))["n"] == 3
-    assert ours.available_steps(root) == [2, 3]
-    assert "_begun" not in " ".join(bucket.keys())
 
 
 @pytest.mark.slow
