@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from .checkpoint_uses import FileUses, api_name, api_uses
+from .checkpoint_uses import api_name, api_uses, file_uses
 from .findings import KINDS, Finding
-from .source_modules import Module, Project, argument, files_below
+from .source_modules import SHORTEST, Module, Project, argument, files_below, text_constant
 
 _OTHER_FRAMEWORKS = {"torch", "pytorch_lightning", "lightning", "keras"}
-_SHORTEST = 3  # letters of a prefix
 
 
-@dataclass(frozen=True)
-class ScanReport:
+class ScanReport(NamedTuple):
     """Result of a scan."""
 
     findings: tuple[Finding, ...]  # By file and line
@@ -32,21 +30,23 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
     files = list(dict.fromkeys(file for path in paths for file in files_below(Path(path))))
     project, modules = Project(), list[Module]()
     unreadable: list[tuple[str, str]] = []
-    for file in files:
-        try:
-            modules.append(Module(file, project))
-        except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
-            unreadable.append((str(file), f"{type(error).__name__}: {error}"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in the user's code
+        for file in files:
+            try:
+                modules.append(Module(file, project))
+            except (OSError, SyntaxError, ValueError, LookupError, TypeError, RecursionError, MemoryError) as error:
+                unreadable.append((str(file), f"{type(error).__name__}: {error}"))
     for module in modules:
         for call in module.calls:
             module.bind_call(call)
     users = [module for module in modules if any(kind != "flag" for kind, _ in api_uses(module))]
-    prefixes = {"checkpoint_"}.union(*map(_prefixes, users))
+    project.prefixes.update(*map(_prefixes, users))
     found: list[Finding] = []
     for module in modules:
         uses = [(kind, KINDS[kind].action, node) for kind, node in api_uses(module)]
-        if module in users or (users and _is_near(module, users, prefixes)):
-            uses += FileUses(module, prefixes).found()
+        if module in users or (users and _is_near(module, users)):
+            uses += file_uses(module)
         placed = {module.finding(kind, action, node) for kind, action, node in uses}
         found += sorted(placed, key=lambda one: (one.cell or 0, one.line, one.kind))
     return ScanReport(tuple(found), len(files), tuple(unreadable))
@@ -57,13 +57,13 @@ def _prefixes(module: Module) -> set[str]:
     named = [(call, name) for call in module.calls if (name := api_name(module, call.func))]
     given = [argument(call, "prefix", 3 if name.startswith(("save", "restore")) else 1) for call, name in named]
     texts = [module.text(one).partition("*")[0] for one in given if one]
-    return {text for text in texts if len(text) >= _SHORTEST}
+    return {text for text in texts if len(text) >= SHORTEST}
 
 
-def _is_near(module: Module, users: Sequence[Module], prefixes: Collection[str]) -> bool:
+def _is_near(module: Module, users: Sequence[Module]) -> bool:
     """Return whether a module is one import away from one that uses the API, or names its checkpoints."""
-    if {dotted.partition(".")[0] for dotted in module.imported.values()} & _OTHER_FRAMEWORKS:
+    if module.reached & _OTHER_FRAMEWORKS:
         return False
-    texts = [node.value for node in module.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    names_one = any(prefix in text for text in texts for prefix in prefixes)
-    return names_one or any(module.imports(user) or user.imports(module) for user in users)
+    texts = list(map(text_constant, module.nodes))
+    names_one = any(prefix in text for text in texts for prefix in module.project.prefixes)
+    return names_one or any(user.name in module.reached or module.name in user.reached for user in users)

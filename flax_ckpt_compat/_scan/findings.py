@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 # What a finding asks for: a change of the code, a look at it, or nothing.
@@ -46,12 +45,8 @@ KINDS = {
         "takes the size of a file", "the size of a directory's entry, about 4096",
         "iter_checkpoints gives sizes of both formats",
     ),
-    "file-names": Kind(
-        "looks among the names of files", "checkpoints are among the names of directories",
-        "available_steps, or iter_checkpoints",
-    ),
     "glob": Kind(
-        "lists checkpoints", "also gives _gda folders, and with Flax alone temporaries of Orbax",
+        "lists checkpoints", "with _gda folders and temporaries of Orbax; os.walk has them among directories",
         "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),
     "wrapped": Kind(
@@ -75,8 +70,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of code that saves, restores or handles checkpoints."""
 
     path: str  # File, as it was named or found

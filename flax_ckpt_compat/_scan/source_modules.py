@@ -7,9 +7,9 @@ import json
 import os
 import re
 import tokenize
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,89 +19,78 @@ API = "flax.training.checkpoints"
 OURS = "flax_ckpt_compat.checkpoints"
 # Unknown parts of a text: of one name or several, a name from a listing, and the path of a checkpoint.
 UNKNOWN, LISTED, CHECKPOINT = "*", "?", "*/checkpoint_*"
-LISTINGS = {"listdir", "scandir", "iterdir", "walk", "ListDirectory"}
+_LISTINGS = {"listdir", "scandir", "iterdir", "walk", "ListDirectory"}
 _OF_CHECKPOINTS = {"save_checkpoint", "save_checkpoint_multiprocess", "latest_checkpoint"}
 _PATH_NAME = re.compile(r"(^|_)(ckpt|checkpoint)(_?(path|file|filename|filepath|fname|name))?$", re.IGNORECASE)
 _EXTENSION = re.compile(r"\.(?!bak$|old$|orig$|tmp$)[A-Za-z][\w-]*$")
 _ADDS = {"append", "appendleft", "add", "insert", "extend", "put", "push", "setdefault"}
 _JOINS = {"join", "Path", "PurePath", "PosixPath", "joinpath", "with_name", "glob", "iglob", "rglob"}
-_SAME = {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "compile"}
-_GIVE_MODULES = {"getattr", "import_module", "__import__", "modules"}
+_JOINS |= {"str", "fspath", "expanduser", "sorted", "list", "reversed", "max", "min", "quote", "shlex.split"}  # of one
+_GIVE_NAMES = {"partial", "getattr", "import_module", "__import__", "modules"}
+_GLOBS = {"glob", "iglob", "rglob", "Glob"}
+SHORTEST = 3  # characters that say what a name is
 _DEEPEST = 40  # expressions in expressions, and names of names
 _SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
-
-Line = tuple[int | None, int, str]  # number of the notebook's cell, or None, of the line in it, and what is written
 
 
 def files_below(path: Path) -> Iterator[Path]:
     """Yield a file, or the Python files and notebooks below a folder."""
     if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(f"There is no file or folder {path}")
         yield path
     for folder, names, files in os.walk(path):
         names[:] = sorted(name for name in names if name not in _SKIPPED and not name.endswith(".egg-info"))
         yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
 
 
-def _read(file: Path) -> tuple[list[Line], ast.Module]:
-    """Parse a file; it is never imported or run. The code cells of a notebook are one, because they share names."""
+def _read(file: Path) -> tuple[list[tuple[int | None, int, str]], ast.Module]:
+    """Parse a file, never run; return its lines, as (number of a notebook's cell or None, number, text), and the tree.
+
+    The code cells of a notebook are one tree, because they share names."""
     if not file.is_file():  # a pipe, to which nobody may ever write
         raise OSError("not a regular file: save its code to one")
     if file.suffix != ".ipynb":
         with tokenize.open(file) as opened:  # by the encoding that the file declares
             text = opened.read()
-        return [(None, *one) for one in enumerate(text.split("\n"), 1)], _parse(text)
-    notebook = json.loads(file.read_text(encoding="utf-8"))
-    cells = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not isinstance(cells, list):
-        raise ValueError("not a notebook of format 4: it has no list of cells")  # noqa: TRY004 - a file, no argument
-    written = [_cell_lines(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines: list[Line] = [(at, *one) for at, cell in enumerate(written, 1) for one in enumerate(cell, 1)]
-    return lines, _parse("".join(map(_cell_code, written)))
-
-
-def _cell_lines(cell: dict[str, object]) -> list[str]:
-    source = cell.get("source")
-    text = "".join(map(str, source)) if isinstance(source, list) else str(source or "")
+        return [(None, *one) for one in enumerate(text.split("\n"), 1)], ast.parse(text)
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     # Not str.splitlines, which also cuts text at form feeds and at separators of Unicode.
-    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+    written = [re.split(r"\r\n?|\n", "".join(one["source"])) for one in cells if one["cell_type"] == "code"]
+    lines: list[tuple[int | None, int, str]] = [
+        (at, *one) for at, cell in enumerate(written, 1) for one in enumerate(cell, 1)
+    ]
+    return lines, ast.parse("".join(map(_cell_code, written)))
 
 
 def _cell_code(lines: list[str]) -> str:
     """Return the Python of a cell, with as many lines; nothing where the rest is not Python."""
-    code = "".join(f"{_line_of_cell(line)}\n" for line in lines)
-    return code if _parses(code) else "\n" * len(lines)
-
-
-def _line_of_cell(line: str) -> str:
-    """Return the Python of a line: a shell command is what IPython makes of it, its other commands ``pass``."""
-    if shell := re.match(r"(\s*)(?:\w+\s*=\s*)?!(.+)", line):
-        command = re.sub(r"\$(\w+)", r"{\1}", shell[2])
-        code = f"get_ipython().system(f{command!r})"  # not every brace is an expression
-        return shell[1] + (code if _parses(code) else f"get_ipython().system({command!r})")
-    return re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line)
-
-
-def _parses(code: str) -> bool:
+    code = ""
+    for line in lines:  # a shell command is a call, IPython's other commands are ``pass``
+        shell = re.match(r"(\s*)(?:\w+\s*=\s*)?!(.+)", line)
+        other = re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line)
+        code += f"{shell[1]}get_ipython().system({shell[2]!r})\n" if shell else f"{other}\n"
     try:
-        return bool(_parse(code))
+        ast.parse(code)
     except SyntaxError:
-        return False
-
-
-def _parse(text: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in the user's code
-        return ast.parse(text)
+        return "\n" * len(lines)
+    return code
 
 
 class Project:
-    """Values that names may have in all modules: of functions what they return, of options their defaults."""
+    """What its modules share."""
 
     def __init__(self) -> None:
-        self.values: dict[str, list[ast.expr]] = defaultdict(list)
+        self.values: dict[str, list[ast.expr]] = defaultdict(list)  # of names, of functions' results and of options
         self.parameters: dict[str, list[tuple[Module, ast.arguments]]] = defaultdict(list)  # of functions
+        self.around: dict[ast.AST, ast.AST] = {}  # node → the function that it is in, or else the outermost statement
+        self.prefixes = {"checkpoint_"}  # of the names of checkpoints
+
+    def names_checkpoint(self, text: str) -> bool:
+        """Return whether a path, pattern or regular expression fits names such as ``checkpoint_1``."""
+        name = text.rpartition("/")[2]
+        if is_other_file(name) or len(re.sub(r"\W", "", name)) < SHORTEST:
+            return False
+        begin = name.lstrip("^.*(?:")  # of a regular expression
+        return any(begin.startswith(one) or fnmatchcase(f"{one}1", name) for one in self.prefixes)
 
 
 class Module:
@@ -109,45 +98,36 @@ class Module:
 
     def __init__(self, file: Path, project: Project) -> None:
         self._path, (self._lines, tree) = str(file), _read(file)
+        self.name = file.parent.name if file.stem == "__init__" else file.stem
         self.nodes, self.project = list(ast.walk(tree)), project
-        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        parts = tuple(re.sub(r"\W", "_", part) for part in file.absolute().with_suffix("").parts)
-        self._package, self._parts = parts[:-1], parts[:-1] if parts[-1] == "__init__" else parts
         self.imported: dict[str, str] = {}
-        self.listings: set[ast.Call] = set()  # calls that list checkpoints
+        functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        project.around |= {node: one for one in [*tree.body, *functions] for node in ast.walk(one)}
         self._values: dict[str, list[ast.expr]] = defaultdict(list)
         self._texts: dict[ast.AST, str] = {}
         for node in self.nodes:
             self._take_import(node)
             for target, value in _bindings(node):
                 self.bind(target, value)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                project.parameters[node.name].append((self, node.args))
-                for one in ast.walk(node):
-                    if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom) and one.value:
-                        project.values[node.name].append(one.value)
+        for node in functions:
+            project.parameters[node.name].append((self, node.args))
+        self.reached = {part for dotted in self.imported.values() for part in dotted.split(".")}
 
     def finding(self, kind: str, action: str, node: Any) -> Finding:
         """Return a finding with its place in the file."""
         cell, line, code = self._lines[node.lineno - 1]
         return Finding(self._path, cell, line, kind, action, code.strip())
 
-    def imports(self, other: Module) -> bool:
-        """Return whether it imports another module, or something of it."""
-        ends = [f"{'.'.join(other._parts[start:])}." for start in range(len(other._parts))]
-        return any(f"{dotted}.".startswith(end) for dotted in self.imported.values() for end in ends)
-
-    def set_listings(self, listings: set[ast.Call]) -> None:
-        """Note which calls list checkpoints."""
-        self.listings = listings
-        self._texts.clear()
-
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what is around a node, from the inside out."""
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
+    def lists_checkpoints(self, node: ast.Call) -> bool:
+        """Return whether a call lists names by a pattern of checkpoints, or code around it has texts that begin so."""
+        name = last_name(node.func)
+        pattern = self.text(node.args[-1]).rpartition("/")[2] if name in _GLOBS and node.args else ""
+        if pattern.strip("*?"):
+            return self.project.names_checkpoint(pattern)
+        around = list(ast.walk(self.project.around[node])) if name in _LISTINGS | _GLOBS else []
+        values = [part for one in around for value in self.values(one) for part in ast.walk(value)]
+        return any(self.project.names_checkpoint(f"{text_constant(one)}*") for one in [*around, *values])
 
     def bind(self, target: ast.AST, value: ast.expr) -> None:
         """Note that a name, attribute or parameter may have a value; a container is what its elements are."""
@@ -168,38 +148,30 @@ class Module:
         if len(functions := self.project.parameters.get(name, [])) == 1:
             module, taken = functions[0]
             plain = [one for one in [*taken.posonlyargs, *taken.args] if one.arg not in {"self", "cls"}]
-            names = {one.arg for one in [*plain, *taken.kwonlyargs]}
-            keywords = [(one, one.value) for one in node.keywords if one.arg in names]
-            for parameter, value in [*zip(plain, node.args, strict=False), *keywords]:
-                module.bind(parameter, value)
+            for target, value in [*zip(plain, node.args, strict=False), *((one, one.value) for one in node.keywords)]:
+                module.bind(target, value)
 
     def values(self, node: ast.AST) -> list[ast.expr]:
         """Return the expressions that a name, an attribute or the result of a function may be."""
-        name = last_name(node.func if isinstance(node, ast.Call) else node)
-        if not isinstance(node, ast.Call) and name in self._values:
-            return self._values[name]
+        name = last_name(getattr(node, "func", node))
         is_of_project = isinstance(node, ast.Call | ast.Attribute) or name in self.imported
-        return self.project.values.get(name, []) if is_of_project else []
+        return self._values.get(name) or (self.project.values.get(name, []) if is_of_project else [])
 
     def _take_import(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                name = alias.name if alias.asname else alias.name.partition(".")[0]
-                self.imported[alias.asname or name] = name
-        elif isinstance(node, ast.ImportFrom):
-            above = self._package[: len(self._package) - node.level + 1] if node.level else ()
-            origin = ".".join(filter(None, [*above, node.module]))
-            self.imported |= {alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names}
+                name = alias.name if alias.asname or origin else alias.name.partition(".")[0]
+                self.imported[alias.asname or name] = f"{origin}{name}"
 
     def dotted(self, node: ast.AST, depth: int = 0) -> str:
-        """Return the name by which an expression was imported, as ``os.path.join``, or ""; ours is that of Flax."""
+        """Return the name by which an expression was imported, as ``os.path.join``, or ""."""
         attributes: list[str] = []
         while isinstance(node, ast.Attribute):  # no recursion: generated code has long ones
             attributes.insert(0, node.attr)
             node = node.value
         base = self._base(node, depth) if depth <= _DEEPEST else ""
-        found = ".".join([base, *attributes]) if base else ""
-        return API + found[len(OURS) :] if f"{found}.".startswith(f"{OURS}.") else found
+        return ".".join([base, *attributes]) if base else ""
 
     def _base(self, node: ast.AST, depth: int) -> str:
         if isinstance(node, ast.Name):
@@ -207,12 +179,11 @@ class Module:
                 return self.imported.get(node.id, "")
             return self.dotted(values[0], depth + 1)
         # getattr(training, "checkpoints"), import_module(".checkpoints", "flax.training"), sys.modules["flax.training"]
-        parts = node.args if isinstance(node, ast.Call) else [node.slice] if isinstance(node, ast.Subscript) else []
-        texts, giver = list(filter(None, map(text_constant, parts))), last_name(getattr(node, "func", node))
-        first = self.dotted(parts[0], depth + 1) if parts and giver in {"partial", "getattr"} else ""
-        if giver == "partial" or giver not in _GIVE_MODULES or not texts:
-            return first if giver == "partial" else ""
-        return "".join(texts[1::-1]) if texts[0].startswith(".") else ".".join(filter(None, [first, texts[0]]))
+        giver = last_name(getattr(node, "func", node))
+        given: list[Any] = node.args[:2] if isinstance(node, ast.Call) else [getattr(node, "slice", None)]
+        names = [text_constant(one) or self.dotted(one, depth + 1) for one in given if giver in _GIVE_NAMES]
+        parts = names[:1] if giver == "partial" else sorted(names, key=lambda name: name.startswith("."))
+        return ".".join(filter(None, parts)).replace("..", ".")
 
     def text(self, node: ast.AST | None, depth: int = 0) -> str:
         """Return the text that an expression may be; `UNKNOWN`, `LISTED` and `CHECKPOINT` stand for parts."""
@@ -231,10 +202,9 @@ class Module:
                 return "".join(self.text(part, depth) for part in parts)
             case ast.Subscript(value=inner) | ast.Attribute(value=inner, attr="name" | "path"):
                 return self.text(inner, depth)
-            case ast.BinOp(left=left, op=ast.Mod()):
-                return re.sub(r"%\(?[-\w.)]+", UNKNOWN, self.text(left, depth))
             case ast.BinOp(left=left, op=op, right=right):
-                return self.text(left, depth) + "/" * isinstance(op, ast.Div) + self.text(right, depth)
+                added = "/" * isinstance(op, ast.Div) + self.text(right, depth)
+                return self.text(left, depth) + added * isinstance(op, ast.Add | ast.Div)
             case ast.Call():
                 return self._text_of_call(node, depth)
             case ast.Name() | ast.Attribute() | ast.arg():
@@ -250,22 +220,18 @@ class Module:
 
     def _text_of_call(self, node: ast.Call, depth: int) -> str:
         name, dotted = last_name(node.func), self.dotted(node.func)
-        if node in self.listings or (dotted or name).rpartition(".")[2] in _OF_CHECKPOINTS:
+        if self.lists_checkpoints(node) or (dotted or name).rpartition(".")[2] in _OF_CHECKPOINTS:
             return CHECKPOINT
-        if name in LISTINGS:
-            return LISTED
         parts = [*([node.func.value] if isinstance(node.func, ast.Attribute) and not dotted else []), *node.args]
         first, *others = [self.text(one, depth) for one in parts] or [UNKNOWN]
         if name == "format":
-            return re.sub(r"\{[^}]*\}", UNKNOWN, first)
-        if name in _JOINS:
+            return first
+        if {name, dotted} & _JOINS:
             return "/".join([first, *others])
         if name in {"abspath", "resolve", "absolute"}:
             return f"/{first}"
-        if name in _SAME or dotted == "shlex.split":
-            return first
-        given = [one for one in parts if self.text(one, depth) in (CHECKPOINT, LISTED)]
-        return self._best([*self.values(node), *given], depth)
+        given = [one for one in parts if {CHECKPOINT, LISTED} & {self.text(one, depth)}]
+        return LISTED if name in _LISTINGS else self._best([*self.values(node), *given], depth)
 
 
 def is_other_file(text: str) -> bool:
@@ -277,7 +243,7 @@ def last_name(node: ast.AST) -> str:
     """Return the last name of an expression, ``exists`` of ``tf.io.gfile.exists``; of an element, its container's."""
     while isinstance(node, ast.Subscript | ast.Starred):
         node = node.value
-    return str(getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) or "")
+    return next((name for key in ("attr", "id", "arg", "name") if (name := getattr(node, key, None))), "")
 
 
 def text_constant(node: ast.AST | None) -> str:
@@ -300,10 +266,11 @@ def _bindings(node: Any) -> Iterator[tuple[ast.AST, ast.expr]]:
             yield target, value
         case ast.For() | ast.AsyncFor() | ast.comprehension():
             yield node.target, node.iter
-        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
-            yield target, value
         case ast.Call(func=ast.Attribute(attr=name, value=holder), args=values) if name in _ADDS:
             yield from ((holder, value) for value in values)
         case ast.arguments(posonlyargs=first, args=plain, defaults=defaults, kwonlyargs=named, kw_defaults=others):
             yield from zip([*first, *plain][::-1], defaults[::-1], strict=False)
             yield from ((arg, value) for arg, value in zip(named, others, strict=True) if value)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            results = [one for one in ast.walk(node) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
+            yield from ((node, one.value) for one in results if one.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import sys
 import tokenize
@@ -56,7 +55,7 @@ def command(code: tuple[str, ...], *, as_json: bool, do_fix: bool, yes: bool, ve
     value = {
         "files": report.files,
         "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
-        "findings": [{**KINDS[found.kind]._asdict(), **dataclasses.asdict(found)} for found in report.findings],
+        "findings": [{**KINDS[found.kind]._asdict(), **found._asdict()} for found in report.findings],
     }
     base.print_report(Report(_lines(report, verbose=verbose), lambda: value), as_json=as_json)
     if not report.files:

@@ -137,24 +137,12 @@ PROGRAMS = {
             for name in sorted(os.listdir(d)):  # look: glob
                 if name.startswith("checkpoint_"):
                     os.remove(os.path.join(d, name))  # change: remove
-                elif name.endswith(".tmp"):
-                    os.remove(os.path.join(d, name))
-        def others(d):
-            for name in os.listdir(d):  # look: glob
-                if "checkpoint" in name:
-                    continue
-                shutil.copy(os.path.join(d, name), "/backup")
         def steps(d):
             return [e.name for e in os.scandir(d) if re.match(r"checkpoint_(\\d+)", e.name)]  # look: glob
         def find(d):
-            for folder, _, files in os.walk(d):  # change: file-names
+            for folder, _, files in os.walk(d):  # change: glob
                 yield from (name for name in files if name.startswith("checkpoint_"))
         print(os.listdir(d))
-    """,
-    "the test beats the spelling": """
-        for checkpoint_filename in os.listdir(d):
-            if checkpoint_filename.startswith("replay_buffer."):
-                os.remove(os.path.join(d, checkpoint_filename))
     """,
     "directories of a run": """
         def clean(d):
@@ -179,6 +167,13 @@ PROGRAMS = {
             if os.path.isdir(path):
                 return "orbax"
             return open(path, "rb").read(1)
+        def copies(fs, folder):
+            if not os.path.isdir(folder):
+                shutil.rmtree("/tmp/cache")
+            fs.put_file(path, folder)  # change: copy
+            os.link(path, folder)  # change: copy
+        def each(fs):
+            fs.rm(path, recursive=True) if fs.isdir(path) else fs.rm_file(path)
     """,
     "spelling": """
         with open(args.checkpoint_path, "rb") as f:  # change: open
@@ -429,7 +424,7 @@ IMPORTS = {
     "from flax.training import train_state; from flax_ckpt_compat import checkpoints; y = 2\n",
     "import flax.training.checkpoints\n": "import flax.training.checkpoints\n",
     "from flax.training import (\n    checkpoints,  # saving\n    train_state,\n)\n": "from flax.training import (\n"
-    "    train_state,\n)\nfrom flax_ckpt_compat import checkpoints\n",
+    "    # saving\n    train_state,\n)\nfrom flax_ckpt_compat import checkpoints\n",
     "from flax.training.checkpoints import (\n    _checkpoint_path,  # one\n    save_checkpoint as save,\n)\n": "from "
     "flax_ckpt_compat.checkpoints import (\n    _checkpoint_path,  # one\n    save_checkpoint as save,\n)\n",
     "from flax.training import train_state\n": "from flax.training import train_state\n",
