@@ -23,7 +23,7 @@ from flax_ckpt_compat._discovery import locating, not_found
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
-    from flax_ckpt_compat._save.request import SaveManager, SaveRequest
+    from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
 _QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
@@ -122,9 +122,7 @@ class AsyncManager:
         return future
 
 
-def start(
-    manager: SaveManager, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None
-) -> None:
+def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
     real, work = directory.resolve(), Task(_run, task)
     here, refusal = threading.get_ident(), ""

@@ -31,7 +31,7 @@ from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, interrupted_saves, snapshot, validation
 from flax_ckpt_compat._save.coordination import BEGIN, COMMIT, Coordinator, Reports
-from flax_ckpt_compat._save.request import SaveManager, SaveRequest
+from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.snapshot import Replicas
 
@@ -50,7 +50,7 @@ def save(request: SaveRequest, target: Any) -> None:
     own = _OwnSave(request, coordinator, backend_for(request.format))
     own.join(coordinator.barrier(BEGIN, functools.partial(own.prepare, target), on_primary=own.begin))
     if request.async_manager:
-        own.start(request.async_manager)
+        own.start()
     else:
         own.write_and_commit()
 
@@ -120,11 +120,11 @@ class _OwnSave:
         with explaining, writing(self.request.path, self.part.path), jax.transfer_guard_device_to_host("allow"):
             yield
 
-    def start(self, manager: SaveManager) -> None:
+    def start(self) -> None:
         """Write and commit in the background."""
-        timeout = _LOOKUP_TIMEOUTS * self.coordinator.timeout
+        request, timeout = self.request, _LOOKUP_TIMEOUTS * self.coordinator.timeout
         try:
-            async_saves.start(manager, self.request.directory, self.write_and_commit, lookup_timeout=timeout)
+            async_saves.start(request.async_manager, request.directory, self.write_and_commit, lookup_timeout=timeout)
         except BaseException as error:
             if not self.has_begun:  # the others must not wait for this process
                 self.write_and_commit(failed=error)

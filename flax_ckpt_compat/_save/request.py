@@ -6,8 +6,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, progress, steps
@@ -21,16 +20,6 @@ from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 # Bytes of a part of an array; a new object is begun from 64 MiB on, so most have two.
 _PART_OF_STORE = 32 * 2**20
-
-
-class SaveManager(Protocol):
-    """An async manager: ours, Flax's or a user's. Later calls raise its failures if ``save_future`` is a Future."""
-
-    def wait_previous_save(self) -> None:
-        """Block until the previous save has ended."""
-
-    def save_async(self, task: Callable[[], Any], /) -> Any:
-        """Run a task in the background; its Future may be returned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +38,9 @@ class SaveRequest:
     format: Format
     options: WriteOptions
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
-    async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
+    # Saves in the background: ours, Flax's or a user's, with `AsyncManager`'s methods. Later calls raise its failures
+    # if its ``save_future`` is a Future. None saves in the foreground.
+    async_manager: Any = None
     orbax_checkpointer: Any = None  # of real Orbax: writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
+import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -25,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import config, errors
 from flax_ckpt_compat._core.local import atomic
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
@@ -442,3 +444,42 @@ def test_space_that_only_a_quota_limits(flag: bool, tmp_path: Path, monkeypatch:
     with pytest.raises(errors.StorageError, match=r"free in .*, so what is used up is a quota, or the number of files"):
         ours.save_checkpoint(tmp_path, {"a": np.ones(3)}, 1)
     assert os.listdir(tmp_path) == []
+
+
+MEGABYTE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
+LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in ([\d.]+) s, ([\d.]+) GB/s \((.*)\)"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_lines_of_the_log(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool) -> None:
+    """The phases add up to the seconds, and bytes by seconds give the rate."""
+    manager = ours.AsyncManager() if background else None
+    with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
+        ours.save_checkpoint(tmp_path, MEGABYTE, 1, async_manager=manager)
+        if manager:
+            manager.wait_previous_save()
+        ours.restore_checkpoint(tmp_path, MEGABYTE)
+    lines = [re.fullmatch(LINE, record.getMessage()) for record in caplog.records]
+    assert [line and line[1] for line in lines] == ["Saved", "Restored"]
+    saved = [part.rsplit(" ", 1)[0] for part in lines[0][4].split(", ")]
+    assert saved == ["wait for earlier saves", "prepare", *["queue"] * background, "write", "publish", "retain"]
+    for line in lines:
+        phases = dict(part.rsplit(" ", 1) for part in line[4].split(", "))
+        assert sum(map(float, phases.values())) == pytest.approx(float(line[2]), abs=0.005)
+        # Seconds are rounded to thousandths, and the rate to hundredths.
+        shortest, longest = max(float(line[2]) - 6e-4, 1e-6), float(line[2]) + 6e-4
+        assert 1e-3 / longest - 0.006 <= float(line[3]) <= 1e-3 / shortest + 0.006
+
+
+def test_a_file_without_checksums_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for a restore, at INFO: as real Flax writes it. With checksums="off" nobody asked for them."""
+    with use_flag(False):
+        flax_checkpoints.save_checkpoint(tmp_path / "flax", MEGABYTE, 1)
+        ours.save_checkpoint(tmp_path / "ours", MEGABYTE, 1)
+    for name, options, expected in (("flax", {}, 1), ("ours", {}, 0), ("flax", {"checksums": "off"}, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "flax_ckpt_compat"), config.override(**options):
+            ours.restore_checkpoint(tmp_path / name, MEGABYTE)
+        told = [record.getMessage() for record in caplog.records if "is not verified" in record.getMessage()]
+        assert len(told) == expected, (name, options)
+        assert not told or told[0].startswith(f"{tmp_path}/flax/checkpoint_1 has no checksums")
