@@ -207,7 +207,7 @@ def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replic
     options, signature = request.options, f"{request.format.value} with overwrite={request.overwrite}"
     if backend.compresses and options.compression is not None:
         signature += f", compression={options.compression!r}"
-    described = Memo[bytes](lambda array: _layout(*array).encode())
+    described = Memo[bytes](lambda array: _layout(*array))
     spread, count, names = Counter[str](), 0, 0
     for path, array in _arrays(tree):
         checksum = _checksum(path)
@@ -265,6 +265,8 @@ def _spans_processes(array: Any) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def _layout(sharding: Any, shape: tuple[int, ...], dtype: Any) -> str:
-    """Return what has to be the same in all processes whose shards fit together, as text."""
-    return f"{dtype} {shape} {[(device.id, index) for device, index in sharding.devices_indices_map(shape).items()]}"
+@functools.lru_cache(maxsize=256)  # leaves share few shardings and shapes, and saves have the same
+def _layout(sharding: Any, shape: tuple[int, ...], dtype: Any) -> bytes:
+    """Return what has to be the same in all processes whose shards fit together."""
+    parts = [(device.id, index) for device, index in sharding.devices_indices_map(shape).items()]
+    return f"{dtype} {shape} {parts}".encode()

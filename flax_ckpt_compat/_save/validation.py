@@ -134,20 +134,21 @@ def _reason_against(request: SaveRequest, path: Location) -> str | None:
 
 def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
     """Return why a save does not replace what is there, or None."""
+    strict = request.replace_only_checkpoints
+    if strict and path.isdir():
+        if not contents.is_certainly_orbax(path):
+            return "nothing in that directory marks it as one checkpoint"
+        extra = _extra_files(path)
+        return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
     found = contents.contents_of(path)
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
+    if strict:
+        return None if found.is_certain else f"it does not look like a checkpoint ({found.why})"
     may_go = found.may_be_removed(with_items=request.orbax_checkpointer is not None)
     if found.is_complete and not may_go and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
-    if not request.replace_only_checkpoints:
-        return None
-    if not path.isdir():
-        return None if found.is_certain else f"it does not look like a checkpoint ({found.why})"
-    if not contents.is_certainly_orbax(path):
-        return "nothing in that directory marks it as one checkpoint"
-    extra = _extra_files(path)
-    return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
+    return None
 
 
 def _extra_files(path: Location) -> list[str]:
