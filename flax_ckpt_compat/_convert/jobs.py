@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._discovery import locating, saved_steps
-from flax_ckpt_compat._discovery.contents import Contents, State, contents_of, foreign_message, why_inside
+from flax_ckpt_compat._discovery.contents import State, contents_of, foreign_message, why_inside
 from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
 
 TO_STEPS = ("manager", "v1")  # layouts whose checkpoints are steps of a directory that Orbax manages
@@ -96,7 +96,9 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
         jobs = _selected(source, jobs, wanted) if wanted else jobs
     for holding in [contents_of(listed.at(one.path), lists_denied=True) for one in found]:
         if not holding.is_readable:
-            error = _refusal(holding)
+            error = f"IncompleteCheckpointError: {holding.path} is not a complete checkpoint: {holding.why}"
+            if holding.state is State.FOREIGN:
+                error = f"UnrecognizedFormatError: {foreign_message(holding)}"
             jobs = [dataclasses.replace(job, error=error) if job.source == holding.path else job for job in jobs]
     _check_outside(jobs)
     count = Counter(job.destination for job in jobs if job.error is None)
@@ -121,13 +123,6 @@ def _assigned(source: Location, wanted: Sequence[Any]) -> float:
     return step
 
 
-def _refusal(found: Contents) -> str:
-    """Return the error for what is not a complete checkpoint."""
-    if found.state is State.FOREIGN:
-        return f"UnrecognizedFormatError: {foreign_message(found)}"
-    return f"IncompleteCheckpointError: {found.path} is not a complete checkpoint: {found.why}"
-
-
 def _check_outside(jobs: Sequence[Job]) -> None:
     """Raise InvalidCheckpointError if a result would be in a checkpoint in Orbax's format."""
     for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
@@ -149,11 +144,8 @@ def _is_checkpoint(location: Location) -> bool:
 def _check_apart(source: Location, destination: Location) -> None:
     """Raise ArgumentError if the destination is the source, or in it, also by symbolic links."""
     for here, there in ((source.path, destination.path), (source.resolve(), destination.resolve())):
-        if here == there:
-            message = f"{destination} is both source and destination, and a source is never touched; pass another path"
-            raise ArgumentError(message, path=destination.path)
         if f"{there}/".startswith(f"{here}/"):
-            message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
+            message = f"{destination} is in the source {source}, which is never touched; pass another destination"
             raise ArgumentError(message, path=destination.path)
 
 

@@ -44,9 +44,7 @@ class Output:
     to: str  # name of the layout
     trees: dict[str, Node] = dataclasses.field(default_factory=dict)  # item → tree of leaf handles to write
     copied: dict[str, Node] = dataclasses.field(default_factory=dict)  # likewise, of items that are copied
-    handlers: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # item → name of the handler that reads it, or ''
+    handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item → name of its handler, or ''
     # Relative path → the file to copy, the bytes to write, or None for a folder.
     files: dict[str, Location | bytes | None] = dataclasses.field(default_factory=dict)
     custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
@@ -100,8 +98,8 @@ def output_of(opened: Opened, job: Job) -> Output:
     if any(kind_of(leaf) is LeafKind.PRNG_KEY for leaf in found.leaves):
         import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
     if job.to == "safetensors":
-        found.trees = {"": safetensors.prepared(found.trees[""])}
-        found.notes += safetensors.note_of_others(found.trees[""])
+        found.trees[""], notes = safetensors.as_stored(found.trees[""])
+        found.notes += notes
     described = metadata.read_metadata(opened)
     _add_beside(found, items)
     _add_metadata(found, items, described)

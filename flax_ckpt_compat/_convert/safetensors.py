@@ -20,43 +20,35 @@ from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.orbax_layout import leaf_name
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, StoredArray, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.layouts.safetensors import DTYPE_NAMES, METADATA, OURS, PATHS
 
 _IN_HEADER = {kind for kind in KIND_OF_TYPE.values() if kind is not LeafKind.COMPLEX}
 
 
-def prepared(tree: Node) -> Node:
-    """Return a tree of leaf handles as the format holds it: numpy's scalars are arrays without axes."""
+def as_stored(tree: Node) -> tuple[Node, list[str]]:
+    """Return a tree of leaf handles as the format holds it, and what to know about it.
 
-    def leaf_of(_: Any, leaf: Any) -> Any:
-        return dataclasses.replace(leaf, kind=LeafKind.ARRAY) if kind_of(leaf) is LeafKind.NUMPY_SCALAR else leaf
+    Raise UnsupportedLeafError or NameCollisionError for what it cannot hold."""
+    names: dict[str, str] = {METADATA: ""}
+    refused, in_header = dict[str, str](), list[str]()
 
-    return map_leaves(leaf_of, tree)
-
-
-def note_of_others(tree: Node) -> list[str]:
-    """Return a note that names what is kept beside the arrays, where other readers do not look."""
-    others = [show_path(path) for path, leaf in iter_leaves(tree) if leaf is None or kind_of(leaf) in _IN_HEADER]
-    return [f"numbers, text and None are kept as JSON in the file's header: {one_line(others)}"] if others else []
-
-
-def check(tree: Node) -> None:
-    """Raise UnsupportedLeafError or NameCollisionError if the format cannot hold a tree of leaf handles."""
-    names: dict[str, str] = {}
-    refused = {}
-    for path, leaf in iter_leaves(tree):
-        shown, name = show_path(path), leaf_name(path)
-        kind = kind_of(leaf)
-        if names.setdefault(name, shown) != shown:
-            raise NameCollisionError(f"{shown} and {names[name]} would both be {name}", leaf=shown)
-        if kind is LeafKind.ARRAY and name == METADATA:
-            raise NameCollisionError(f"{shown}: a safetensors file has its own {METADATA}; rename it", leaf=shown)
-        if kind is LeafKind.ARRAY:
-            if leaf.dtype.name not in DTYPE_NAMES or leaf.dtype.byteorder == ">":
-                refused[shown] = str(leaf.dtype)
-        elif kind is not None and kind not in _IN_HEADER:
+    def leaf_of(path: Path, leaf: Any) -> Any:
+        kind, shown, name = kind_of(leaf), show_path(path), leaf_name(path)
+        if kind is LeafKind.NUMPY_SCALAR:  # an array without axes
+            kind, leaf = LeafKind.ARRAY, dataclasses.replace(leaf, kind=LeafKind.ARRAY)
+        if kind is LeafKind.ARRAY and (leaf.dtype.name not in DTYPE_NAMES or leaf.dtype.byteorder == ">"):
+            refused[shown] = str(leaf.dtype)
+        elif leaf is None or kind in _IN_HEADER:
+            in_header.append(shown)
+        elif kind not in (None, LeafKind.ARRAY):
             refused[shown] = kind.value
+        if (kind is LeafKind.ARRAY or name != METADATA) and names.setdefault(name, shown) != shown:
+            other = f"{names[name]} would both be {name}" if names[name] else f"the header would both be {METADATA}"
+            raise NameCollisionError(f"{shown} and {other}; rename one", leaf=shown)
+        return leaf
+
+    stored = map_leaves(leaf_of, tree)
     if refused:
         raise UnsupportedLeafError(
             f"a safetensors file cannot hold {one_line(f'{leaf} ({what})' for leaf, what in refused.items())}; it has "
@@ -64,6 +56,8 @@ def check(tree: Node) -> None:
             "convert to another layout",
             leaf=next(iter(refused)),
         )
+    note = f"numbers, text and None are kept as JSON in the file's header: {one_line(in_header)}"
+    return stored, [note] if in_header else []
 
 
 def require_library() -> None:

@@ -14,15 +14,7 @@ import numpy as np
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._core import array_boxes
-from flax_ckpt_compat._core.backend import (
-    KIND_OF_TYPE,
-    ArraySlice,
-    Format,
-    LeafHandle,
-    LeafKind,
-    Reader,
-    handle_of,
-)
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves, map_leaves, show_path

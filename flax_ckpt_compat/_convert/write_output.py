@@ -17,7 +17,7 @@ from flax_ckpt_compat._convert.plan_output import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Backend, Format
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
@@ -46,8 +46,6 @@ def prepare(output: Output, progress: Progress, *, keep_shardings: bool) -> Any:
     for item in output.handlers if output.has_items else ():
         if item in (os.curdir, os.pardir) or not item or "/" in item or "\0" in item:
             raise UnsupportedLeafError(f"{item!r} cannot be the name of an item, a directory of the step; rename it")
-    if output.to == "safetensors":
-        safetensors.check(output.trees[""])
     trees = {item: to_write(tree, progress, keep_shardings=keep_shardings) for item, tree in output.trees.items()}
     return trees if output.to == "safetensors" else {i: (t, _backend(output).prepare(t)) for i, t in trees.items()}
 
@@ -183,14 +181,6 @@ def _has_other_metadata(location: Location, output: Output) -> bool:
     wanted = {item: output.custom_of_trees.get(item, {}) for item in output.trees}
     own = metadata.read_step_metadata(location).get("custom_metadata") or {}
     return json.dumps([found, own], sort_keys=True) != json.dumps([wanted, output.custom], sort_keys=True)
-
-
-def check_kept(location: Location, to: str) -> None:
-    """Raise StorageError if what is there is a file and the layout is a directory, or the reverse."""
-    if location.isdir() == (to in FILES):
-        found, expected = ("a directory", "a file") if to in FILES else ("a file", "a directory")
-        message = f"{location} is {found} of another conversion, and {to!r} writes {expected}; pass another destination"
-        raise StorageError(message, path=location.path)
 
 
 def copy_root_metadata(jobs: Iterable[Job]) -> None:

@@ -259,7 +259,7 @@ def test_to_resume_refuses_another_format(tmp_path: Path, there: Any, to: Any, d
     """The same values in the other format are no result: who needs the format could not open them."""
     flax_ckpt_compat.save(tmp_path / "src", {"w": np.ones(2)}, step=1, format="msgpack")
     flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", there)
-    with pytest.raises(errors.ConversionError, match="of another conversion"):
+    with pytest.raises(errors.ConversionError, match="so not of"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True, dry_run=dry_run)
 
 
