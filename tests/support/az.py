@@ -104,13 +104,6 @@ def new_bucket(server: AzProxy) -> AzBucket:
     return AzBucket(name, server.proxy, client)
 
 
-def forget_clients() -> None:
-    """Let fsspec open a new client: it keeps one, which read the variables of another server."""
-    import fsspec
-
-    fsspec.get_filesystem_class("az").clear_instance_cache()
-
-
 def environment(server: AzProxy) -> dict[str, str]:
     """The variables that lead the library, and its subprocesses, to the proxy."""
     return {"AZURE_STORAGE_CONNECTION_STRING": connection(server.proxy.url)}

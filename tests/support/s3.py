@@ -25,15 +25,13 @@ PAGE = 200  # keys in one answer; 1,000 on S3 itself
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
     "429": b"<Error><Code>TooManyRequests</Code><Message>Please reduce your request rate.</Message></Error>",
-    "501": b"<Error><Code>NotImplemented</Code><Message>A header implies what is not implemented.</Message></Error>",
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
 _SLOW = 0.3  # s
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-# One of FAULTS or of LATE; or "429", too many requests; "403", denied for good; "501", not known here; "stall", no
-# answer.
+# One of FAULTS; or "429", too many requests; "403", denied for good; "stall", no answer.
 Fault = str
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
@@ -41,9 +39,6 @@ What passes when tried again.
 refuse: the connection ends before the request is handed on; lose: after it was done, without an answer;
 cut: in the middle of the answer; 500: the server says that it has failed; slow: the answer is late.
 """
-LATE = ("again", "delayed")
-"""again: what was done and answered is done once more later; delayed: it is done later, and the connection ends now."""
-_LATER = 0.4  # s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Asked:
 
     Attributes:
         method, path: of HTTP; the path with its query.
-        range: the header, or "".
         status: of the answer; 0 where none was sent.
         sent: bytes of the answer's body.
         fault: what was done to it, or "".
@@ -62,7 +56,6 @@ class Asked:
 
     method: str
     path: str
-    range: str
     status: int
     sent: int
     fault: str
@@ -79,15 +72,6 @@ class Asked:
     def is_get(self) -> bool:
         """Whether it asks for the content of an object."""
         return self.method == "GET" and not self.is_listing
-
-
-def rounds(log: list[Asked]) -> int:
-    """The most requests of which each began after the one before had ended; count with a `Proxy.latency`."""
-    found, end = 0, 0.0
-    for asked in sorted(log, key=lambda asked: asked.ended):
-        if asked.began >= end:
-            found, end = found + 1, asked.ended
-    return found
 
 
 Rule = Callable[[str, str], Fault]
@@ -117,21 +101,14 @@ class Proxy:
         store: method, path, headers and body → answer.
         rule: method and path → fault, or "" for none.
         log: of all requests since it was cleared.
-        latency: seconds that each answer takes at least.
-        refuses_conditions: it is one of a store that does not know conditional writes.
         ended: set when it is closed.
-        late: what is to be done later.
     """
-
-    refuses_conditions = False
 
     def __init__(self, store: Callable[[str, str, dict[str, str], bytes], Answer]) -> None:
         self.store = store
         self.rule: Rule = lambda method, path: ""
         self.log: list[Asked] = []
-        self.latency = 0.0
         self.ended = threading.Event()
-        self.late: list[threading.Timer] = []
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -143,19 +120,6 @@ class Proxy:
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """What the store says to a request."""
         return self.store(method, path, headers, body)
-
-    def forward_later(self, *request: Any) -> None:
-        """Hands a request on, after a while; nobody hears the answer."""
-        self.late.append(threading.Timer(_LATER, self.forward, request))
-        self.late[-1].start()
-
-    def wait_for_late(self) -> int:
-        """Waits until everything late is done; returns how much it was."""
-        done = 0
-        while self.late:
-            self.late.pop().join()
-            done += 1
-        return done
 
     @property
     def url(self) -> str:
@@ -192,22 +156,15 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         def handle_any(self) -> None:
             self.began = time.monotonic()
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            time.sleep(proxy.latency)
             self.received = len(body)
             self.fault = proxy.rule(self.command, self.path)
-            conditions = self.headers.get("If-Match"), self.headers.get("If-None-Match")
-            if proxy.refuses_conditions and self.command == "PUT" and any(conditions):
-                self.fault = "501"
             with suppress(ConnectionError):  # the client has gone
                 self._answer(body)
 
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
 
         def _answer(self, body: bytes) -> None:
-            request = self.command, self.path, dict(self.headers), body
-            if self.fault in LATE:
-                proxy.forward_later(*request)
-            if self.fault in ("refuse", "delayed"):
+            if self.fault == "refuse":
                 self._note(0, 0)
                 self._hang_up()
             elif refusal := proxy.refusal(self.fault):
@@ -218,7 +175,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             else:
                 if self.fault == "slow":
                     time.sleep(_SLOW)
-                self._pass_back(*proxy.forward(*request))
+                self._pass_back(*proxy.forward(self.command, self.path, dict(self.headers), body))
 
         def _pass_back(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
             if self.fault == "lose" or (self.fault == "cut" and not content):
@@ -243,9 +200,8 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
         def _note(self, status: int, sent: int) -> None:
             """Before the client knows of the answer, which may look at the log next."""
-            span = self.headers.get("Range", "")
             ended = time.monotonic()
-            asked = Asked(self.command, self.path, span, status, sent, self.fault, self.received, self.began, ended)
+            asked = Asked(self.command, self.path, status, sent, self.fault, self.received, self.began, ended)
             proxy.log.append(asked)
 
         def _hang_up(self) -> None:

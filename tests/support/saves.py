@@ -71,11 +71,6 @@ def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> st
         return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
-def temporary_of(path: Path) -> Path:
-    """The temporary to which a process of ours writes a checkpoint before it has its name."""
-    return Path(temporaries.temporary_path(str(path)))
-
-
 def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
     path.rename(temporaries.temporary_path(str(path), "old"))

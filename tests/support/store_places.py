@@ -69,9 +69,3 @@ class Place:
         else:
             assert self.bucket is not None
             self.bucket.delete(f"run/{name}")
-
-
-def put_back(bucket: AnyBucket, contents: dict[str, bytes], root: str) -> None:
-    """Writes objects below another folder."""
-    for key, content in contents.items():
-        bucket.put(f"{root}/{key.partition('/')[2]}", content)
