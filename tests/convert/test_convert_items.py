@@ -432,15 +432,6 @@ def test_metadata_of_trees_travels(tmp_path: Path, to: Any) -> None:
         converted(tmp_path / "run" / "5", tmp_path / "dst", to, resume=True, **({} if to == "orbax" else {"step": 5}))
 
 
-def test_a_note_names_only_what_a_safetensors_file_keeps(tmp_path: Path) -> None:
-    """A key, for which the conversion fails, is not said to be kept in the header."""
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(5, args=ocp.args.PyTreeSave({"key": jax.random.key(3), "n": 3, "w": MEAN}))
-    with pytest.raises(errors.ConversionError, match=r"cannot hold key \(prng key\)") as caught:
-        converted(tmp_path / "run", tmp_path / "file", "safetensors")
-    assert [note for note in caught.value.conversions[0].notes if note.endswith("header: n")]
-
-
 class Pair(NamedTuple):
     """A user's named tuple."""
 
