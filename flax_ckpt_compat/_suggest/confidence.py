@@ -1,104 +1,77 @@
-"""Say what speaks against a proposal: stored values that it leaves unused, names that differ, moments that restart."""
+"""Say what speaks against a proposal, by what its rules do: values left unused, layers that may be others, restarts."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Node, Path, joined, node_at, show_path
-from flax_ckpt_compat._suggest import moved_layers
-from flax_ckpt_compat._suggest.leaf_features import (
-    EMPTY,
-    KEPT,
-    MOMENTS,
-    Look,
-    Roles,
-    Spot,
-    bare,
-    fits,
-    flatten,
-    is_t5x,
-    leaves_at,
-    look,
-)
-from flax_ckpt_compat._suggest.names import unnumbered
+from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._suggest import leaf_features
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, KEPT, MOMENTS, Look, Roles, bare, fits, leaves_at, look
+from flax_ckpt_compat._suggest.names import BY_FLAX, core, may_be_one, natural_key, told_apart, unnumbered
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 _COUNTS = frozenset(("count", "gradient_step", "step"))
 _MAX_UNUSED = 3
+_DEPTH = 3  # of the levels in which a collection is looked for
 
 
-@dataclasses.dataclass
-class Outcome:
-    """Effect of a proposal."""
+class _Outcome:
+    """What rules made of a checkpoint's tree."""
 
-    pairs: dict[Path, Path]  # target path → path of the stored leaf it gets, or of the first one it is made of
-    kept: dict[Path, Look]  # the target's leaves that stay as they are
-    unused: dict[Path, Look]  # the stored leaves that nothing is made of
-    stored: dict[Path, Look]
-    goal: dict[Path, Look]
-    had: Roles  # in the checkpoint
-    has: Roles  # in the target
+    def __init__(self, stored: Node, target: Node, tree: Node):
+        self.had, self.has = Roles(stored), Roles(target)
+        self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
+        self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
+        self.news: dict[Path, list[Path]] = {}  # stored path → target paths of what it alone gives
+        goal, used = leaf_features.flatten(target), set[Path]()
+        for path, leaf in leaves_at(tree):
+            seen, wanted = look(leaf), goal.get(path, EMPTY)
+            if wanted == EMPTY:
+                continue
+            if seen == KEPT:
+                self.kept[path] = wanted
+            elif fits(seen, wanted):
+                sources = [handle.path for handle in handles_of(leaf)]
+                used.update(sources)
+                if len(sources) == 1:
+                    self.news.setdefault(sources[0], []).append(path)
+        self.unused = {path: seen for path, seen in self.looks.items() if path not in used}
+        # Stored path → target path of what went elsewhere as a whole: rules that divide or copy say so.
+        self.moved = {old: news[0] for old, news in self.news.items() if len(news) == 1 and news[0] != old}
+
+
+class _Layer(NamedTuple):
+    """A renamed layer, or a single leaf."""
+
+    old: Path
+    new: Path
+    leaves: frozenset[tuple[str, Look]]  # names and looks; the name of a single leaf is empty
 
 
 def judged(
     stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]
 ) -> tuple[tuple[ProposedRule, ...], list[str]]:
-    """Return the steps that produced ``tree``, with what those leave unused that keep the target's values; and doubts.
-
-    There is a doubt if leaves are ``lacking`` still; if an unused array has the shape of one that was missing; if names
-    speak against a pair of layers; or if moments may be those of another optimizer, or begin anew."""
+    """Return the steps that produced ``tree``, and doubts; steps that keep values say what is unused instead."""
     if lacking:
         return tuple(steps), [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
-    outcome = _outcome(stored, target, tree)
-    # What stays at its place, too, is a copy, about which the rule has its own doubt.
-    moved = {new: old for new, old in outcome.pairs.items() if new == old or outcome.pairs.get(old) != old}
-    own = {new: old for new, old in moved.items() if not outcome.has.is_optimizer(new)}
-    as_named, looks = _as_named(own, outcome, stored)
-    found = dict.fromkeys(step.doubt for step in steps if step.doubt)
-    judges = (
-        *moved_layers.judges(as_named, looks),
-        _unused(outcome),
-        _exchanged(outcome),
-        _twice(outcome),
-        _begun(outcome),
-    )
+    outcome = _Outcome(stored, target, tree)
+    layers, optimizers = _layers(outcome)
+    renamed = (_names(layers), _exchanged(layers), _exchanged(optimizers))
+    judges = (*renamed, _unused(outcome), _optimizers(outcome), _begun(outcome))
+    own = dict.fromkeys(step.doubt for step in steps if step.doubt)
     # One doubt of each kind says enough.
-    against = [*found, *chain.from_iterable(islice(judge, 1) for judge in judges)]
+    against = [*own, *itertools.chain.from_iterable(itertools.islice(judge, 1) for judge in judges)]
     return tuple(_with_unused(step, outcome) if step.keeps else step for step in steps), against
 
 
-def _unused(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a moved leaf may stand for."""
-    places: dict[Any, Path] = {}
-    for path, (shape, kind) in outcome.kept.items():
-        if not outcome.has.is_optimizer(path):
-            places.setdefault((math.prod(shape), kind), path)
-    for new, old in outcome.pairs.items():
-        if new != old:
-            places.setdefault((_partners(outcome.had, old), outcome.stored[old]), new)
-    for path, seen in outcome.unused.items():
-        if seen[0]:
-            place = places.get((_partners(outcome.had, path), seen))
-            if not outcome.had.is_optimizer(path):
-                place = places.get((math.prod(seen[0]), seen[1])) or place
-            if place is not None:
-                yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
-
-
-def _partners(roles: Roles, path: Path) -> Any:
-    """Return what leaves that may stand for each other share: the last name; of moments the field and the row."""
-    spot = roles.spot(path)
-    return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
-
-
-def _with_unused(step: ProposedRule, outcome: Outcome) -> ProposedRule:
+def _with_unused(step: ProposedRule, outcome: _Outcome) -> ProposedRule:
     """Return a step that keeps the target's values, with the unused stored values in its reason, likely ones first."""
     kept = [path for path in outcome.kept if any(path[: len(top)] == top for top in step.keeps)]
     is_optimizer = any(map(outcome.has.is_optimizer, kept))
@@ -112,89 +85,110 @@ def _with_unused(step: ProposedRule, outcome: Outcome) -> ProposedRule:
     return dataclasses.replace(step, reason=f"{step.reason}; stored and unused: {shown}{more}")
 
 
-def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
-    """Return the source of each leaf after rules have produced ``tree`` from the checkpoint."""
-    goal = flatten(target)
-    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
-    for path, leaf in leaves_at(tree):
-        if goal.get(path, EMPTY) == EMPTY:
-            continue
-        if look(leaf) == KEPT:
-            result.kept[path] = goal[path]
-        elif handles := handles_of(leaf):
-            result.pairs[path] = handles[0].path
-            if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
-                names = zip(handles[0].path, handles[1].path, strict=False)
-                result.pairs[path] = tuple(one if one == other else unnumbered((one,))[0] for one, other in names)
-                if unnumbered(handles[0].path) != unnumbered(handles[1].path):
-                    result.pairs[path] = path  # several layers are joined, about which the rule has its own doubt
-            result.stored.setdefault(result.pairs[path], look(handles[0]))
-    # Likewise a layer that is divided into several, of other names than those of a row.
-    parts: dict[Path, set[Path]] = {}
-    for new, old in result.pairs.items():
-        parts.setdefault(old, set()).add(unnumbered(new))
-    divided = {old for old, news in parts.items() if len(news) > 1}
-    for new, old in result.pairs.items():
-        if old in divided and not result.has.is_optimizer(new) and look(node_at(tree, new)) != result.stored[old]:
-            result.pairs[new] = new
-            result.stored.setdefault(new, result.stored[old])
-    return result
+def _unused(outcome: _Outcome) -> Iterator[str]:
+    """Yield a doubt for unused arrays as large as a leaf that stays initial, or that a moved leaf may stand for."""
+    places: dict[Any, Path] = {}
+    for path, (shape, kind) in outcome.kept.items():
+        if not outcome.has.is_optimizer(path):
+            places.setdefault((math.prod(shape), kind), path)
+    for old, new in outcome.moved.items():
+        places.setdefault((_partners(outcome.had, old), outcome.looks[old]), new)
+    for path, seen in outcome.unused.items():
+        place = places.get((_partners(outcome.had, path), seen))
+        if not outcome.had.is_optimizer(path):
+            place = places.get((math.prod(seen[0]), seen[1])) or place
+        if seen[0] and place is not None:
+            yield f"{show_path(path)} is not used, and is as large as {show_path(place)}"
 
 
-def _as_named(pairs: dict[Path, Path], outcome: Outcome, stored: Node) -> tuple[dict[Path, Path], dict[Path, Look]]:
-    """Return the pairs and the stored looks with the names that stored leaves would have in a linen state.
-
-    A name that holds a key path is that path, and T5X's ``target`` holds the parameters."""
-    named: dict[Path, Path] = {}
-    looks = dict(outcome.stored)
-    from_t5x = is_t5x(stored)
-    for new, old in pairs.items():
-        in_target = from_t5x and old[:1] == ("target",) != new[:1]
-        named[new] = ("params", *old[1:]) if in_target else old
-        parts = tuple(joined(named[new]).replace("/~/", "/").replace(".", "/").split("/"))
-        if len(old) != len(new) and new[:-1] in (parts[:-1], parts[1:-1]) and len(parts) > len(old):
-            named[new] = (*new[:-1], parts[-1])
-        looks[named[new]] = outcome.stored[old]
-    return named, looks
+def _partners(roles: Roles, path: Path) -> Any:
+    """Return what leaves that may stand for each other share: the last name; of moments the field and the row."""
+    spot = roles.spot(path)
+    return (spot.field, unnumbered(spot.suffix)) if roles.is_optimizer(path) else bare(path)[-1]
 
 
-def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
-    """Map key paths to looks of the stored leaves that no leaf of the target uses."""
-    wanted = (leaf for path, leaf in leaves_at(tree) if path in goal and fits(look(leaf), goal[path]))
-    used = {id(handle) for leaf in wanted for handle in handles_of(leaf)}
-    return {
-        path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle) and id(leaf) not in used
-    }
+def _layers(outcome: _Outcome) -> list[list[_Layer]]:
+    """Return the layers and single leaves with other names, and the optimizers, in the order of their old names.
+
+    Layers that linen numbers are among them where they keep their names, because another one may have got a name."""
+    found: list[dict[tuple[Path, Path], set[tuple[str, Look]]]] = [{}, {}]
+    counted = {old: old for old in outcome.news if len(old) > 1 and BY_FLAX.fullmatch(bare(old)[-2:][0])}
+    for old, new in (counted | outcome.moved).items() if outcome.moved else ():
+        ends = (outcome.had.root_of(old), outcome.has.root_of(new))
+        is_optimizer, name = all(ends), "/".join(outcome.had.spot(old).suffix)
+        if not is_optimizer:
+            ours, theirs = _named(bare(old)), _named(bare(new))
+            is_leaf = ours[-1] != theirs[-1]
+            ends = (ours, theirs) if is_leaf else (ours[:-1], theirs[:-1])
+            name = "" if is_leaf else ours[-1]
+        if ends[0] != ends[1] or not is_optimizer:
+            found[is_optimizer].setdefault(ends, set()).add((name, outcome.looks[old]))
+    return [
+        sorted(
+            (_Layer(*ends, frozenset(leaves)) for ends, leaves in layers.items()),
+            key=lambda one: natural_key("/".join((*one.old, "", *one.new))),
+        )
+        for layers in found
+    ]
 
 
-def _exchanged(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if whole optimizers got other names, and nothing tells which of two is which."""
-    leaves: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
-    for new, old in outcome.pairs.items():
-        ends = outcome.had.root_of(old), outcome.has.root_of(new)
-        if ends[0] != ends[1] and () not in ends:
-            spot = outcome.had.spot(old)
-            leaves.setdefault(ends, set()).add((joined((spot.field, *spot.suffix)), outcome.stored[old]))
-    return moved_layers.swappable([moved_layers.Moved(*ends, frozenset(held)) for ends, held in leaves.items()])
+def _named(path: Path) -> Path:
+    """Return a key path without linen's collection, and with a level for each part of a name that holds a key path."""
+    parts = tuple("/".join(path).replace("/~/", "/").replace(".", "/").split("/"))
+    if parts[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
+        parts = parts[1:]
+    tops = [place for place, name in enumerate(parts[:-1][:_DEPTH]) if name in ("params", "batch_stats")]
+    start = tops[0] + 1 if tops else parts[0] == "target" and len(parts) > 1
+    return parts[start:]
 
 
-def _twice(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if a moment of two optimizers, for one parameter, comes from one that is stored."""
-    first: dict[tuple[Path, Spot], Path] = {}
-    for new, old in outcome.pairs.items():
-        spot = outcome.has.spot(new)
-        if spot.field in MOMENTS and (other := first.setdefault((old, spot), new)) != new:
-            yield f"{show_path(other)} and {show_path(new)} would both come from {show_path(old)}"
+def _names(layers: Iterable[_Layer]) -> Iterator[str]:
+    """Yield a doubt for a layer whose names differ in meaning, and for torch's weight of which all sides are equal."""
+    for one in layers:
+        is_leaf = any(name == "" for name, _ in one.leaves)
+        if not may_be_one(*core(one.old, one.new), leaf=is_leaf):
+            yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
+    renamed = [one for one in layers if one.old and one.new and one.old != one.new]
+    turned = [one for one in renamed if leaf_features.is_torch_name(one.old[-1], one.new[-1])]
+    shapes = [shape for one in turned for _, (shape, _) in one.leaves if len(shape) > 1]
+    # In one model all lie alike, and those whose sides differ tell how.
+    if shapes and all(map(leaf_features.is_symmetric, shapes)):
+        yield f"{show_path(turned[0].old)} may be transposed, as torch's weights are, which its shape does not tell"
 
 
-def _begun(outcome: Outcome) -> Iterator[str]:
+def _exchanged(layers: Sequence[_Layer]) -> Iterator[str]:
+    """Yield a doubt for two layers that neither their leaves nor their names tell apart, or that change their order."""
+    groups: dict[Any, dict[tuple[Path, Path], _Layer]] = {}
+    for one in layers:
+        # One of each change: layers inside of one that is renamed go with it.
+        change = core(one.old, one.new)
+        for key in (one.leaves, (unnumbered(one.old), unnumbered(one.new))):
+            groups.setdefault(key, {}).setdefault(change, one)
+    for group in groups.values():
+        for one, other in itertools.pairwise(group.values()):
+            renamed = (one.old != one.new) + (other.old != other.new)
+            if renamed > (one.old[:-1] != other.old[:-1]) and not told_apart(one[:2], other[:2]):
+                yield f"nothing says which of {show_path(one.old)} and {show_path(other.old)} goes where"
+
+
+def _optimizers(outcome: _Outcome) -> Iterator[str]:
+    """Yield a doubt for moments that become parameters, or the reverse, and for those that two optimizers get."""
+    for old, news in outcome.news.items():
+        had = outcome.had.is_optimizer(old)
+        for new in news:
+            if outcome.has.is_optimizer(new) != had and outcome.looks[old][0]:
+                yield f"{show_path(new)} would come from {show_path(old)}, which is an optimizer's"
+        fields = [outcome.has.spot(path) for path in news]
+        if len(set(fields)) < len(fields) and fields[0].field in MOMENTS:
+            yield f"{show_path(news[0])} and {show_path(news[1])} would both come from {show_path(old)}"
+
+
+def _begun(outcome: _Outcome) -> Iterator[str]:
     """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
-    restored = {path for path in outcome.pairs if outcome.has.is_optimizer(path)}
-    trained = {path[start:] for path in outcome.pairs.keys() - restored for start in range(3)}
-    fields = {outcome.has.spot(path).field for path in restored} & MOMENTS
-    for path in outcome.kept if restored else ():
+    restored = [path for news in outcome.news.values() for path in news]
+    fields = {outcome.has.spot(path).field for path in restored if outcome.has.is_optimizer(path)}
+    trained = {path[start:] for path in restored for start in range(len(path)) if not outcome.has.is_optimizer(path)}
+    for path in outcome.kept if fields else ():
         spot = outcome.has.spot(path)
-        if spot.field in _COUNTS:
-            yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
-        elif spot.field in fields and spot.suffix in trained:
-            yield f"{show_path(path)} would begin anew although its parameter does not"
+        if spot.field in _COUNTS or (spot.field in fields & MOMENTS and spot.suffix in trained):
+            yield f"{show_path(path)} would begin anew, although what belongs to it does not"

@@ -18,20 +18,17 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 # Words that say nothing about which layer it is; the first ones in no name at all.
 _GENERIC = _set("layer layers block blocks module unit")
-_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan")
-_CLASSES = {
-    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "mlp": "mlp", "ffn": "mlp", "lstm": "lstm",
-    "gru": "gru", "rnn": "rnn", "attention": "attention", "attn": "attention", "mha": "attention", "norm": "norm",
-    "bn": "batch norm", "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm",
-    "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm", "ff": "mlp", "feedforward": "mlp",
+_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan proj projection params")
+# Words for classes of layers; those of one class begin alike. The first ones are parts that hold several layers.
+_COMPOSITES = {
+    "attention": "attention", "attn": "attention", "mha": "attention", "mlp": "mlp", "ffn": "mlp", "ff": "mlp",
+    "feedforward": "mlp", "lstm": "lstm", "gru": "gru", "rnn": "rnn",
 }  # fmt: skip
-# Words that say what kind of thing it is, not which one; and what may stand beside them without saying more.
-_KINDS = {
-    "head": "dense conv mlp", "proj": "dense conv mlp", "projection": "dense conv mlp", "embed": "dense conv embed",
-    "embedding": "dense conv embed", "embeddings": "dense conv embed", "embedder": "dense conv embed",
-    "emb": "dense conv embed", "table": "embed",
+_CLASSES = _COMPOSITES | {
+    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "norm": "norm", "bn": "batch norm",
+    "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm", "gn": "group norm",
+    "groupnorm": "group norm", "rmsnorm": "rms norm",
 }  # fmt: skip
-_OF_EMBEDDINGS, _OF_HEADS = _set("token tokens tok word words vocab vocabulary shared wte"), _set("lm")
 _NORMS = _set("batch layer group rms instance")
 # In names that linen gives, these belong to the class.
 _OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
@@ -43,13 +40,6 @@ _TELLING = COPIES | _set(
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval "
     "vision visual speech language start end top bottom"
 )
-# What a part of a model is for, which no class and no number says.
-_ROLES = COPIES | _set(
-    "image audio video text vision visual speech language policy actor critic reward encoder decoder generator "
-    "discriminator online enc dec gen disc img txt"
-)
-# Classes of parts that hold several layers: each is a thing of its own, not just any layer.
-_COMPOSITES = _set("attention mlp lstm gru rnn")
 # Words of the field for one thing.
 _SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
 _LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
@@ -127,69 +117,73 @@ def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
 def _read(name: str) -> tuple[str, frozenset[str]]:
     """Return the class of layer in a name, if any, and its other meaningful words."""
     found = words(name)
-    classes = [_CLASSES[word] for word in sorted(found) if word in _CLASSES]
-    if "norm" in found and found & _NORMS:
-        classes = [f"{min(found & _NORMS)} norm"]
+    kind = next((_CLASSES[word] for word in sorted(found) if word in _CLASSES), "")
+    if kind == "norm" and found & _NORMS:
+        kind = f"{min(found & _NORMS)} norm"
         found -= _NORMS
     found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
-    if BY_FLAX.fullmatch(name):
-        found -= _OF_CLASSES
-    if numbered(name):
-        found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
-    return (classes[0] if classes else ""), found
+    found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
 
 
 def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
-    """Return whether two different names may belong to one layer (or leaf)."""
-    if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
+    """Return whether two different names may belong to one layer (or leaf): words that are alike, or no words."""
+    if leaf and old and new and any({old[-1], new[-1]} <= alias for alias in _ALIASES):
         old, new = old[:-1], new[:-1]
-    if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
-        old = old[2:]
-    ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
-    if not _same_words(ours, theirs):
-        return False
-    # ``Dense_0`` may be any layer that got a name, but ``layers`` or ``1`` is no encoder, and ``norm`` no ``pre_norm``.
-    unnamed = old if not ours else new if not theirs else ()
-    if unnamed:
-        is_layer, by_count = bool(_read(unnamed[-1])[0]), bool(numbered(unnamed[-1]))
-        telling = (frozenset() if is_layer else _ROLES) | (frozenset() if by_count else _TELLING)
-        if (ours | theirs) & telling:
-            return False
-    return not old or not new or (_same_class(old[-1], new[-1]) and not _other_number(old, new))
-
-
-def _same_class(old: str, new: str) -> bool:
-    one, other = _read(old)[0], _read(new)[0]
-    any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
-    if one == other or any_norm:
-        return True
-    if {one, other} & _COMPOSITES and (bool(_read(old)[1]) != bool(_read(new)[1])) and "" in (one, other):
-        return False
-    ours, theirs = _classes(old), _classes(new)
-    return not ours or not theirs or not ours.isdisjoint(theirs)
-
-
-def _classes(name: str) -> frozenset[str]:
-    """Return the classes that a name can be of: that in it, or those that its kind of thing has; none if any."""
-    one, found = _read(name)
-    if one:
-        return frozenset((one,))
-    return frozenset().union(*(_KINDS[word].split() for word in found if word in _KINDS))
-
-
-def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
-    """Return whether two names mean the same: no word of one contradicts the other, and neither names a copy."""
     if not old or not new:
-        return not (old | new) & COPIES
-    more_old = {word for word in old if not any(_alike(word, other) for other in new)}
-    more_new = {word for word in new if not any(_alike(word, other) for other in old)}
-    more = more_old | more_new
-    if (more_old and more_new) or more & _TELLING:
+        return COPIES.isdisjoint(word for name in (*old, *new) for word in words(name))
+    ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
+    if not (_same_words(ours, theirs) if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
         return False
-    # Beside a word for the kind of thing, another one says which: ``class_embed`` is not ``embedding``.
-    least = old if len(old) < len(new) else new
-    is_kind_alone = bool(more) and least <= _KINDS.keys()
-    return not is_kind_alone or more <= (_OF_HEADS if "head" in least else _OF_EMBEDDINGS)
+    one, other = _read(old[-1])[0], _read(new[-1])[0]
+    same_class = not one or not other or one == other or (one.endswith("norm") and other.endswith("norm"))
+    return same_class and not _other_number(old, new)
+
+
+def _same_words(ours: frozenset[str], theirs: frozenset[str]) -> bool:
+    """Return whether each word of one name has its like in the other."""
+    return all(any(_alike(word, other) for other in theirs) for word in ours) and all(
+        any(_alike(word, other) for other in ours) for word in theirs
+    )
+
+
+def _may_be_unnamed(old: Path, new: Path, found: frozenset[str]) -> bool:
+    """Return whether a name without words of its own may be that of a layer with words in the other.
+
+    ``Dense_0`` may be any layer that got a name, but ``layers`` or ``1`` is no encoder, ``norm`` no ``pre_norm``."""
+    unnamed = next(path[-1] for path in (old, new) if not any(_read(name)[1] for name in path))
+    kinds = {_read(old[-1])[0], _read(new[-1])[0]}
+    if found and len(kinds) > 1 and not kinds.isdisjoint(_COMPOSITES.values()):
+        return False
+    return found.isdisjoint(COPIES if numbered(unnamed) and _read(unnamed)[0] else _TELLING)
+
+
+def core(old: Path, new: Path) -> tuple[Path, Path]:
+    """Return the parts of two key paths between their common beginning and end."""
+    start = _same_start(old, new)
+    old, new = old[start:], new[start:]
+    end = _same_start(old[::-1], new[::-1])
+    return old[: len(old) - end], new[: len(new) - end]
+
+
+def _same_start(one: Path, other: Path) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def told_apart(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
+    """Return whether names pair two old paths with two new ones: by the order of their numbers, or by words."""
+    if one[0] == other[0] or one[1] == other[1]:
+        return True
+    olds, news = (core(left, right) for left, right in zip(one, other, strict=True))
+    numbers = [re.findall(r"\d+", "/".join(path)) for path in (*olds, *news)]
+    first, second, third, fourth = ([int(number) for number in found] for found in numbers)
+    if all(numbers) and first != second and third != fourth:
+        return (first < second) == (third < fourth)
+    (old, old2), (new, new2) = (["_".join(path) for path in side] for side in (olds, news))
+    common = (words(old) & words(old2)) | (words(new) & words(new2))
+    is_crossed = akin(old, new2, common) or akin(old2, new, common)
+    return akin(old, new, common) and akin(old2, new2, common) and not is_crossed
 
 
 def _alike(one: str, other: str) -> bool:
@@ -212,7 +206,7 @@ def projections(names: Iterable[str]) -> list[str]:
 
 def _role(name: str) -> str:
     """Return the only word of a name that says which projection it is, such as ``query`` for ``q_proj`` or ``wq``."""
-    found = words(name) - _KINDS.keys() - _CLASSES.keys() - _SAY_NOTHING
+    found = words(name) - _CLASSES.keys() - _SAY_NOTHING
     word = next(iter(found)) if len(found) == 1 else ""
     word = word[1:] if len(word) == 2 and word[0] == "w" else word
     return _LETTERS.get(word, word)
