@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -331,8 +330,3 @@ def show_path(path: Path) -> str:
     if "\\" in text or text.count("/") >= len(path) > 0:
         text = "/".join(name.replace("\\", r"\\").replace("/", r"\/") for name in path)
     return text if path else "<root>"
-
-
-def shown_names(text: str) -> list[str]:
-    """Split what `show_path` returned into the names, as they are shown."""
-    return re.sub(r"(\\.)|/", lambda match: match[1] or "\0", text).split("\0") if "\\" in text else text.split("/")

@@ -44,8 +44,6 @@ class Values:
         is_cast = a.dtype != b.dtype
         if not is_cast:
             bits = _other_bits(a, b)
-            if not bits.any():
-                return
             a, b = a[bits], b[bits]
             self.other_bits += a.size
         if is_numeric(a) and is_numeric(b):
@@ -94,7 +92,14 @@ class Stats:
     def add(self, array: _Array) -> None:
         """Add an array of numbers or bools; see `is_numeric`."""
         for block in _blocks(array):
-            self.merge(_stats_of(block))
+            values = block.view(np.uint8) if block.dtype.kind == "b" else block if _is_integer(block) else _wide(block)
+            finite, nan = values[np.isfinite(values)], _count(np.isnan(values))
+            one = Stats(finite.size, nan, values.size - finite.size - nan)
+            if finite.size and finite.dtype.kind != "c":
+                with np.errstate(over="ignore"):
+                    one.total = float(finite.sum(dtype=np.float64))
+                one.min, one.max = finite.min().item(), finite.max().item()
+            self.merge(one)
 
     def merge(self, other: Stats) -> None:
         """Add what another one counted."""
@@ -102,19 +107,6 @@ class Stats:
         self.min = min((one for one in (self.min, other.min) if one is not None), default=None)
         self.max = max((one for one in (self.max, other.max) if one is not None), default=None)
         self.total += other.total
-
-
-def _stats_of(block: _Array) -> Stats:
-    values = block.view(np.uint8) if block.dtype.kind == "b" else block if _is_integer(block) else _wide(block)
-    is_finite = np.isfinite(values)
-    finite = values if is_finite.all() else values[is_finite]
-    nan = _count(np.isnan(values))
-    found = Stats(finite.size, nan, values.size - finite.size - nan)
-    if finite.size and finite.dtype.kind != "c":
-        with np.errstate(over="ignore"):
-            found.total = float(finite.sum(dtype=np.float64))
-        found.min, found.max = finite.min().item(), finite.max().item()
-    return found
 
 
 def is_numeric(array: _Array) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from typing import Any, SupportsFloat
 
@@ -11,14 +12,13 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, memory, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import ArgumentError, MissingLeavesError, NameCollisionError
-from flax_ckpt_compat._core.location import Location, as_text
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Names, Row, listed, printable
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, map_leaves, show_path
-from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves, show_path
+from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
-from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Report, _Shown
@@ -54,9 +54,8 @@ def open_checkpoint(
         ...     print(sorted(view.leaves()), view.read("epoch"))
         ['epoch', 'params/w'] {'epoch': 4}
     """
-    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
     verify, item = config.current().checksums == "verify", arguments.item_name(item)
-    async_saves.wait_for_pending_saves(checkpoint_dir)
+    checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
 
     def open_one(location: Location) -> Checkpoint:
         with ExitStack() as files:
@@ -172,15 +171,20 @@ class Checkpoint(_Shown):
     def _select(self, paths: Iterable[LeafPath]) -> Node:
         """Return the part of the tree at some key paths; raise MissingLeavesError for those that are not there."""
         wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
+        named = functools.cache(lambda path: wanted.keys() & {path, joined(path), show_path(path)})
         found: set[str | Path] = set()
-        root = _pruned(self._root, (), wanted.keys(), found)
+        leaves: dict[Path, Any] = {}
+        for path, leaf in iter_leaves(self._root):
+            if here := {name for end in range(len(path) + 1) for name in named(path[:end])}:
+                leaves[path] = leaf
+                found |= here
         missing = tuple(path if isinstance(path, str) else show_path(path) for path in wanted if path not in found)
         if missing:
             names = Names([show_path(path) for path, _ in iter_leaves(self._root)])
             rows = [Row((path,), (", ".join(names.nearest(path)) or "nothing like it",)) for path in missing]
             title = f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():"
             raise MissingLeavesError("\n".join([title, *listed(rows)]), path=self.path, missing=missing)
-        return Branch({}) if root is _NOTHING else root
+        return from_leaves(leaves, self._root)  # a sequence with gaps becomes a dict of the indices
 
 
 def _as_paths(given: Any) -> list[LeafPath]:
@@ -193,23 +197,6 @@ def _as_paths(given: Any) -> list[LeafPath]:
         if not isinstance(path, str | tuple):
             raise ArgumentError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
     return paths
-
-
-_NOTHING = object()
-
-
-def _pruned(node: Node, path: Path, wanted: Set[str | Path], found: set[str | Path]) -> Node:
-    """Return the part of a tree at the wanted key paths, or `_NOTHING`; add those that are there to ``found``."""
-    here = wanted & {path, joined(path), show_path(path)}
-    found |= here
-    inside = node.children if isinstance(node, Branch) else {}
-    pruned = {name: _pruned(child, (*path, name), wanted, found) for name, child in inside.items()}
-    children = {name: child for name, child in pruned.items() if child is not _NOTHING}
-    if here or not children:
-        return node if here else _NOTHING
-    # A sequence with gaps becomes a dict of the indices.
-    container = node.container if len(children) == len(inside) else Container.DICT
-    return Branch(children, container, node.int_keys & children.keys())
 
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:

@@ -28,7 +28,7 @@ from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _MARKS = {"only in a": "-", "only in b": "+"}
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
-_FOLD_FROM, _MAX_LINES = 12, 60
+_MAX_LINES = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Diff(_Shown):
         return not self.differences
 
     def _report(self) -> Report:
-        return Report(_lines(self), lambda: {**for_json(self), "same": self.same}, found=not self.same)
+        return Report(_lines(self), lambda: for_json(self), found=not self.same)
 
 
 def _lines(found: Diff) -> Iterator[Line]:
@@ -85,7 +85,7 @@ def _lines(found: Diff) -> Iterator[Line]:
     by_path = {one.path: one for one in found.differences}
     types_of = {one.path: " → ".join(dict.fromkeys(filter(None, (one.a, one.b)))) for one in found.differences}
     rows = [Row((one.path,), (one.kind, types_of[one.path])) for one in found.differences]
-    folded = fold_with_members(rows) if len(rows) > _FOLD_FROM else [(row, [row]) for row in rows]
+    folded = fold_with_members(rows)
     for row, members in folded[:_MAX_LINES]:
         kind, types = row.detail
         numbers = _numbers([by_path[member.names[0]].values for member in members])
@@ -159,11 +159,6 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
-    return run(a, b, step, prefix, item, rtol, atol, metadata.uncounted)
-
-
-def run(a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, atol: Any, begin: metadata.Begin) -> Diff:
-    """Compare as `diff`; ``begin`` is that of `metadata`."""
     name = arguments.item_name(item)
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     first, second = (metadata.dir_without_pending_saves(path, prefix) for path in (a, b))
@@ -171,7 +166,7 @@ def run(a: Any, b: Any, step: Any, prefix: str, item: str | None, rtol: Any, ato
     def compare_two(one: Opened, other: Opened) -> Diff:
         if name is not None and all(opened.contents.layout is not Layout.ITEMS for opened in (one, other)):
             raise ArgumentError(f"{one.path} and {other.path} are trees without items; leave item={name!r} out")
-        return compare(metadata.leaves_of(one), metadata.leaves_of(other), tolerance, begin)
+        return compare(metadata.leaves_of(one), metadata.leaves_of(other), tolerance, metadata.BAR.get())
 
     read = functools.partial(metadata.read_one, step=step, item=name, doing="compare", keeps_trees=True)
     return read(first, lambda one: read(second, functools.partial(compare_two, one)))

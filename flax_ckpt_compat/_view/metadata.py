@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -30,6 +31,7 @@ _Result = TypeVar("_Result")
 Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
 # Takes what returns the bytes that will be read, and returns what takes the numbers of those that are.
 Begin = Callable[[Callable[[], int]], Count]
+BAR: ContextVar[Begin] = ContextVar("BAR", default=lambda _: lambda *_: None)  # commands show one
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,11 +74,6 @@ def _type(kind: LeafKind, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -
     if kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
         return f"{'' if kind is LeafKind.ARRAY else 'key '}{dtype}[{','.join(map(str, shape))}]"
     return str(dtype) if kind is LeafKind.NUMPY_SCALAR else kind.value
-
-
-def uncounted(_: Callable[[], int]) -> Count:
-    """Show no progress: the default of ``begin``."""
-    return lambda *_: None
 
 
 def dir_without_pending_saves(path: str | os.PathLike[str], prefix: str) -> CheckpointDir:
@@ -180,8 +177,6 @@ def _object(file: Location) -> dict[str, Any]:
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
-    if type(nanoseconds) is not int:
-        return None
-    with suppress(OverflowError):
+    with suppress(TypeError, OverflowError):
         return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
     return None

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
-from flax_ckpt_compat._core.location import Location, as_text
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
-from flax_ckpt_compat._discovery import locating, opening, saved_steps
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
+from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
 from flax_ckpt_compat._restore.policies import refusals
-from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
+from flax_ckpt_compat._view.metadata import dir_without_pending_saves
 from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
 
 Owners = dict[Reader, str]  # reader of an item → its name
@@ -65,7 +65,7 @@ def plan_restore(
         >>> plan.raises, plan.missing, [str(rule) for rule in plan.suggestion.rules]
         ('MissingLeavesError', ('encoder',), ["rules.rename('Dense_0', 'encoder')"])
     """
-    checkpoint_dir = saved_steps.checkpoint_dir(as_text(path), as_text(prefix, "prefix"))
+    checkpoint_dir = dir_without_pending_saves(path, prefix)
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
@@ -89,7 +89,6 @@ def plan_restore(
             return _plan(opened, plan_all(opened, target, options))
 
     otherwise = None if options.settings.must_exist else lambda: _nothing(checkpoint_dir.root.path, target)
-    async_saves.wait_for_pending_saves(checkpoint_dir)
     options.transforms.wait_for_pending_saves()
     with depth.limited("restored"):
         return locating.read_found(checkpoint_dir, step, plan_one, otherwise)
@@ -115,10 +114,11 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         for leaf in tree_plan.single_leaves():
             needed.update(needs(leaf.source))
         stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
-        # None and empty containers hold no values.
-        idle = [(path, stored[path]) for path in tree_plan.unused if isinstance(stored[path], LeafHandle | Derived)]
-        unused_nbytes += sum(size for _, leaf in idle for size in needs(leaf).values())
-        unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
+        for path in tree_plan.unused:
+            source = stored[path]
+            if isinstance(source, LeafHandle | Derived):  # None and empty containers hold no values
+                unused.append(show_path((*item, *(source.path if isinstance(source, LeafHandle) else path))))
+                unused_nbytes += sum(needs(source).values())
     nbytes, trees = sum(needed.values()), tuple(plans.items.values())
     raises, why = _refusal(plans)
     succeeds = raises is not None and not any(True for tree in trees for _ in refusals(tree, as_flax=True))
@@ -149,23 +149,22 @@ def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[Plan
     subtrees = {} if plan.target is None else plan.stored_subtrees
     for path, group in itertools.groupby(plan.single_leaves(), lambda leaf: leaf.path):
         if path in subtrees:
-            yield _planned_subtree(path, subtrees[path], item, owners)
+            yield _planned_subtree(path, [leaf.source for leaf in group], item, owners)
         else:
             for leaf in group:
                 yield _planned(leaf, item, owners, "missing" if path in missing else "target")
     for path, stored in subtrees.items():
         if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
-            yield _planned_subtree(path, stored, item, owners)
+            yield _planned_subtree(path, [], item, owners)
     for path in sorted(plan.empty):
         origin = "missing" if path in missing else "target"
         yield _kept_leaf(show_path((*item, *path)), {}, "not in the checkpoint", origin)
 
 
-def _planned_subtree(path: Path, stored: Node, item: Path, owners: Owners) -> PlannedLeaf:
-    leaves = [leaf for _, leaf in iter_leaves(stored)]
-    sources = tuple(name for leaf in leaves for name in _sources(leaf, item, owners))
+def _planned_subtree(path: Path, found: Sequence[Any], item: Path, owners: Owners) -> PlannedLeaf:
+    sources = tuple(name for source in found for name in _sources(source, item, owners))
     how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
-    nbytes = sum(size for leaf in leaves for size in needs(leaf).values())
+    nbytes = sum(size for source in found for size in needs(source).values())
     return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
 
 

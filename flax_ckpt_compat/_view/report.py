@@ -117,10 +117,11 @@ class _Shown:
 
 
 def for_json(value: Any) -> Any:
-    """Return a result as JSON holds it: classes as their public fields, dtypes, NaN and infinities as text."""
+    """Return a result as JSON holds it: classes as public fields and properties, dtypes, NaN and infinities as text."""
     if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
-        return {name: for_json(getattr(value, name)) for name in names}
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name, one in vars(type(value)).items() if isinstance(one, property)]
+        return {name: for_json(getattr(value, name)) for name in names if not name.startswith("_")}
     if isinstance(value, dict):
         return {name: for_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

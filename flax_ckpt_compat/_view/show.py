@@ -7,7 +7,7 @@ import functools
 import html
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -31,19 +31,17 @@ _MAX_NAME = 100
 _MAX_ROWS = 200  # of a notebook
 _MAX_BOXES, _MAX_DEPTH = 500, 6  # of more leaves, equal numbered subtrees are one box; levels that are drawn at once
 _AT_ONCE = 2
+_Types = dict[Path, tuple[str, str]]  # type and sharding of each leaf, as shown
+_Fold = Callable[[Iterable[Row]], Iterable[tuple[Row, list[Row]]]]
 
 
 @dataclasses.dataclass(slots=True)
-class Contents:
-    """Leaves of a checkpoint; its files may be closed."""
+class Contents(metadata.StoredLeaves):
+    """The leaves of a checkpoint that were asked for; its files may be closed."""
 
-    path: str  # absolute path, or URL
-    format: str
-    leaves: dict[Path, LeafHandle]  # those that were asked for
-    empty: dict[Path, str]  # None and empty containers, likewise
-    stored: int  # number of all leaves
-    shardings: dict[Path, str]  # Orbax's JSON text of those that are saved
-    stats: dict[Path, Stats] | None  # of those that are numbers; None if they were not asked for
+    stored: int = 0  # number of all leaves
+    shardings: dict[Path, str] = dataclasses.field(default_factory=dict)  # Orbax's JSON text of those that are saved
+    stats: dict[Path, Stats] | None = None  # of those that are numbers; None if they were not asked for
 
     @property
     def nbytes(self) -> int:
@@ -60,26 +58,27 @@ def contents(
     item: str | None = None,
     pattern: str | None = None,
     stats: bool = False,
-    begin: metadata.Begin = metadata.uncounted,
 ) -> Contents:
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
     Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
-    paths, or from the root if it begins with ``^``. ``begin`` is that of `metadata`."""
-    read = functools.partial(contents_of, pattern=pattern, begin=begin if stats else None)
+    paths, or from the root if it begins with ``^``."""
+    read = functools.partial(contents_of, pattern=pattern, stats=stats)
     checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
     return metadata.read_one(checkpoint_dir, read, step=step, item=item, doing="show")
 
 
-def contents_of(opened: Opened, pattern: str | None = None, begin: metadata.Begin | None = None) -> Contents:
-    """Return what is in an open checkpoint, with statistics if there is a ``begin``; see `contents`."""
+def contents_of(opened: Opened, pattern: str | None = None, *, stats: bool = False) -> Contents:
+    """Return what is in an open checkpoint; see `contents`."""
     stored = metadata.leaves_of(opened)
-    chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
-    leaves = {path: handle for path, handle in stored.leaves.items() if path in chosen}
-    empty = {path: what for path, what in stored.empty.items() if path in chosen}
+    leaves, empty = stored.leaves, stored.empty
+    if pattern is not None:
+        matching = _matching(stored, pattern)
+        leaves = {path: leaf for path, leaf in leaves.items() if path in matching}
+        empty = {path: what for path, what in empty.items() if path in matching}
     shardings = {path: text for path, handle in leaves.items() if (text := handle.sharding) is not None}
-    stats = None if begin is None else _stats(leaves, begin)
-    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, stats)
+    numbers = _stats(leaves) if stats else None
+    return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, numbers)
 
 
 def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
@@ -96,12 +95,11 @@ def _matching(stored: metadata.StoredLeaves, pattern: str) -> set[Path]:
     return matching
 
 
-def _stats(leaves: dict[Path, LeafHandle], begin: metadata.Begin) -> dict[Path, Stats]:
+def _stats(leaves: dict[Path, LeafHandle]) -> dict[Path, Stats]:
     """Read leaves, and return the statistics of those that are numbers."""
     texts = (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY)
     handles = [handle for handle in leaves.values() if handle.kind not in texts]
     found: dict[LeafHandle, Stats] = {}
-    count = begin(lambda: sum(handle.nbytes for handle in handles))
 
     def read(batch: Sequence[LeafHandle]) -> None:
         parts = ((batch[0], backend.read_all([part])[0]) for part in backend.pieces(batch[0]))
@@ -109,35 +107,9 @@ def _stats(leaves: dict[Path, LeafHandle], begin: metadata.Begin) -> dict[Path, 
             array = np.asarray(value)
             if is_numeric(array):
                 found.setdefault(handle, Stats()).add(array)
-            count(array.nbytes)
 
     in_parallel(read, list(backend.batches(handles)), _AT_ONCE)
     return {path: found[handle] for path, handle in leaves.items() if handle in found}
-
-
-@dataclasses.dataclass(slots=True)
-class _Subtree:
-    """A subtree, or a leaf."""
-
-    children: dict[str, _Subtree] = dataclasses.field(default_factory=dict)  # by names as messages show them
-    type: str = ""  # of a leaf, or what an empty node is
-    sharding: str = ""
-    stats: Stats | None = None
-    count: int = 0  # number of leaves
-    nbytes: int = 0  # their size in memory, in bytes
-    form: str = ""  # equal for subtrees of equal names, types and shardings
-
-    def add_up(self, forms: dict[Any, str]) -> None:
-        """Set the totals of this subtree, and the form."""
-        if all(name.isascii() and name.isdecimal() for name in self.children):
-            # Items of lists and tuples: empty ones came last.
-            self.children = dict(sorted(self.children.items(), key=lambda one: (len(one[0]), one[0])))
-        for child in self.children.values():
-            child.add_up(forms)
-            self.count += child.count
-            self.nbytes += child.nbytes
-        key = self.type, self.sharding, tuple((name, child.form) for name, child in self.children.items())
-        self.form = forms.setdefault(key, str(len(forms)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,44 +119,54 @@ class _Row:
     path: str
     name: str  # the last one of its path
     level: int
-    members: list[_Subtree]
-
-    @property
-    def count(self) -> int:
-        """Return the number of leaves."""
-        return sum(one.count for one in self.members)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the leaves in memory, in bytes."""
-        return sum(one.nbytes for one in self.members)
+    count: int  # number of leaves
+    nbytes: int  # their size in memory, in bytes
+    type: str = ""  # of a leaf, or what an empty node is
+    sharding: str = ""
+    stats: Stats | None = None
 
 
 @depth.limited("shown")
 def _rows(contents: Contents, *, folds: bool = True) -> list[_Row]:
     """Return the root, and all below it, from the top down; if it ``folds``, equal numbered subtrees are one row."""
-    root = _Subtree()
     leaves: dict[Path, LeafHandle | str] = {**contents.leaves, **contents.empty}
-    for path, leaf in leaves.items():
-        node = root
-        for name in path:
-            node = node.children.setdefault(show_path((name,)), _Subtree())
-        node.type, node.sharding = metadata.describe(leaf), _sharding(contents.shardings.get(path))
-        node.stats = (contents.stats or {}).get(path)
-        if isinstance(leaf, LeafHandle):
-            node.count, node.nbytes = 1, leaf.nbytes
-    root.add_up({})
-    top = show_path(())
-    return [_Row(top, top, 0, [root]), *_below([root], "", folds=folds)]
+    types = {path: (metadata.describe(leaf), _sharding(contents.shardings.get(path))) for path, leaf in leaves.items()}
+    fold = fold_with_members if folds else lambda rows: [(row, [row]) for row in rows]
+    return list(_rows_of(contents, types, fold, list(leaves), "", show_path(())))
 
 
-def _below(members: list[_Subtree], above: str, level: int = 1, *, folds: bool) -> Iterator[_Row]:
-    """Yield all below a row."""
-    rows = [Row((name,), (child.form,)) for name, child in members[0].children.items()]
-    for row, alike in fold_with_members(rows) if folds else [(row, [row]) for row in rows]:
-        below = [member.children[one.names[0]] for member in members for one in alike]
-        yield _Row(f"{above}{row.names[0]}", row.names[0], level, below)
-        yield from _below(below, f"{above}{row.names[0]}/", level + 1, folds=folds)
+def _rows_of(
+    contents: Contents, types: _Types, fold: _Fold, paths: list[Path], above: str, name: str, level: int = 0
+) -> Iterator[_Row]:
+    """Yield the row of a node, or of equal ones, with these leaves and empty nodes, and all below it."""
+    handles = [contents.leaves[path] for path in paths if path in contents.leaves]
+    totals = f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles)
+    if len(paths[0]) == level:
+        yield _Row(*totals, *types[paths[0]], _merged(contents, paths))
+        return
+    yield _Row(*totals)
+    below: dict[str, list[Path]] = {}
+    for path in paths:
+        below.setdefault(show_path((path[level],)), []).append(path)
+    if all(one.isascii() and one.isdecimal() for one in below):  # items of lists and tuples: empty ones came last
+        below = dict(sorted(below.items(), key=lambda one: (len(one[0]), one[0])))
+    forms: dict[Any, str] = {}  # equal for subtrees of equal names, types and shardings
+    rows = []
+    for one, inside in below.items():
+        form = tuple((path[level + 1 :], types[path]) for path in inside)
+        rows.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
+    for row, alike in fold(rows):
+        inside = [path for one in alike for path in below[one.names[0]]]
+        yield from _rows_of(contents, types, fold, inside, f"{above}{name}/" if level else "", row.names[0], level + 1)
+
+
+def _merged(contents: Contents, paths: list[Path]) -> Stats | None:
+    """Return the statistics of several leaves; None if they have none."""
+    found = [contents.stats[path] for path in paths if path in contents.stats] if contents.stats else []
+    merged = Stats()
+    for one in found:
+        merged.merge(one)
+    return merged if found else None
 
 
 def title(contents: Contents) -> str:
@@ -197,7 +179,7 @@ def title(contents: Contents) -> str:
 
 def report(contents: Contents, levels: int | None = None) -> Report:
     """Return what is shown of a checkpoint; ``levels`` is the number of levels of the tree, None for all."""
-    return Report(_lines(contents, levels), functools.partial(_to_json, contents, levels))
+    return Report(_lines(contents, levels), functools.partial(_to_json, contents))
 
 
 def short_report(contents: Contents) -> Report:
@@ -217,7 +199,7 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
         [_HEADINGS[n] for n in shown],
         [[printable(row[n], one_line=True) for n in shown] for row in cells],
         {at for at, n in enumerate(shown) if _HEADINGS[n] not in _LEFT},
-        ["red" if any(one.stats and (one.stats.nan or one.stats.inf) for one in row.members) else None for row in rows],
+        ["red" if row.stats and (row.stats.nan or row.stats.inf) else None for row in rows],
     )
     yield Line("")
     totals = _by_dtype(contents).items()
@@ -226,15 +208,10 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
-    first, numbers = row.members[0], [""] * len(_NUMBERS)
-    if first.stats is not None:
-        stats = Stats()
-        for one in row.members:
-            stats.merge(one.stats or Stats())
-        known = ["-" if one is None else one for one in _five(stats)]
-        numbers = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in known]
+    known = ["-" if one is None else one for one in _five(row.stats)] if row.stats else [""] * len(_NUMBERS)
+    numbers = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in known]
     name, size = f"{'  ' * (row.level - 1)}{_short(row.name)}", format_size(row.nbytes) if row.nbytes else ""
-    return name, first.type, str(row.count), size, *numbers, first.sharding
+    return name, row.type, str(row.count), size, *numbers, row.sharding
 
 
 def _short(text: str) -> str:
@@ -272,30 +249,19 @@ def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
 
 
-def _to_json(contents: Contents, levels: int | None) -> dict[str, Any]:
-    """Return all as what JSON holds: every leaf, and totals by dtype, and by subtree down to a level."""
+def _to_json(contents: Contents) -> dict[str, Any]:
+    """Return every leaf, and totals by dtype, as what JSON holds."""
     leaves = []
     for path, leaf in contents.leaves.items():
-        dtype = None if leaf.dtype is None else str(leaf.dtype)
-        shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape, "dtype": dtype}
-        shown |= {"nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
+        shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape}
+        shown |= {"dtype": leaf.dtype, "nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
         if contents.stats is not None:
             stats = contents.stats.get(path)
-            shown["stats"] = stats and dict(zip(_NUMBERS, for_json(_five(stats)), strict=True))
+            shown["stats"] = stats and dict(zip(_NUMBERS, _five(stats), strict=True))
         leaves.append(shown)
-    subtrees = [row for row in _rows(contents, folds=False)[1:] if levels is None or row.level <= levels]
-    return {
-        "path": contents.path,
-        "format": contents.format,
-        "stored": contents.stored,
-        "nbytes": contents.nbytes,
-        "leaves": leaves,
-        "empty": {show_path(path): what for path, what in contents.empty.items()},
-        "dtypes": _by_dtype(contents),
-        "subtrees": {
-            row.path: {"leaves": row.count, "nbytes": row.nbytes} for row in subtrees if row.members[0].children
-        },
-    }
+    empty = {show_path(path): what for path, what in contents.empty.items()}
+    found = {"path": contents.path, "format": contents.format, "stored": contents.stored, "nbytes": contents.nbytes}
+    return {**found, "leaves": for_json(leaves), "empty": empty, "dtypes": _by_dtype(contents)}
 
 
 def treemap(contents: Contents) -> str:
@@ -324,8 +290,7 @@ def treemap(contents: Contents) -> str:
 
 
 def _text_of_box(row: _Row) -> str:
-    what = row.members[0].type
-    what = f"{row.count} of {what}" if what and row.count > 1 else what or count_of_leaves(row.count)
+    what = f"{row.count} of {row.type}" if row.type and row.count > 1 else row.type or count_of_leaves(row.count)
     return "<br>".join((_escaped(row.path), _escaped(what), format_size(row.nbytes)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections import Counter
@@ -19,7 +18,7 @@ from flax_ckpt_compat._core.text_formatting import Row, count_of_leaves, counted
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._discovery import locating, opening, walk
-from flax_ckpt_compat._view.metadata import dir_without_pending_saves
+from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.report import Line, Report, _Shown, for_json
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
@@ -130,7 +129,7 @@ def report(found: Sequence[Verification], *, strict: bool = False) -> Report:
     if counts["unverified"]:
         text += "\nUnverified: all leaves decode, but no recorded checksums cover them: changed values would not show."
     is_bad = not all(one.verified if strict else not one.damaged for one in found)
-    return Report([Line(text, hang=2)], lambda: list(map(_to_json, found)), found=is_bad)
+    return Report([Line(text, hang=2)], lambda: list(map(for_json, found)), found=is_bad)
 
 
 def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
@@ -143,21 +142,12 @@ def lines_of(checkpoint: VerifiedCheckpoint) -> Iterator[Line]:
     wrong = [one for one in checkpoint.leaves if one.why]
     rows = [Row((one.path, one.why.removeprefix(start).removeprefix(f"{one.path}: ")), (one.state,)) for one in wrong]
     found, more = text_formatting.shown(rows)
-    paths: dict[tuple[str, str], list[str]] = {}
-    for row in found:
-        paths.setdefault((row.detail[0], row.names[1]), []).append(row.names[0] + row.note)
-    details = [f"{state}: {', '.join(names)}: {why}" for (state, why), names in paths.items()]
+    details = [f"{row.detail[0]}: {row.names[0]}{row.note}: {row.names[1]}" for row in found]
     details += [f"and {more} more"] if more else []
     details += [text.removeprefix(start) for text in checkpoint.damage]
     if checkpoint.unexpected:
         details.append(f"unexpected: {text_formatting.one_line(checkpoint.unexpected)}")
     yield from (Line(printable(f"  {detail}", one_line=True), hang=4) for detail in details)
-
-
-def _to_json(found: Verification) -> dict[str, Any]:
-    checkpoints = [for_json(one) | {"state": one.state, "nbytes": one.nbytes} for one in found.checkpoints]
-    verdict = {"path": found.path, "state": found.state, "ok": found.ok, "verified": found.verified}
-    return {**verdict, "checkpoints": checkpoints}
 
 
 _AT_ONCE = 4
@@ -196,41 +186,13 @@ def verify(
         True
     """
     arguments.check_function(progress, "progress")
-    root, found = checkpoints_at(path, step=step, prefix=prefix)
-    return verify_all(root, found, step=step, progress=progress)
-
-
-def checkpoints_at(
-    path: str | os.PathLike[str], *, step: SupportsFloat | str | None, prefix: str
-) -> tuple[Location, list[Location]]:
-    """Return the location of a path, and the checkpoints to verify there; arguments as for `verify`."""
-    checkpoint_dir = dir_without_pending_saves(path, prefix)
-    root = checkpoint_dir.root
-    if step is not None:
-        located = locating.find(checkpoint_dir, step)
-        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
-        return root, [located.location.unlisted()]
-    found = walk.checkpoints_below(root)
-    if not found:
-        raise errors.CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
-    return root, found
-
-
-def verify_all(
-    root: Location,
-    found: Sequence[Location],
-    *,
-    step: SupportsFloat | str | None,
-    progress: Callable[[VerifiedCheckpoint], None] | None = None,
-    count: Callable[[int], None] = lambda _: None,
-) -> Verification:
-    """Verify what `checkpoints_at` found; ``count`` takes the bytes of each verified leaf, in several threads."""
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
+    root, found, is_named = _checkpoints_at(path, step, prefix)
+    count = metadata.BAR.get()(lambda: sum(one.total_size() for one in found))
     results = []
     with Pool(_AT_ONCE) as pool:
-        verify_one = functools.partial(_verify, is_named=step is not None or found == [root], count=count)
-        tasks = [pool.submit(verify_one, one) for one in found]
+        tasks = [pool.submit(_verify, one, count, is_named) for one in found]
         for result in filter(None, (task.result() for task in tasks)):
             results.append(result)
             if progress is not None:
@@ -238,13 +200,27 @@ def verify_all(
     return Verification(root.path, tuple(results))
 
 
-def _verify(location: Location, *, is_named: bool, count: Callable[[int], None]) -> VerifiedCheckpoint | None:
+def _checkpoints_at(path: Any, step: Any, prefix: str) -> tuple[Location, list[Location], bool]:
+    """Return the location of a path, the checkpoints to verify there, and whether the caller named the only one."""
+    checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
+    root = checkpoint_dir.root
+    if step is not None:
+        located = locating.find(checkpoint_dir, step)
+        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
+        return root, [located.location.unlisted()], True
+    found = walk.checkpoints_below(root)
+    if not found:
+        raise errors.CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
+    return root, found, found == [root]
+
+
+def _verify(location: Location, count: Callable[[int], None], is_named: bool) -> VerifiedCheckpoint | None:
     """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
     reported = _UNOPENED if is_named else (*_UNOPENED, errors.UnrecognizedFormatError, errors.CheckpointNotFoundError)
     try:
         listed = location.listed()
         with locating.unchanged(listed), locating.reporting_removal(listed):
-            found = _verify_files(listed, count, is_named=is_named)
+            found = _verify_files(listed, count, is_named)
     except reported as error:
         is_damaged = not isinstance(error, (*_NO_DAMAGE, errors.CheckpointNotFoundError))
         found = VerifiedCheckpoint(location.path, "", (), (str(error),), readable=is_damaged)
@@ -255,7 +231,7 @@ def _verify(location: Location, *, is_named: bool, count: Callable[[int], None])
     return None
 
 
-def _verify_files(location: Location, count: Callable[[int], None], *, is_named: bool) -> VerifiedCheckpoint:
+def _verify_files(location: Location, count: Callable[[int], None], is_named: bool) -> VerifiedCheckpoint:
     leaves: list[VerifiedLeaf] = []
     damage: list[str] = []
     format, readable = "", True

@@ -125,12 +125,12 @@ def escape_what_cannot_be_shown() -> None:
 
 @contextmanager
 def progress_shown(*, as_json: bool) -> Iterator[Begin]:
-    """Yield what begins a bar on standard error, if both streams are a terminal; else it counts nothing."""
+    """Set what begins a bar on standard error, and yield it; unless both streams are a terminal it counts nothing."""
     from flax_ckpt_compat._core import progress
-    from flax_ckpt_compat._view.metadata import uncounted
+    from flax_ckpt_compat._view.metadata import BAR
 
     if as_json or not (is_terminal(sys.stdout) and progress.is_shown()):
-        yield uncounted
+        yield BAR.get()
         return
     with progress.display() as display:
 
@@ -138,7 +138,11 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
             task = display.add_task("", total=total())
             return lambda nbytes, words=None: display.update(task, advance=nbytes, description=words)
 
-        yield begin
+        token = BAR.set(begin)
+        try:
+            yield begin
+        finally:
+            BAR.reset(token)
 
 
 def tell_passed_over(path: str, found: Collection[str]) -> None:

@@ -31,6 +31,6 @@ def command(a: str, b: str, *, as_json: bool, **options: Any) -> bool:
     """
     from flax_ckpt_compat._view import diff
 
-    with base.progress_shown(as_json=as_json) as begin:
-        found = diff.run(a, b, **options, begin=begin)
+    with base.progress_shown(as_json=as_json):
+        found = diff.diff(a, b, **options)
     return base.print_report(found._report(), as_json=as_json)

@@ -34,8 +34,7 @@ def command(path: str, depth: int | None, html: str | None, *, stats: bool, as_j
     """
     from flax_ckpt_compat._view import report, show
 
-    with base.progress_shown(as_json=as_json or not stats) as begin:
-        found = show.contents(path, stats=stats, begin=begin, **options)
+    found = show.contents(path, stats=stats, **options)
     if html is None or as_json:
         base.print_report(show.report(found, depth), as_json=as_json)
     if html is not None:

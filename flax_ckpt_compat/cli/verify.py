@@ -31,13 +31,9 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     """
     from flax_ckpt_compat._view import verify
 
-    def show_one(checkpoint: verify.VerifiedCheckpoint) -> None:
-        base.print_lines(() if as_json else verify.lines_of(checkpoint))
-
-    with base.progress_shown(as_json=as_json) as begin:
-        places = [verify.checkpoints_at(path, step=step, prefix=prefix) for path in paths]
-        count = begin(lambda: sum(one.total_size() for _, inside in places for one in inside))
-        found = [verify.verify_all(root, inside, step=step, count=count, progress=show_one) for root, inside in places]
-    for root, inside in places if step is None else ():
-        base.tell_passed_over(root.path, {one.path for one in inside})
+    show_one = None if as_json else lambda checkpoint: base.print_lines(verify.lines_of(checkpoint))
+    with base.progress_shown(as_json=as_json):
+        found = [verify.verify(path, step=step, prefix=prefix, progress=show_one) for path in paths]
+    for one in found if step is None else ():
+        base.tell_passed_over(one.path, {checkpoint.path for checkpoint in one.checkpoints})
     return base.print_report(verify.report(found, strict=strict), as_json=as_json)

@@ -74,7 +74,7 @@ def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise errors.pop(0)
 
-    monkeypatch.setattr(verify, "checkpoints_at", fail)
+    monkeypatch.setattr(verify, "verify", fail)
     result = CliRunner().invoke(cli.main, ["verify", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("Error: KeyError: 'oh'\nThis is not an error that flax-ckpt expects")

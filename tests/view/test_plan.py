@@ -196,9 +196,9 @@ def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path:
     checkpoints.save_checkpoint(tmp_path, tree, 1)
     plan = plan_restore(tmp_path, {**tree, "new": np.ones(1)})
     text = str(plan)
-    assert "MISSING" in text and "77 more, each from the stored leaf" in text and len(text.splitlines()) < 40
+    assert "MISSING" in text and "77 more" in text and len(text.splitlines()) < 40
     odd = plan_restore(tmp_path, {name + "z": one for name, one in tree.items()})
-    assert "76 more, all in plan.leaves" in str(odd) and len(str(odd).splitlines()) < 40
+    assert "76 more" in str(odd) and len(str(odd).splitlines()) < 40
 
 
 def test_numbered_layers_are_one_row(flag: bool, tmp_path: Path) -> None:
@@ -231,32 +231,31 @@ def transformer(block: str, attention: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
-    """Of two renamed modules in 12 blocks: whole subtrees are rows, with their leaves counted, before and after."""
+    """Of two renamed modules in 12 blocks: the leaves of all blocks are a row, with their number, before and after."""
     checkpoints.save_checkpoint(tmp_path, transformer("block", "attn"), 1)
     target = transformer("layer", "attention")
     renames = [rules.rename(r"block_(\d+)", r"layer_\1"), rules.rename("attn", "attention")]
     without, renamed = plan_restore(tmp_path, target), plan_restore(tmp_path, target, transforms=renames)
     for plan in (without, renamed):
-        lines = str(plan).splitlines()[1:]
-        assert len(lines) <= 30
+        assert len(str(plan).splitlines()) <= 40
     first, second = ([" ".join(line.split()) for line in str(plan).splitlines()] for plan in (without, renamed))
     # 12 blocks of 16 arrays, 6 of 16 and 10 of 4 values of 8 bytes, three times.
-    assert first[1] == "10 from the checkpoint, 576 missing (39.2 kB), 576 stored but not used (39.2 kB)"
+    assert first[1] == "10 from the checkpoint, 576 missing, 576 stored but not used (39.2 kB)"
     assert first[2] == "restore raises MissingLeavesError." and first[3].startswith("These rules would map it")
-    assert "opt_state/mu/layer_{0..11}/… MISSING (192 leaves)" in first
-    assert first[-1].startswith("Stored, but not used: params/block_{0..11}/Dense_{0,1}/… (48 leaves), ")
-    assert "opt_state/mu/layer_{0..11}/attention/… opt_state/mu/block_{0..11}/attn/… (96 leaves)" in second
+    assert "params/layer_{0..11}/Dense_{0,1}/kernel MISSING (4, 4) float64 (24 leaves)" in first
+    assert first[-1].startswith("Stored, but not used: ") and "params/block_{0..11}/Dense_{0,1}/kernel, " in first[-1]
+    renamed_row = "params/layer_{0..11}/attention/key/kernel params/block_{0..11}/attn/key/kernel (4, 4) float64"
+    assert f"{renamed_row} (12 leaves)" in second
     assert repr(without) == f"<Plan {first[0]}; {first[1]}; raises MissingLeavesError>"
 
 
 def test_the_title_counts_what_differs(flag: bool, tmp_path: Path) -> None:
-    """Leaves that are missing, have another shape or dtype, or are not used, each with its bytes."""
+    """Leaves that are missing, have another shape or dtype, or are not used, these with their bytes."""
     checkpoints.save_checkpoint(tmp_path, {"a": np.ones((2, 3), "f4"), "b": np.ones(3, "f4"), "x": np.ones(7, "f4")}, 1)
     plan = plan_restore(tmp_path, {"a": np.ones((2, 4), "f4"), "b": np.ones(3), "c": np.ones((5, 2), "f4")})
     assert str(plan).splitlines()[:2] == [
         f"{tmp_path / 'checkpoint_1'} ({'orbax' if flag else 'msgpack'}): 36 B to read",
-        "  2 from the checkpoint, 1 missing (40 B), 1 of another shape (24 B), 1 of another dtype (12 B), "
-        "1 stored but not used (28 B)",
+        "  2 from the checkpoint, 1 missing, 1 of another shape, 1 of another dtype, 1 stored but not used (28 B)",
     ]
     assert "(2, 3) float32, target (2, 4)" in str(plan) and "(3,) float32, target float64" in str(plan)
 
@@ -321,13 +320,13 @@ def test_names_that_were_swapped(tmp_path: Path) -> None:
 
 
 def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
-    """A pickled plan says the same, without the trees behind it."""
+    """A pickled plan has the same leaves and verdict, without the trees behind it, and so without a proposal."""
     plan = plan_restore(tmp_path, TARGET)
     assert plan.suggestion is not None
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.missing == plan.missing and again.suggestion is None
-    assert str(again) == str(plan) == str(pickle.loads(pickle.dumps(again)))
-    assert "transforms = [" in str(again)
+    lines = str(again).splitlines()
+    assert [line for line in str(plan).splitlines() if line in lines] == lines and "transforms" not in str(again)
 
 
 def test_rules_for_several_items(tmp_path: Path) -> None:

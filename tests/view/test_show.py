@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import orbax.checkpoint as ocp
 import pytest
 import rich.console
 from click.testing import CliRunner, Result
-from flax import traverse_util
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint
 from flax_ckpt_compat._core import backend
@@ -105,9 +103,9 @@ def test_depth_and_filter(tmp_path: Path) -> None:
 
 
 def test_json(tmp_path: Path) -> None:
-    """JSON has each leaf, folded or not, and totals by dtype and subtree."""
+    """JSON has each leaf, folded or not, and totals by dtype."""
     saved(tmp_path, TREE)
-    found = json.loads(run(tmp_path, "--json", "--depth", 2).stdout)
+    found = json.loads(run(tmp_path, "--json").stdout)
     assert (found["stored"], found["nbytes"], len(found["leaves"])) == (26, 1938, 26)
     leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
     assert leaves["opt/0/mu"] == {
@@ -120,9 +118,6 @@ def test_json(tmp_path: Path) -> None:
     }
     assert found["empty"] == {"opt/1": "None"}
     assert found["dtypes"]["float32"] == {"leaves": 24, "nbytes": 1924}
-    assert found["subtrees"]["params"] == {"leaves": 24, "nbytes": 1924}
-    assert found["subtrees"]["params/block_0"] == {"leaves": 2, "nbytes": 164}
-    assert "params/block_0/attn" not in found["subtrees"]
 
 
 def test_json_beside_the_only_tree(tmp_path: Path) -> None:
@@ -206,29 +201,21 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
 
 
 def test_stats_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large arrays are read in slices, with progress in bytes."""
+    """Large arrays are read in slices."""
     monkeypatch.setattr(backend, "BATCH_BYTES", 2**20)
     monkeypatch.setattr("flax_ckpt_compat._view.array_values.BLOCK", 2**16)
     large = np.ones((8, 2**20), np.float32)
     large[3, 7] = 5
     saved(tmp_path, {"large": large})
-    totals, counted = list[int](), list[int]()
-
-    def begin(total: Callable[[], int]) -> Callable[[int], None]:
-        totals.append(total())
-        return counted.append
-
     tracemalloc.start()
     try:
-        found = show.contents(tmp_path, stats=True, begin=begin)
+        found = show.contents(tmp_path, stats=True)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert found.stats is not None
     (stats,) = found.stats.values()
     assert (stats.finite, stats.max, stats.total) == (2**23, 5, 2**23 + 4)
-    assert totals == [sum(counted)] == [2**25]
-    assert len(counted) == 32
     assert peak < 8 * 2**20
 
 
@@ -284,7 +271,7 @@ def test_damage_and_absence(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_treemap_above_the_tree(tmp_path: Path) -> None:
-    """Each leaf with bytes is a box in its parent, which is as large as all in it; names are escaped."""
+    """Each leaf with bytes is a box in its parent, which is as large as all in it; of many, numbered ones are one."""
     pytest.importorskip("plotly")
     tree = TREE | {"<script>alert(1)</script>": np.full(64, np.nan), "q\"'": 1}
     saved(tmp_path, tree)
@@ -298,22 +285,13 @@ def test_the_page_has_a_treemap_above_the_tree(tmp_path: Path) -> None:
     (drawn,) = json.loads(re.findall(r'Plotly\.newPlot\(\s*"[^"]+",\s*(\[.*?\]),\s*{"', text, re.DOTALL)[0])
     sizes = dict(zip(drawn["ids"], drawn["values"], strict=True))
     parents = dict(zip(drawn["ids"], drawn["parents"], strict=True))
-    paths = {"/".join(path): leaf.nbytes for path, leaf in traverse_util.flatten_dict(tree["params"]).items()}
-    assert {f"params/{path}": size for path, size in paths.items()}.items() <= sizes.items()
+    assert all(sizes[f"params/block_{n}/attn/kernel"] == 128 for n in range(12)) and sizes["params/block_0/bias"] == 36
     for path, size in sizes.items():
         inside = [sizes[one] for one, above in parents.items() if above == path]
         assert not inside or sum(inside) == size
-
-
-@pytest.mark.slow
-def test_the_page_of_many_leaves_is_small(tmp_path: Path) -> None:
-    """Of more than 500 leaves, equal numbered layers are one box, and one row."""
-    pytest.importorskip("plotly")
-    saved(tmp_path, {f"layer_{n}": {"w": np.zeros(2), "<out>": np.zeros(3)} for n in range(2_000)})
-    found = show.contents(tmp_path)
-    map_of_all = show.treemap(found)
-    assert "4000 of" not in map_of_all and "2000 of float64[2]" in map_of_all and "layer_1999" not in map_of_all
-    assert len(str(show.report(found)).splitlines()) < 10
+    saved(tmp_path / "many", {f"layer_{n}": {"w": np.zeros(2)} for n in range(501)})
+    map_of_many = show.treemap(show.contents(tmp_path / "many"))
+    assert "501 of float64[2]" in map_of_many and "layer_500" not in map_of_many
 
 
 def test_the_treemap_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +308,7 @@ def test_a_slash_within_a_name(tmp_path: Path) -> None:
     saved(tmp_path, {"mlp/~/linear_0": {"w": np.ones(3)}})
     assert r"mlp\/~\/linear_0" in run(tmp_path).stdout
     found = json.loads(run(tmp_path, "--json").stdout)
-    assert list(found["subtrees"]) == [r"mlp\/~\/linear_0"] and found["leaves"][0]["path"] == r"mlp\/~\/linear_0/w"
+    assert found["leaves"][0]["path"] == r"mlp\/~\/linear_0/w"
 
 
 def test_page_replaces_nothing_else(tmp_path: Path) -> None:
