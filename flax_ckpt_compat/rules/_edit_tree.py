@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.tree import (
 )
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule_name
 
 Array = LeafHandle | Derived
 
@@ -112,9 +112,7 @@ def describe(node: Node) -> str:
         return f"{node.dtype}{list(node.shape)}"
     if isinstance(node, LeafHandle):
         return f"a stored {node.kind.value}"
-    if isinstance(node, Derived):
-        return "computed, of unknown shape" if node.shape is None else "a computed PRNG key"
-    return "None" if node is None else "left to the target"
+    return "None" if node is None else "left to the target" if isinstance(node, Own) else "computed"
 
 
 @contextlib.contextmanager
@@ -135,7 +133,10 @@ def require_array(leaf: Node) -> Array:
 
 
 def each_leaf(
-    pattern: str, wanted: Callable[[Any], bool], change: Callable[[Any, str, Node], Node], needed: str
+    pattern: str,
+    change: Callable[[Any, str, Node], Node],
+    needed: str = "array",
+    wanted: Callable[[Any], bool] = is_array,
 ) -> Apply:
     """Return the `apply` of a rule that changes the ``wanted`` leaves whose key path has a match; other leaves stay.
 
@@ -153,7 +154,7 @@ def each_leaf(
             if not matching[path]:
                 return leaf
             with fitting(path, leaf):
-                return change(leaf, f"{name_in_messages()}: {show_path(path)}", node_at(target, path))
+                return change(leaf, f"{rule_name.get()}: {show_path(path)}", node_at(target, path))
 
         tree = map_leaves(changed, stored)
         if not any(matching.values()):
@@ -162,11 +163,6 @@ def each_leaf(
         return tree
 
     return apply
-
-
-def each_array(pattern: str, change: Callable[[Array, str, Node], Node]) -> Apply:
-    """Return the `apply` of a rule that changes every matching array; see `each_leaf`."""
-    return each_leaf(pattern, is_array, change, "array")
 
 
 def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> Apply:
@@ -179,7 +175,7 @@ def rearranged(pattern: str, function: Callable[[Any], Any], how: str = "") -> A
         note = how or f"{leaf.shape} → {shape}"
         return derived(leaf, lambda value: function(value).copy(order="C"), note, shape=shape)
 
-    return each_array(pattern, changed)
+    return each_leaf(pattern, changed)
 
 
 def derived(

@@ -24,7 +24,7 @@ _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
 OpenTree = Callable[[str, Any, str], tuple[str, Node]]
 Apply = Callable[..., Node]
-_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
+rule_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
 
 
 class RuleError(Exception):
@@ -44,30 +44,15 @@ def misfit(path: Path, problem: str) -> RuleError:
 
 
 @contextlib.contextmanager
-def named(rule_name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
     """Begin the messages of errors with the name of a rule."""
-    token = _name.set(rule_name)
+    token = rule_name.set(name)
     try:
         yield
     except RuleError as error:
-        raise error.kind(f"{rule_name}: {error}", leaf=error.leaf) from error.__cause__
+        raise error.kind(f"{name}: {error}", leaf=error.leaf) from error.__cause__
     finally:
-        _name.reset(token)
-
-
-def applied(rule_name: str, apply: Apply) -> Apply:
-    """Return an `apply` whose errors are `named`; cloudpickle can send it to Dask's workers."""
-
-    def apply_named(*trees: Any) -> Node:
-        with named(rule_name):
-            return apply(*trees)
-
-    return apply_named
-
-
-def name_in_messages() -> str:
-    """Return the name of the rule that is applied, for messages of what runs when values are read."""
-    return _name.get()
+        rule_name.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,62 +88,56 @@ def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
     @functools.wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
         words: list[str] = []
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            parameter = signature.parameters[name]
+        bound = signature.bind(*args, **kwargs).arguments
+        given = [(signature.parameters[name], value) for name, value in bound.items()]
+        for parameter, value in given:
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 words.extend(map(_shown, value))
-            elif name not in (first, "replacement") and parameter.default is not inspect.Parameter.empty:
-                words.append(f"{name}={_shown(value)}")
-            else:
+            elif parameter.name in (first, "replacement") or parameter.default is inspect.Parameter.empty:
                 words.append(_shown(value))
-        rule_name = f"{make.__name__}({', '.join(words)})"
-        with named(rule_name):
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                _check_type(signature.parameters[name], value)
+            else:
+                words.append(f"{parameter.name}={_shown(value)}")
+        name = f"{make.__name__}({', '.join(words)})"
+        with named(name):
+            for parameter, value in given:
+                _check_type(parameter, value)
             apply = make(*args, **kwargs)
-        return Rule(f"rules.{rule_name}", applied(rule_name, apply), getattr(apply, "opens", ()))
+        return Rule(f"rules.{name}", named(name)(apply), getattr(apply, "opens", ()))
 
     return made
 
 
-def _check_type(parameter: inspect.Parameter, value: Any) -> None:
-    """Raise an error unless an argument is what its annotation says, if `_EXPECTED` knows all of that."""
-    names = str(parameter.annotation).split(" | ")
-    # A prefix may also be a path object, and `as_text` refuses others.
-    is_known = _EXPECTED.keys() >= set(names) and parameter.name != "prefix"
-    kinds = [_EXPECTED[name] for name in names] if is_known else []
-    values = value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,)
-    for one in values if kinds else ():
-        if not any(is_right(one) for _, is_right in kinds):
-            words = " or ".join(word for word, _ in kinds if word)
-            found = f"{type(one).__name__}: {one!r:.100}"
-            raise RuleError(f"{parameter.name} is {words}, found {found}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer)
-
-
-def _are(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return (is_list or (isinstance(value, np.ndarray) and value.ndim == 1)) and all(map(is_right, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# Annotation → its words for messages, and the check.
-_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("text", _is_text),
-    "int": ("a whole number", _is_whole),
-    "Sequence[str]": ("a list of text", lambda value: _are(value, _is_text)),
-    "Sequence[int]": ("a list of whole numbers", lambda value: _are(value, _is_whole)),
-    "Mapping[str, Replacement]": ("a mapping of text to it", lambda value: isinstance(value, Mapping)),
-    "Replacement": ("text or a function", lambda value: _is_text(value) or callable(value)),
-    "Callable[[Any], Any]": ("a function", callable),
-    "None": ("", lambda value: value is None),
+# Annotation of an argument → its words for messages, and its type, or that of the items of a list.
+_KINDS: dict[str, tuple[str, Any]] = {
+    "str": ("text", str),
+    "int": ("a whole number", (int, np.integer)),
+    "Sequence[str]": ("a list of text", str),
+    "Sequence[int]": ("a list of whole numbers", (int, np.integer)),
+    "Mapping[str, Replacement]": ("a mapping of text to it", Mapping),
+    "Replacement": ("text or a function", (str, Callable)),
+    "Callable[[Any], Any]": ("a function", Callable),
+    "None": ("", type(None)),
 }
+
+
+def _check_type(parameter: inspect.Parameter, value: Any) -> None:
+    """Raise an error unless an argument is what its annotation says, if `_KINDS` knows all of that."""
+    kinds = str(parameter.annotation).split(" | ")
+    # A prefix may also be a path object, and `as_text` refuses others.
+    if parameter.name == "prefix" or not _KINDS.keys() >= set(kinds):
+        return
+    for one in value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,):
+        if not any(_is(one, kind) for kind in kinds):
+            words = " or ".join(_KINDS[kind][0] for kind in kinds if kind != "None")
+            raise RuleError(f"{parameter.name} is {words}, found {type(one).__name__}: {one!r:.100}")
+
+
+def _is(value: Any, kind: str) -> bool:
+    if not kind.startswith("Sequence"):
+        return isinstance(value, _KINDS[kind][1])
+    items = value.tolist() if isinstance(value, np.ndarray) else value
+    is_list = isinstance(items, Sequence) and not isinstance(items, str | bytes)
+    return is_list and all(isinstance(one, _KINDS[kind][1]) for one in items)
 
 
 def _shown(value: object) -> str:

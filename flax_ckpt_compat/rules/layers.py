@@ -50,14 +50,11 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
             raise misfit(place, f"has numbers {numbers}, expected consecutive ones from first={first} on")
         return [layers[one] for one in numbers]
 
-    def join(leaves: list[Array]) -> Derived:
-        shape = leaves[0].shape or ()
+    def widened(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         at = _edit_tree.axis_of(axis, (*shape, 1))
-        return _joined(np.stack, leaves, at, (*shape[:at], len(leaves), *shape[at:]), f"stack of {len(leaves)}")
+        return at, (*shape[:at], 1, *shape[at:])
 
-    return _inner_first(
-        compiled, _joining(_patterns.new_names(into), number, row, _edit_tree.describe, join), near=pattern
-    )
+    return _inner_first(compiled, _joining(_patterns.new_names(into), number, row, widened), near=pattern)
 
 
 @rule
@@ -90,10 +87,7 @@ def unstack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
             )
         return [into.replace("{}", str(first + number)) for number in range(count)]
 
-    def layer(array: Array, at: int, number: int, count: int) -> Derived:
-        return _edit_tree.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
-
-    return _dividing(pattern, axis, names, layer)
+    return _dividing(pattern, axis, names, lambda _, count: [1] * count, squeeze=True)
 
 
 @rule
@@ -118,21 +112,12 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
     def row(_: Path, siblings: dict[int, Path]) -> list[Path]:
         return [siblings[number] for number in range(len(names))] if len(siblings) == len(names) else []
 
-    def alike(node: Node) -> str:
-        if not is_array(node):
-            return _edit_tree.describe(node)
-        at = _edit_tree.axis_of(axis, node.shape)
-        return f"{node.dtype}[{', '.join('any' if n == at else str(size) for n, size in enumerate(node.shape))}]"
-
-    def join(leaves: list[Array]) -> Derived:
-        shapes = [leaf.shape or () for leaf in leaves]
-        at = _edit_tree.axis_of(axis, shapes[0])
-        shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
-        return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
+    def unchanged(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return _edit_tree.axis_of(axis, shape), shape
 
     numbers = {name: number for number, name in enumerate(names)}
     compiled = _patterns.whole_names("|".join(map(re.escape, names)))
-    joining = _joining(_patterns.new_names(into), lambda match: numbers[match[0]], row, alike, join)
+    joining = _joining(_patterns.new_names(into), lambda match: numbers[match[0]], row, unchanged)
     return _inner_first(compiled, joining, near=names[0])
 
 
@@ -155,18 +140,17 @@ def split(pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int
     if not into or (sizes is not None and len(sizes) != len(into)):
         raise RuleError(f"expected a list of names, and as many sizes if any; got sizes {sizes}")
 
-    def part(array: Array, at: int, number: int, count: int) -> Derived:
-        length = (array.shape or ())[at]
-        lengths = [length // count] * count if sizes is None else sizes
-        if sum(lengths) != length or min(lengths) < 0:
+    def lengths(length: int, count: int) -> Sequence[int]:
+        found = [length // count] * count if sizes is None else sizes
+        if sum(found) != length or min(found) < 0:
             parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
             raise ValueError(f"it has length {length} on the axis, which is not {parts}")
-        first = sum(lengths[:number])
-        return _edit_tree.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
+        return found
 
-    return _dividing(pattern, axis, lambda *_: into, part)
+    return _dividing(pattern, axis, lambda *_: into, lengths)
 
 
+Part = Callable[[tuple[int, ...]], tuple[int, tuple[int, ...]]]
 Found = dict[Path, tuple[Path, re.Match[str]]]  # key path of a matching node → that of the branch above, and the match
 
 
@@ -197,13 +181,12 @@ def _joining(
     into: Path,
     number: Callable[[re.Match[str]], int],
     row: Callable[[Path, dict[int, Path]], list[Path]],
-    describe: Callable[[Node], str],
-    join: Callable[[list[Array]], Derived],
+    part: Part,
 ) -> Callable[[Node, Found], Node | None]:
     """Return the change that joins rows of nodes into one each, which takes the place of the first.
 
-    ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``describe`` says of leaves that
-    can be joined the same."""
+    ``row`` takes a branch and its nodes by number, and returns them in order, or none; ``part`` takes the shape of an
+    array and returns the axis on which the arrays are concatenated, and the shape that it has then."""
 
     def joined(tree: Node, found: Found) -> Node | None:
         numbered: dict[Path, dict[int, Path]] = {}
@@ -213,7 +196,7 @@ def _joining(
                 raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
         rows = {place: paths for place, nodes in numbered.items() if (paths := row(place, nodes))}
         ends = {paths[0]: (*place, *into) for place, paths in rows.items()}
-        whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, describe, join)}
+        whole = {path: leaf for paths in rows.values() for path, leaf in _join(tree, paths, part)}
         gone = {path for paths in rows.values() for path in paths}
 
         def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
@@ -227,33 +210,41 @@ def _joining(
     return joined
 
 
-def _join(
-    tree: Node, paths: list[Path], describe: Callable[[Node], str], join: Callable[[list[Array]], Derived]
-) -> Iterator[tuple[Path, Node]]:
+def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
     """Yield the leaves below the first of several nodes, each joined with those of the others."""
+
+    def kind(leaf: Node) -> Any:
+        if not is_array(leaf):
+            return _edit_tree.describe(leaf)
+        at, shape = part(leaf.shape)
+        return leaf.dtype, shape[:at], shape[at + 1 :]
+
     nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
     for below in dict.fromkeys(path for node in nodes for path in node):
         full = [(*path, *below) for path in paths]
         with _edit_tree.fitting(full[0], nodes[0].get(below)):
-            texts = [describe(node[below]) if below in node else "not there" for node in nodes]
-            usual = max(texts, key=texts.count)
-            for path, text in zip(full, texts, strict=True):
-                if text != usual:
-                    like = show_path(full[texts.index(usual)])
-                    raise misfit(path, f"is {text}, but {like} is {usual}; they must be alike: change or drop it first")
+            kinds = [kind(node[below]) if below in node else None for node in nodes]
+            usual = max(kinds, key=kinds.count)
+            for path, node, one in zip(full, nodes, kinds, strict=True):
+                if one != usual:
+                    text = _edit_tree.describe(node[below]) if below in node else "not there"
+                    like = show_path(full[kinds.index(usual)])
+                    raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
             leaves = [node[below] for node in nodes]
-            yield full[0], leaves[0] if _has_no_value(leaves[0]) else join(list(map(_edit_tree.require_array, leaves)))
+            yield full[0], leaves[0] if _has_no_value(leaves[0]) else _concatenated(leaves, part)
 
 
 def _dividing(
     pattern: str,
     axis: int,
     names: Callable[[Path, dict[Path, int]], Sequence[str]],
-    part: Callable[[Array, int, int, int], Derived],
+    sizes: Callable[[int, int], Sequence[int]],
+    *,
+    squeeze: bool = False,
 ) -> Apply:
-    """Return the `apply` of a rule that divides the matching nodes on an axis.
+    """Return the `apply` of a rule that divides the matching nodes on an axis, which goes with ``squeeze``.
 
-    ``names`` takes a node's key path and the lengths of its arrays; ``part`` array, axis, number and count."""
+    ``names`` takes a node's key path and the lengths of its arrays, ``sizes`` a length and the number of parts."""
 
     def divided(tree: Node, found: Found) -> Node:
         axes: dict[Path, int] = {}
@@ -268,15 +259,18 @@ def _dividing(
                         lengths[path] = shape[axes[path]]
             ends[start] = [(*place, *_patterns.new_names(name)) for name in names(start, lengths)]
 
-        def new_leaves(path: Path, leaf: Any) -> list[tuple[Path, Node]]:
+        def new_leaves(path: Path, leaf: Any) -> Iterator[tuple[Path, Node]]:
             start = _edit_tree.prefix_in(path, ends)
-            if start is None:
-                return [(path, leaf)]
-            new = [(*end, *path[len(start) :]) for end in ends[start]]
+            new = [path] if start is None else [(*end, *path[len(start) :]) for end in ends[start]]
             if path not in axes:
-                return [(end, leaf) for end in new]
+                yield from ((end, leaf) for end in new)
+                return
+            at, stop = axes[path], 0
             with _edit_tree.fitting(path, leaf):
-                return [(end, part(leaf, axes[path], number, len(new))) for number, end in enumerate(new)]
+                for number, (end, size) in enumerate(zip(new, sizes(leaf.shape[at], len(new)), strict=True)):
+                    begin, stop = stop, stop + size
+                    how = f"part {number} of {len(new)}"
+                    yield end, _edit_tree.axis_slice(leaf, at, begin, stop, how, squeeze=squeeze)
 
         return _edit_tree.rebuild(tree, new_leaves)
 
@@ -288,12 +282,14 @@ def _has_no_value(leaf: Node) -> bool:
     return leaf is None or isinstance(leaf, Own | Branch)
 
 
-def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape: tuple[int, ...], how: str) -> Derived:
-    dtype = leaves[0].dtype
-    assert dtype is not None  # they are arrays
+def _concatenated(leaves: list[Array], part: Part) -> Derived:
+    at, first = part(_edit_tree.require_array(leaves[0]).shape or ())
+    shapes = [part(leaf.shape or ())[1] for leaf in leaves]
+    whole, dtype = (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :]), np.dtype(leaves[0].dtype)
 
     def join(*values: Any) -> Any:
         # Into memory of that dtype: numpy alone would drop a foreign byte order.
-        return function(values, axis=axis, out=memory.empty(shape, dtype))
+        parts = [np.reshape(value, shape) for value, shape in zip(values, shapes, strict=True)]
+        return np.concatenate(parts, axis=at, out=memory.empty(whole, dtype))
 
-    return Derived(tuple(leaves), join, shape, dtype, how)
+    return Derived(tuple(leaves), join, whole, dtype, f"{len(leaves)} joined")

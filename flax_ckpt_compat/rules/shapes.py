@@ -45,7 +45,7 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
             return leaf
         return _edit_tree.axis_slice(leaf, at, 0, size, f"the first {size} of {length} on axis {at}")
 
-    return _edit_tree.each_array(pattern, changed)
+    return _edit_tree.each_leaf(pattern, changed)
 
 
 @rule
@@ -147,7 +147,7 @@ def index(pattern: str, number: int, axis: int = 0) -> Apply:
         first = number % length
         return _edit_tree.axis_slice(leaf, at, first, first + 1, f"index {first} of {length}", squeeze=True)
 
-    return _edit_tree.each_array(pattern, changed)
+    return _edit_tree.each_leaf(pattern, changed)
 
 
 @rule
@@ -184,7 +184,7 @@ def unreplicate(pattern: str = ".*") -> Apply:
                 return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        return _edit_tree.each_leaf(pattern, is_replicated, first, "array")(stored, target)
+        return _edit_tree.each_leaf(pattern, first, "array", is_replicated)(stored, target)
 
     return apply
 
@@ -251,7 +251,7 @@ def resize(
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _edit_tree.each_leaf(pattern, is_a("floats"), changed, "array of floats")
+    return _edit_tree.each_leaf(pattern, changed, "array of floats", is_a("floats"))
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:

@@ -52,7 +52,7 @@ def cast(pattern: str, dtype: Any) -> Apply:
         how = f"{leaf.dtype} → {wanted.name}"
         return _edit_tree.derived(leaf, lambda value: checked_cast(value, wanted, what), how, dtype=wanted)
 
-    return _edit_tree.each_leaf(pattern, is_a(kind), changed, f"array of {kind}")
+    return _edit_tree.each_leaf(pattern, changed, f"array of {kind}", is_a(kind))
 
 
 @rule
@@ -95,7 +95,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
         note = "with the target's own values" if isinstance(value, str) else f"filled with {value}"
         return _edit_tree.derived(leaf, padded, f"{old[at]} → {size} on axis {at}, {note}", shape=shape)
 
-    return _edit_tree.each_array(pattern, changed)
+    return _edit_tree.each_leaf(pattern, changed)
 
 
 @rule
@@ -127,7 +127,7 @@ def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
     def is_value(leaf: Any) -> bool:
         return isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
 
-    return _edit_tree.each_leaf(pattern, is_value, changed, "leaf")
+    return _edit_tree.each_leaf(pattern, changed, "leaf", is_value)
 
 
 @rule
@@ -156,7 +156,7 @@ def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
     def is_raw(leaf: Any) -> bool:
         return is_array(leaf) and leaf.dtype == np.uint32
 
-    return _edit_tree.each_leaf(pattern, is_raw, changed, "array of uint32")
+    return _edit_tree.each_leaf(pattern, changed, "array of uint32", is_raw)
 
 
 @rule
@@ -176,7 +176,7 @@ def key_data(pattern: str) -> Apply:
     def is_stored_key(leaf: Any) -> bool:
         return isinstance(leaf, LeafHandle) and is_key(leaf)
 
-    return _edit_tree.each_leaf(pattern, is_stored_key, changed, "PRNG key")
+    return _edit_tree.each_leaf(pattern, changed, "PRNG key", is_stored_key)
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:

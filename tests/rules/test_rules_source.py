@@ -6,7 +6,6 @@ import inspect
 import re
 from typing import Any
 
-import cloudpickle
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -75,13 +74,6 @@ def test_the_source_makes_an_equal_rule(rule: rules.Rule) -> None:
     again = eval(rule.source, {"rules": rules})
     assert again == rule
     assert str(again) == rule.source
-
-
-@given(RULES)
-def test_rules_reach_workers_on_other_machines(rule: rules.Rule) -> None:
-    """Dask sends them with cloudpickle, which takes functions by value, and no context variables."""
-    again = cloudpickle.loads(cloudpickle.dumps(rule))
-    assert again == rule and again.source == rule.source
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.float32(0.1), ml_dtypes.bfloat16(1.5), jnp.float32(2), 0.3, 7])
