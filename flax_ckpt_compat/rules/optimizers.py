@@ -109,11 +109,6 @@ class _State:
         """Return a sort key of the path: numbers by value, independent of the format's order of names."""
         return tuple((not one.isdecimal(), int(one) if one.isdecimal() else 0, one) for one in self.path)
 
-    def split(self) -> tuple[Path, list[int]]:
-        """Return the names in the path, and the numbers."""
-        names = tuple(name for name in self.path if not name.isdecimal())
-        return names, [int(name) for name in self.path if name.isdecimal()]
-
     def moments(self) -> set[Path]:
         """Return the paths of the leaves that belong to parameters."""
         leaves = self.leaves.items()
@@ -163,31 +158,26 @@ class _Group:
         return taken
 
     def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
-        """Return the stored state that fits a target's state best: with most of the user's names, then leaves."""
-        moments = state.moments()
-        fits = {
-            one: (len(state.labels.intersection(one.path)), len(paths))
-            for one, paths in common.items()
-            if (not moments.isdisjoint(paths) if moments else paths)  # no counts without their moments
-        }
+        """Return the stored state that fits a target's state best."""
+        moments, numbers = state.moments(), list(filter(str.isdecimal, state.path))
+        # No counts without their moments.
+        held = {one: moments.intersection(paths) if moments else set(paths) for one, paths in common.items()}
+        able = {one: len(state.labels.intersection(one.path)) for one, paths in held.items() if paths}
+        # Of those with the same moments, the one with most of the user's names in its path is meant.
+        nearest = (
+            one for one in able if all(able[one] >= able[other] or held[one].isdisjoint(held[other]) for other in able)
+        )
+        fits = {one: (len(common[one]), able[one]) for one in nearest}
         equal = [one for one, fit in fits.items() if fit == max(fits.values())]
-        if len(equal) < 2:
-            return equal[0] if equal else None
-        if found := self._in_order(state, equal):
-            return found
-        if moments and not _overlap(moments, equal):
-            return equal[0]  # each has other parameters; `taken` adds those of the rest
-        raise self._ambiguous([(state, one) for one in equal])
-
-    def _in_order(self, state: _State, equal: list[_State]) -> _State | None:
-        """Return the stored chain member at the same position, if the chains are equally long; names have no order."""
-        peers = sorted((one for one in self.wanted if one.split()[0] == state.split()[0]), key=_State.order)
-        members = [one for one in self.stored if one.split()[0] == equal[0].split()[0]]
-        are_equal = [one.split()[1] for one in peers] == [one.split()[1] for one in members]
-        if len(peers) != len(members) or not (are_equal or all(one.is_in_order for one in peers)):
-            return None
-        found = members[peers.index(state)]
-        return found if found in equal and all(one in members for one in equal) else None
+        (_, *place), places = _places(self.wanted)[state], _places(self.stored)
+        if len({places[one][0] for one in equal}) == 1:  # members of a chain have an order, and names have none
+            there = [one for one in equal if [*places[one][1:]] == place]
+            equal = [
+                one for one in there if state.is_in_order or numbers == list(filter(str.isdecimal, one.path))
+            ] or equal
+        if len(equal) > 1 and (not moments or _overlap(moments, equal)):
+            raise self._ambiguous([(state, one) for one in equal])
+        return equal[0] if equal else None  # others have other parameters; `taken` adds those
 
     def _ambiguous(self, pairs: list[tuple[_State, _State]]) -> RuleError:
         """Return the error for states that fit equally well, with the rules for pairs of them."""
@@ -208,6 +198,14 @@ class _Group:
     def _holds_one(self, here: Path, there: Path) -> bool:
         both = ((here, self.wanted), (there, self.stored))
         return all(sum(one.path[: len(path)] == path for one in states) == 1 for path, states in both)
+
+
+def _places(states: list[_State]) -> dict[_State, tuple[Path, int, int]]:
+    """Return the row of each state, whose paths differ in numbers only, its place there, and how many these are."""
+    rows: dict[Path, list[_State]] = {}
+    for state in sorted(states, key=_State.order):
+        rows.setdefault(tuple(name for name in state.path if not name.isdecimal()), []).append(state)
+    return {state: (names, place, len(row)) for names, row in rows.items() for place, state in enumerate(row)}
 
 
 def _overlap(moments: set[Path], states: list[_State]) -> bool:

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, rules
-from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
+from flax_ckpt_compat._core.tree import Container, iter_leaves
 from flax_ckpt_compat._discovery import opening
 from flax_ckpt_compat._trees import leaf_sources
 from tests.support.stored import Memory, count, flat, same, stored, value_of, values
@@ -173,66 +172,6 @@ def test_pieces_are_memory_of_their_own() -> None:
             assert not np.shares_memory(leaf.function(part.function(whole)), whole)
 
 
-KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
-ODD: list[tuple[dict[str, Any], str]] = [
-    (layers([{"w": count((2,))}, {"w": count((3,))}, {"w": count((2,))}]), r"layer_1/w is float32\[3\]"),
-    (layers([{"w": count((2,))}, {"w": count((2,), np.int32)}, {"w": count((2,))}]), "layer_1/w is int32"),
-    (layers([{"w": count((2,))}, {"w": count((2,))}, {"v": count((2,))}]), "layer_2/w is not there"),
-    ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, r"\[0, 2\], expected consecutive"),
-    ({"layer_1": {"w": count((2,))}}, r"\[1\], expected consecutive ones from first=0"),
-    ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, "same number"),
-    (layers([{"w": 1.0}, {"w": 2.0}]), "layer_0/w is a stored float"),
-    (layers([{"w": KEY}, {"w": KEY}]), "layer_0/w is a stored prng key"),
-    (layers([{"w": "a"}, {"w": "a"}]), "layer_0/w is a stored str"),
-    (layers([{"w": count((2,))}, {"w": None}, {"w": count((2,))}]), "layer_1/w is None"),
-    ({"other": 1}, "matches nothing"),
-]
-
-
-@pytest.mark.parametrize(("tree", "message"), ODD, ids=[message for _, message in ODD])
-def test_stack_refuses(tree: dict[str, Any], message: str) -> None:
-    """Layers that differ, gaps in the numbers and leaves that are not arrays are errors that name the odd one."""
-    with pytest.raises(TransformError, match=message):
-        rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None)
-
-
-def test_stack_refuses_bad_arguments() -> None:
-    """A pattern without exactly one group, a bad one, a group that is not a number, an axis that is not there."""
-    for pattern in ("layer", r"(l)ayer_(\d)", "("):
-        with pytest.raises(TransformError, match="stack"):
-            rules.stack(pattern, "x")
-    with pytest.raises(TransformError, match="expected a number"):
-        rules.stack("layer_(.)", "x").apply(stored({"layer_a": {"w": count((1,))}}), None)
-    with pytest.raises(TransformError, match="no axis 3"):
-        rules.stack(r"layer_(\d)", "x", axis=3).apply(stored(layers([{"w": count((1,))}])), None)
-
-
-def test_a_new_name_that_is_taken() -> None:
-    """The new subtree may not be among others of the same leaves."""
-    tree = {**layers([{"w": count((2,))}] * 2), "layers": {"w": 1}}
-    with pytest.raises(NameCollisionError, match="layers/w"):
-        rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None)
-    with pytest.raises(NameCollisionError, match="l_1"):
-        rules.unstack("l", "l_{}").apply(stored({"l": count((2, 2)), "l_1": 3}), None)
-
-
-def test_unstack_refuses() -> None:
-    """Leaves of different lengths, without the axis, or that are not arrays; a name without a place for the number."""
-    with pytest.raises(TransformError, match="x/a: 2, x/b: 3"):
-        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": count((3,))}}), None)
-    with pytest.raises(TransformError, match=r"x/b is .*no axis 0"):
-        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": np.float32(1)}}), None)
-    with pytest.raises(TransformError, match="x/b is a stored int"):
-        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": 1}}), None)
-    for tree in ({"x": {}}, {"x": count((0, 2))}):
-        with pytest.raises(TransformError, match="need one length on axis 0"):
-            rules.unstack("x", "x_{}").apply(stored(tree), None)
-    with pytest.raises(TransformError, match="where the number goes"):
-        rules.unstack("x", "x")
-    with pytest.raises(TransformError, match="matches nothing"):
-        rules.unstack("y", "y_{}").apply(stored({"x": count((2,))}), None)
-
-
 def test_what_is_joined_keeps_its_container() -> None:
     """A subtree whose keys are ints has them again, where a restore gives ints back; a namedtuple keeps its class."""
     for rule in (rules.stack(r"l_(\d)", "l"), rules.fuse(["l_0", "l_1"], "l"), rules.rename("l_0", "l")):
@@ -243,33 +182,6 @@ def test_what_is_joined_keeps_its_container() -> None:
         after = rule.apply(whole, None).children["l"]
         assert after.int_keys == {"0", "1"}
         assert (after.children["1"].container, after.children["1"].type_name) == (Container.NAMEDTUPLE, "module.Pair")
-
-
-def test_fuse_and_split_refuse() -> None:
-    """Parts that differ elsewhere than on the axis, in dtypes, lengths that do not add up, names that are not there."""
-    types = stored({"q": count((2, 3)), "k": count((2, 3)).astype(np.float16)})
-    with pytest.raises(TransformError, match=r"k is float16\[2, 3\], unlike q"):  # one of them would lose bits
-        rules.fuse(["q", "k"], "qk").apply(types, None)
-    with pytest.raises(TransformError, match=r"float16\[2, 3\]"):
-        rules.stack(r"l_(\d)", "l").apply(stored({"l_0": count((2, 3)), "l_1": count((2, 3)).astype(np.float16)}), None)
-    tree = stored({"q": count((2, 3)), "k": count((4, 3)), "w": count((2, 5))})
-    with pytest.raises(TransformError, match=r"k is float32\[4, 3\], unlike q"):
-        rules.fuse(["q", "k"], "qk").apply(tree, None)
-    assert rules.fuse(["q", "k"], "qk", axis=0).apply(tree, None).children["qk"].shape == (6, 3)
-    with pytest.raises(TransformError, match="matches nothing"):
-        rules.fuse(["q", "v"], "qv").apply(tree, None)
-    with pytest.raises(TransformError, match="length 5 on the axis, which is not 2 equal parts"):
-        rules.split("w", ["a", "b"]).apply(tree, None)
-    with pytest.raises(TransformError, match=r"parts of \[2, 2\]"):
-        rules.split("w", ["a", "b"], sizes=[2, 2]).apply(tree, None)
-    with pytest.raises(TransformError, match="no axis 2"):
-        rules.split("w", ["a", "b"], axis=2).apply(tree, None)
-    for bad in (lambda: rules.fuse(["q"], "x"), lambda: rules.fuse("qk", "x"), lambda: rules.fuse(["q", "q"], "x")):
-        with pytest.raises(TransformError, match=r"different names|names is a list of text"):
-            bad()
-    for bad in (lambda: rules.split("w", []), lambda: rules.split("w", ["a"], sizes=[1, 2])):
-        with pytest.raises(TransformError, match="list of names"):
-            bad()
 
 
 def test_from_real_checkpoints(flag: bool, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.errors import TransformError
 from tests.support.stored import count, same, stored, values
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)
@@ -85,31 +83,3 @@ def test_numbers_are_shown_as_numbers(number: Any) -> None:
     found = [values(one.apply(stored({"w": count((2,))}), None)) for one in (rule, again)]
     same(found[0], {"w": np.append(count((2,)), np.float32(number))})
     same(found[1], found[0])
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        rules.pad("w", 4, axis=1, value=7),
-        rules.pad("w", 1, axis=0, value="target"),
-        rules.cut("w", 9, axis=-1),
-        rules.split("w", ["a", "b"], axis=0, sizes=[1, 5]),
-        rules.unstack("w", "w_{}", axis=3),
-        rules.stack(r"l_(\d+)", "w", axis=2),
-        rules.fuse(["a", "b"], "c", axis=1),
-        rules.wrap("x", at="nowhere"),
-        rules.optimizer_state(stored_at="nowhere"),
-    ],
-    ids=str,
-)
-def test_errors_name_the_whole_rule(rule: rules.Rule) -> None:
-    """An error begins with the rule as it was written, so that one of several alike is found."""
-    with pytest.raises(TransformError) as caught:
-        rule.apply(stored({"w": count((3,)), "opt_state": {}}), stored({"w": count((3,)), "opt_state": {}}))
-    assert str(caught.value).startswith(rule.source.removeprefix("rules.") + ":")
-
-
-def test_signatures_are_those_that_callers_use() -> None:
-    """help() shows what a caller gives."""
-    assert list(inspect.signature(rules.pad).parameters) == ["pattern", "size", "axis", "value"]
-    assert list(inspect.signature(rules.pre_optax).parameters) == []
