@@ -220,7 +220,7 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
             name
             for _, branch in iter_branches(node)
             for name, child in branch.children.items()
-            if isinstance(child, Branch) and node_at(child, part) is not None
+            if node_at(child, part) is not None
         }
         for node in (old, own)
     )
@@ -233,7 +233,7 @@ def _in_part(old: Node, own: Node, part: Path) -> Node:
         for end, name in enumerate(path, 1):
             if name in here:
                 return [path[:end] + part + path[end:]]
-            if name in there and isinstance(node_at(old, path[:end]), Branch):
+            if name in there and node_at(old, path[:end] + part) is not None:
                 inside = end + len(part)
                 return [path[:end] + path[inside:]] if path[end:inside] == part else []
         return [path]
