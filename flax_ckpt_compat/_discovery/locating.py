@@ -115,8 +115,8 @@ def _has_begun(root: Location) -> bool:
 
 def _exists(path: Location) -> bool:
     """Return whether a path exists, after restoring what a dead writer set aside."""
-    if path.exists() or path.is_remote:
-        return path.exists()
+    if (is_there := path.exists()) or path.is_remote:
+        return is_there
     try:
         names = path.parent.listdir()
     except ValueError:  # a NUL in the path
