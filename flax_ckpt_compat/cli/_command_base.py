@@ -135,6 +135,8 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
     with progress.display() as display:
 
         def begin(total: Callable[[], int]) -> Count:
+            for ended in display.task_ids:
+                display.remove_task(ended)
             task = display.add_task("", total=total())
             return lambda nbytes, words=None: display.update(task, advance=nbytes, description=words)
 
