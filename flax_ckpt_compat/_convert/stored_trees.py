@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
 
-# Bytes. Neighbouring small arrays are read together; a few such batches are kept, because formats order dicts
-# differently.
-_SMALL = 256 << 10
-_BATCH = 2 << 20
-_BATCHES = 4
+# Bytes. Small arrays are read together, and kept, if all of them are not too large.
+_SMALL, _ALL_SMALL = 256 << 10, 32 << 20
 
 
 def kind_of(leaf: Any) -> LeafKind | None:
@@ -32,9 +27,11 @@ def to_write(node: Node, count: Callable[[int], None], *, keep_shardings: bool) 
     ``count`` takes the bytes of arrays, or parts of them, as they are read. Without their shardings, arrays need no
     device when real Orbax restores them: it gives numpy arrays, and keys on all devices."""
     handles = [leaf for _, leaf in iter_leaves(node) if isinstance(leaf, LeafHandle)]
-    others = [leaf for leaf in handles if leaf.kind is not LeafKind.ARRAY]
-    values = dict(zip(others, read_all(others), strict=True))
-    read_small = _reader_of_small([leaf for leaf in handles if leaf.kind is LeafKind.ARRAY and leaf.nbytes <= _SMALL])
+    small = [leaf for leaf in handles if leaf.kind is LeafKind.ARRAY and leaf.nbytes <= _SMALL]
+    if sum(leaf.nbytes for leaf in small) > _ALL_SMALL:
+        small = []
+    together = [*small, *(leaf for leaf in handles if leaf.kind is not LeafKind.ARRAY)]
+    values = dict(zip(together, read_all(together), strict=True))
 
     def counted(array: Any) -> Any:
         count(array.nbytes)
@@ -51,31 +48,19 @@ def to_write(node: Node, count: Callable[[int], None], *, keep_shardings: bool) 
             sharding = leaf.sharding if keep_shardings else layout.MESH_OF_ALL
             return KeyData(value.impl, StoredArray(leaf.shape, value.data.dtype, sharding, lambda: value.data))
         assert leaf.dtype is not None
-        is_small, chunks = leaf.nbytes <= _SMALL, leaf.reader.chunks_of(leaf)
+        chunks = leaf.reader.chunks_of(leaf)
         # A large array that is split evenly, as a sharded save has it, stays so.
-        is_split = not is_small and chunks != leaf.shape and not any(map(operator.mod, leaf.shape, chunks))
+        is_split = leaf.nbytes > _SMALL and chunks != leaf.shape and not any(map(operator.mod, leaf.shape, chunks))
         return StoredArray(
             leaf.shape,
             leaf.dtype,
             leaf.sharding if keep_shardings else None,
-            lambda: counted(read_small(leaf) if is_small else leaf.read()),
+            lambda: counted(np.asarray(values[leaf] if leaf in values else leaf.read())),
             chunks if is_split else None,
             lambda box: counted(leaf.reader.read([ArraySlice(leaf, box)])[0]),
         )
 
     return map_leaves(leaf_to_write, node)
-
-
-def _reader_of_small(handles: list[LeafHandle]) -> Callable[[LeafHandle], Any]:
-    """Return a function that reads one of these arrays, with its neighbours unless they are there."""
-    batches = list(backend.batches(handles, _BATCH))
-    number_of = {handle: number for number, batch in enumerate(batches) for handle in batch}
-
-    @functools.lru_cache(_BATCHES)
-    def read(number: int) -> dict[LeafHandle, Any]:
-        return dict(zip(batches[number], read_all(batches[number]), strict=True))
-
-    return lambda handle: np.asarray(read(number_of[handle])[handle])
 
 
 def with_containers_of(node: Node, like: Node) -> Node:

@@ -46,7 +46,7 @@ KINDS = {
         "iter_checkpoints gives sizes of both formats",
     ),
     "glob": Kind(
-        "lists checkpoints", "with _gda folders and temporaries of Orbax; os.walk has them among directories",
+        "lists checkpoints", "also gives _gda folders and Orbax's temporaries; os.walk: among the directories",
         "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),
     "wrapped": Kind(
