@@ -56,12 +56,10 @@ class Scanner:
             window.at = at
             tag = window.tag()
             if not sizes[tag]:
-                left -= 1
-                if count := self._other(tag):
-                    behind.append(left)
-                    left = count
-                    if len(behind) > 2 * format.MAX_DEPTH:  # what is a little too deep, the tree refuses
-                        raise window.corrupt(TOO_DEEP)
+                behind.append(left - 1)
+                left = self._other(tag)
+                if len(behind) > 2 * format.MAX_DEPTH:  # what is a little too deep, the tree refuses
+                    raise window.corrupt(TOO_DEEP)
             data, start, fresh = window.data, window.at, window.fresh_until
             at = start
         skeleton += data[start:at]
