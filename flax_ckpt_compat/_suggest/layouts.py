@@ -89,21 +89,10 @@ def _transposed(odd: Iterable[Misshapen], arrays: Sequence[Misshapen]) -> Iterat
             if (bare(one.handle.path)[-1], bare(one.path)[-1]) in names
         ]
         from_torch = all(is_torch_name(*pair) for pair in names)
-        doubt = f"{show_path(group[0].path)} has the stored shape transposed, which may be another layer"
-        if not from_torch and square:
-            doubt = f"{show_path(square[0].path)} may be transposed, too, which its shape does not tell"
-        elif not from_torch and not all(_keeps_bias(one, arrays) for one in group):
-            doubt = f"{show_path(group[0].path)} may have other sizes, and not be transposed"
+        doubt = f"{show_path(group[0].path)} has the stored shape transposed, and may be another layer or size"
         if pattern := pattern_of([*group, *square] if from_torch else group, arrays):
             was, wanted = group[0].handle.shape, group[0].wanted
             yield ProposedRule(rules.transpose(pattern, order), f"transposed: stored {was}, target {wanted}", doubt)
-
-
-def _keeps_bias(one: Misshapen, arrays: Sequence[Misshapen]) -> bool:
-    """Return whether the bias beside a kernel has the stored length: then the layer has the outputs that it had."""
-    place = bare(one.path)[:-1]
-    biases = [other for other in arrays if bare(other.path)[:-1] == place and bare(other.path)[-1] in ("bias", "b")]
-    return bool(biases) and all(other.handle.shape == other.wanted for other in biases)
 
 
 def _grouped(odd: Sequence[Misshapen], arrays: Iterable[Misshapen]) -> Iterator[tuple[str, ProposedRule]]:

@@ -136,8 +136,8 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
     if not (_same_words(ours, theirs) if ours and theirs else _may_be_unnamed(old, new, ours | theirs)):
         return False
     one, other = _read(old[-1])[0], _read(new[-1])[0]
-    same_class = not one or not other or one == other or (one.endswith("norm") and other.endswith("norm"))
-    return same_class and not _other_number(old, new)
+    any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
+    return (not one or not other or one == other or any_norm) and not _other_number(old, new)
 
 
 def _same_words(ours: frozenset[str], theirs: frozenset[str]) -> bool:
