@@ -103,16 +103,20 @@ def matches(
         first = max(after, first + 1)
 
 
-def below(branch: Node, path: Path, pattern: re.Pattern[str], level: Path = ()) -> Iterator[tuple[Path, re.Match[str]]]:
+def below(branch: Node, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
     The pattern does not match names of the branch's own key path."""
     start = len(joined(path)) + bool(path)
-    if level and (match := pattern.fullmatch(joined((*path, *level)), start)):
-        yield level, match
-    elif isinstance(branch, Branch):
-        for name, child in branch.children.items():
-            yield from below(child, path, pattern, (*level, name))
+
+    def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+        if level and (match := pattern.fullmatch(joined((*path, *level)), start)):
+            yield level, match
+        elif isinstance(node, Branch):
+            for name, child in node.children.items():
+                yield from visit(child, (*level, name))
+
+    return visit(branch, ())
 
 
 def select(tree: Node, patterns: Sequence[str], *, whose: str = "the checkpoint") -> dict[Path, re.Match[str]]:

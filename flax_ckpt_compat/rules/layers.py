@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -161,12 +162,12 @@ def _inner_first(pattern: re.Pattern[str], change: Callable[[Node, Found], Node 
 
     def apply(stored: Node, _: Node) -> Node:
         tree, is_changed = stored, False
-        for depth in sorted({len(path) for path, _ in iter_branches(stored)}, reverse=True):
+        branches = sorted((path for path, _ in iter_branches(stored)), key=len, reverse=True)  # inner changes move none
+        for _depth, places in itertools.groupby(branches, len):
             found = {
                 (*place, *level): (place, match)
-                for place, branch in iter_branches(tree)
-                if len(place) == depth
-                for level, match in _patterns.below(branch, place, pattern)
+                for place in places
+                for level, match in _patterns.below(node_at(tree, place), place, pattern)
             }
             if found and (new := change(tree, found)) is not None:
                 tree, is_changed = new, True
@@ -224,7 +225,7 @@ def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Nod
         full = [(*path, *below) for path in paths]
         with _edit_tree.fitting(full[0], nodes[0].get(below)):
             kinds = [kind(node[below]) if below in node else None for node in nodes]
-            usual = max(kinds, key=kinds.count)
+            usual = max(dict.fromkeys(kinds), key=kinds.count)
             for path, node, one in zip(full, nodes, kinds, strict=True):
                 if one != usual:
                     text = _edit_tree.describe(node[below]) if below in node else "not there"

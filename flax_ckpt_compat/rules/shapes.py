@@ -166,9 +166,6 @@ def unreplicate(pattern: str = ".*") -> Apply:
     """
     _patterns.whole_names(pattern)
 
-    def is_replicated(leaf: Any) -> bool:
-        return is_array(leaf) or is_key(leaf)
-
     def apply(stored: Node, target: Node) -> Node:
         lengths: set[int] = set()
 
@@ -184,7 +181,8 @@ def unreplicate(pattern: str = ".*") -> Apply:
                 return _edit_tree.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        return _edit_tree.each_leaf(pattern, first, "array", is_replicated)(stored, target)
+        change = _edit_tree.each_leaf(pattern, first, "array", lambda leaf: is_array(leaf) or is_key(leaf))
+        return change(stored, target)
 
     return apply
 
@@ -260,10 +258,8 @@ def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bo
 
     is_double = value.dtype == np.float64
     wide = value.astype(np.float64 if is_double else np.float32)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.transfer_guard("allow"))
-        enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-        stack.enter_context(enable_x64(is_double))
+    enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+    with jax.transfer_guard("allow"), enable_x64(is_double), contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):  # jax may be set up without its CPU backend
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         return np.asarray(jax.image.resize(wide, shape, method, antialias))

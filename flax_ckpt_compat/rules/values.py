@@ -173,10 +173,9 @@ def key_data(pattern: str) -> Apply:
     def changed(leaf: LeafHandle, *_: Any) -> Node:
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    def is_stored_key(leaf: Any) -> bool:
-        return isinstance(leaf, LeafHandle) and is_key(leaf)
-
-    return _edit_tree.each_leaf(pattern, changed, "PRNG key", is_stored_key)
+    return _edit_tree.each_leaf(
+        pattern, changed, "PRNG key", lambda leaf: isinstance(leaf, LeafHandle) and is_key(leaf)
+    )
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
