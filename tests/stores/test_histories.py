@@ -223,7 +223,7 @@ def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, and nothing is mixed."""
-    run([*range(30), 1795788043], monkeypatch)
+    run([*range(30), 1795788043, 920000138], monkeypatch)
 
 
 @pytest.mark.slow

@@ -260,8 +260,6 @@ def byte_range(start: int, stop: int | None) -> str:
     return f"bytes={start}-{'' if stop is None else stop - 1}"
 
 
-# Errors of fsspec's clients.
-
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"
 _NO_BUCKET = r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName"
 _NO_WORD, _DENIED, _MISSING, _OUT_OF_RANGE = 400, 403, 404, 416

@@ -117,6 +117,10 @@ def publish_object(staged: str, url: str, *, new: bool, meter: Meter = OFF) -> N
     if hidden and (markers := _uncommit(url, hidden)):  # until then the folder counts
         with after_commit(url):
             _delete_uncommitted(url, hidden, markers)
+        # Its writer may have committed meanwhile, and removed this object as the one that it replaced.
+        if client.find(url) is None:
+            with suppress(ConflictError):
+                client.put(url, Path(staged), ABSENT)
 
 
 class FolderSave:

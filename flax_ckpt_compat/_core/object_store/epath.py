@@ -94,11 +94,8 @@ class EpathClient(Client):
 
 @functools.cache
 def _warn_once(scheme: str) -> None:
-    _log.warning(
-        "saves to %s:// have no conditional writes: let one process write a checkpoint, and do not overwrite one that "
-        "others read (migration_guide/object_stores.md)",
-        scheme,
-    )
+    what = "let one process write, and nothing read what it overwrites (migration_guide/object_stores.md)"
+    _log.warning("saves to %s:// have no conditional writes: %s", scheme, what)
 
 
 def _path(url: str) -> Any:
