@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.tree import (
 )
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _patterns
-from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, rule_name
+from flax_ckpt_compat.rules._rule import Apply, RuleError, misfit, name_in_messages
 
 Array = LeafHandle | Derived
 
@@ -154,7 +154,7 @@ def each_leaf(
             if not matching[path]:
                 return leaf
             with fitting(path, leaf):
-                return change(leaf, f"{rule_name.get()}: {show_path(path)}", node_at(target, path))
+                return change(leaf, f"{name_in_messages()}: {show_path(path)}", node_at(target, path))
 
         tree = map_leaves(changed, stored)
         if not any(matching.values()):

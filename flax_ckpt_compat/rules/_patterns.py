@@ -160,8 +160,7 @@ def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
 
 def destination(text: str, *trees: Node) -> Path:
     """Return the key path for the text of a new place: as in the first tree that has it, else split at each ``/``."""
-    new = new_names(text) if text else ()
-    return next((path for tree in trees for path in paths_of(tree, text)), new)
+    return next((path for tree in trees for path in paths_of(tree, text)), new_names(text) if text else ())
 
 
 def new_names(text: str) -> Path:
@@ -173,10 +172,8 @@ def new_names(text: str) -> Path:
 
 def near_names(wanted: str, tree: Node) -> str:
     """Return the end of a message: similar paths of a tree, or its top-level names."""
-    names = list(
-        dict.fromkeys(show_path(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
-    )
-    if close := Names(names).nearest(wanted):
+    paths = (path[:end] for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
+    if close := Names(list(dict.fromkeys(map(show_path, paths)))).nearest(wanted):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"

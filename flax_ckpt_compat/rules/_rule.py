@@ -24,7 +24,7 @@ _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
 OpenTree = Callable[[str, Any, str], tuple[str, Node]]
 Apply = Callable[..., Node]
-rule_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
+_name: ContextVar[str] = ContextVar("name")  # of the rule that is made or applied, for messages
 
 
 class RuleError(Exception):
@@ -46,13 +46,28 @@ def misfit(path: Path, problem: str) -> RuleError:
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
     """Begin the messages of errors with the name of a rule."""
-    token = rule_name.set(name)
+    token = _name.set(name)
     try:
         yield
     except RuleError as error:
         raise error.kind(f"{name}: {error}", leaf=error.leaf) from error.__cause__
     finally:
-        rule_name.reset(token)
+        _name.reset(token)
+
+
+def applied(name: str, apply: Apply) -> Apply:
+    """Return an `apply` whose errors are `named`; cloudpickle can send it to other machines, as `convert` may."""
+
+    def apply_named(*trees: Any) -> Node:
+        with named(name):
+            return apply(*trees)
+
+    return apply_named
+
+
+def name_in_messages() -> str:
+    """Return the name of the rule that is applied; functions that use a ContextVar cannot be sent."""
+    return _name.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +117,7 @@ def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
             for parameter, value in given:
                 _check_type(parameter, value)
             apply = make(*args, **kwargs)
-        return Rule(f"rules.{name}", named(name)(apply), getattr(apply, "opens", ()))
+        return Rule(f"rules.{name}", applied(name, apply), getattr(apply, "opens", ()))
 
     return made
 

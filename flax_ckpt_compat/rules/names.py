@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined,
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, RuleError, misfit, named, rule
+from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, RuleError, applied, misfit, named, rule
 
 
 @rule
@@ -355,4 +355,4 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
 
         return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [])
 
-    return Rule(name, named(name)(apply))
+    return Rule(name, applied(name, apply))

@@ -26,7 +26,6 @@ def pre_linen(at: str = "params") -> Apply:
     Raises:
         TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
     """
-
     _patterns.compiled(at)
 
     def apply(stored: Node, _: Node) -> Node:

@@ -152,9 +152,7 @@ class _Group:
             for one in spare:
                 for path in () if _overlap(moments, [source, one]) else common[one]:
                     more.setdefault(path, []).append(one.leaves[path])
-            taken |= {
-                (*state.path, *path): fits[0] for path, fits in more.items() if path in moments and len(fits) == 1
-            }
+            taken |= {(*state.path, *path): one[0] for path, one in more.items() if path in moments and len(one) == 1}
         return taken
 
     def _chosen(self, state: _State, common: dict[_State, list[Path]]) -> _State | None:
@@ -216,12 +214,7 @@ def _overlap(moments: set[Path], states: list[_State]) -> bool:
 def _in_part(old: Node, own: Node, part: Path) -> Node:
     """Return a stored state whose moments have, or lack, a level of the parameters as those of the target do."""
     there, here = (
-        {
-            name
-            for _, branch in iter_branches(node)
-            for name, child in branch.children.items()
-            if node_at(child, part) is not None
-        }
+        {path[-1] for path, branch in iter_branches(node) if path and node_at(branch, part) is not None}
         for node in (old, own)
     )
     if bool(there) == bool(here):

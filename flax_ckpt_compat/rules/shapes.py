@@ -16,7 +16,7 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._edit_tree import Array
 from flax_ckpt_compat.rules._rule import Apply, RuleError, rule
-from flax_ckpt_compat.rules.values import checked_cast, is_a
+from flax_ckpt_compat.rules.values import checked_cast, kind_of
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
 
@@ -249,7 +249,9 @@ def resize(
 
         return _edit_tree.derived(leaf, resized, f"{method} {before} → {after}", shape=whole)
 
-    return _edit_tree.each_leaf(pattern, changed, "array of floats", is_a("floats"))
+    return _edit_tree.each_leaf(
+        pattern, changed, "array of floats", lambda leaf: is_array(leaf) and kind_of(leaf.dtype) == "floats"
+    )
 
 
 def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:

@@ -52,7 +52,9 @@ def cast(pattern: str, dtype: Any) -> Apply:
         how = f"{leaf.dtype} → {wanted.name}"
         return _edit_tree.derived(leaf, lambda value: checked_cast(value, wanted, what), how, dtype=wanted)
 
-    return _edit_tree.each_leaf(pattern, changed, f"array of {kind}", is_a(kind))
+    return _edit_tree.each_leaf(
+        pattern, changed, f"array of {kind}", lambda leaf: is_array(leaf) and kind_of(leaf.dtype) == kind
+    )
 
 
 @rule
@@ -86,9 +88,8 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
 
         def padded(stored: Any) -> Any:
             result = memory.empty(shape, dtype)
-            # Check only the padding: the target's values elsewhere are not used.
-            cast = checked_cast(np.asarray(fill)[new], dtype, f"{what}: the target's own array") if fill.ndim else fill
-            result[new] = cast
+            own_part = f"{what}: the target's own array"  # of which only the padding is used
+            result[new] = checked_cast(np.asarray(fill)[new], dtype, own_part) if fill.ndim else fill
             result[tuple(map(slice, old))] = stored
             return result
 
@@ -124,10 +125,9 @@ def apply(pattern: str, function: Callable[[Any], Any]) -> Apply:
 
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
-    def is_value(leaf: Any) -> bool:
-        return isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
-
-    return _edit_tree.each_leaf(pattern, changed, "leaf", is_value)
+    return _edit_tree.each_leaf(
+        pattern, changed, "leaf", lambda leaf: isinstance(leaf, LeafHandle | Derived) and not is_key(leaf)
+    )
 
 
 @rule
@@ -153,10 +153,9 @@ def wrap_key_data(pattern: str, impl: str | None = None) -> Apply:
             raise ValueError(f"not data of keys of {name} ({error}); name another impl, or do not match it") from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
-    def is_raw(leaf: Any) -> bool:
-        return is_array(leaf) and leaf.dtype == np.uint32
-
-    return _edit_tree.each_leaf(pattern, changed, "array of uint32", is_raw)
+    return _edit_tree.each_leaf(
+        pattern, changed, "array of uint32", lambda leaf: is_array(leaf) and leaf.dtype == np.uint32
+    )
 
 
 @rule
@@ -185,11 +184,6 @@ def kind_of(dtype: np.dtype[Any]) -> str | None:
     if is_float(dtype):
         return "floats"
     return "complex numbers" if dtype.kind == "c" else None
-
-
-def is_a(kind: str) -> Callable[[Any], bool]:
-    """Return a function that says whether a leaf is an array of this kind of number."""
-    return lambda leaf: is_array(leaf) and kind_of(leaf.dtype) == kind
 
 
 def checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
