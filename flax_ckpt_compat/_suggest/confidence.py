@@ -30,6 +30,7 @@ class _Outcome:
         self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
         self.news: dict[Path, list[Path]] = {}  # stored path → target paths of what it alone gives
+        self.given: dict[Path, Path] = {}  # stored path → target path of what it gives elsewhere, or begins
         goal, used = leaf_features.flatten(target), set[Path]()
         for path, leaf in leaves_at(tree):
             seen, wanted = look(leaf), goal.get(path, EMPTY)
@@ -40,6 +41,8 @@ class _Outcome:
             elif fits(seen, wanted):
                 sources = [handle.path for handle in handles_of(leaf)]
                 used.update(sources)
+                if sources and sources[0] != path:
+                    self.given.setdefault(sources[0], path)
                 if len(sources) == 1:
                     self.news.setdefault(sources[0], []).append(path)
         self.unused = {path: seen for path, seen in self.looks.items() if path not in used}
@@ -91,7 +94,7 @@ def _unused(outcome: _Outcome) -> Iterator[str]:
     for path, (shape, kind) in outcome.kept.items():
         if not outcome.has.is_optimizer(path):
             places.setdefault((math.prod(shape), kind), path)
-    for old, new in outcome.moved.items():
+    for old, new in outcome.given.items():
         places.setdefault((_partners(outcome.had, old), outcome.looks[old]), new)
     for path, seen in outcome.unused.items():
         place = places.get((_partners(outcome.had, path), seen))

@@ -10,13 +10,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.text_formatting import literal
 from flax_ckpt_compat._core.tree import Path, joined, show_path
-from flax_ckpt_compat._suggest.leaf_features import (
-    TORCH_ORDERS,
-    bare,
-    is_torch_name,
-    leaves_at,
-    permuted,
-)
+from flax_ckpt_compat._suggest.leaf_features import TORCH_ORDERS, bare, is_torch_name, leaves_at, permuted
 from flax_ckpt_compat._suggest.names import unnumbered
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, merge_groups, split_groups
