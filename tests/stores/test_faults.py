@@ -121,6 +121,14 @@ def test_an_interrupt_while_a_large_file_is_sent(
         S3Client().put(f"{bucket.url}/large", tmp_path / "large", meter=Interrupted())
 
 
+def test_large_bytes_are_sent_in_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chunks of a ``_gda`` folder are, which come from memory."""
+    monkeypatch.setattr(s3_client, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
+    data = np.random.default_rng(0).bytes(11 * 2**20 + 1)
+    S3Client().put(f"{bucket.url}/chunk", data)
+    assert bucket.get("chunk") == data
+
+
 @pytest.mark.parametrize("nbytes", [10, 1500], ids=["whole", "in parts"])
 def test_an_object_that_is_removed_before_it_is_replaced(
     nbytes: int, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

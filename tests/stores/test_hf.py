@@ -101,6 +101,19 @@ def test_it_is_only_read(hub: Hub) -> None:
     assert hub.files == {"a": b"x"}
 
 
+def test_a_file_that_cannot_be_fetched_is_not_absent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network, the client says that it finds no entry: in its cache."""
+    import huggingface_hub
+
+    def unreachable(**_: object) -> None:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files in the local cache")
+
+    hub.files["run/checkpoint_1"] = serialization.to_bytes({"w": 1})
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(errors.StorageError, match="check the path, the network"):
+        checkpoints.restore_checkpoint(f"{hub.url}/run", {"w": 2})
+
+
 def test_what_is_not_there(hub: Hub) -> None:
     """A missing file or folder is missing; a missing repository is an error of every look-up."""
     hub.files["a"] = b"x"

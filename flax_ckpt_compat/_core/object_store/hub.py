@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
-_MISSING_FILE = ("EntryNotFoundError", "RemoteEntryNotFoundError", "LocalEntryNotFoundError")
+_MISSING_FILE = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")  # no cached one is no network
 _MISSING_REPOSITORY = ("RepositoryNotFoundError", "RevisionNotFoundError")
 
 
@@ -78,7 +78,7 @@ def _telling(path: str) -> Iterator[None]:
     """Make a StorageError of what the client raises, which is of no common class; a missing file is none."""
     try:
         yield
-    except (CheckpointError, FileNotFoundError):
+    except CheckpointError:
         raise
     except ImportError as error:
         message = f"{path}: hf:// needs the package huggingface_hub: pip install huggingface_hub"

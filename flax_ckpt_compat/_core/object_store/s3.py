@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import io
 import os
 import time
 from collections.abc import Collection
@@ -115,7 +116,11 @@ class S3Client(FsspecClient):
         begun = self._send(url, "create_multipart_upload")["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
-            data = os.pread(file.fileno(), part_bytes, number * part_bytes)
+            start = number * part_bytes
+            if isinstance(file, io.BytesIO):
+                data = file.getvalue()[start : start + part_bytes]
+            else:
+                data = os.pread(file.fileno(), part_bytes, start)
             etag = self._send(url, "upload_part", UploadId=begun, PartNumber=number + 1, Body=data)["ETag"]
             meter.add(len(data), url)
             return {"PartNumber": number + 1, "ETag": etag}
