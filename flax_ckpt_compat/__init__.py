@@ -22,8 +22,7 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
     from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
-    from flax_ckpt_compat._view.plan import plan_restore
-    from flax_ckpt_compat._view.plan_report import Plan, PlannedLeaf
+    from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
     from flax_ckpt_compat._view.verify import Verification, VerifiedCheckpoint, VerifiedLeaf, verify
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.transforms import (
@@ -56,8 +55,7 @@ _NAMES = {
     "_view.checkpoint_view": ("Checkpoint", "open_checkpoint"),
     "_view.diff": ("Diff", "LeafDifference", "diff"),
     "_view.inventory": ("CheckpointRecord", "iter_checkpoints"),
-    "_view.plan": ("plan_restore",),
-    "_view.plan_report": ("Plan", "PlannedLeaf"),
+    "_view.plan": ("Plan", "PlannedLeaf", "plan_restore"),
     "_view.verify": ("Verification", "VerifiedCheckpoint", "VerifiedLeaf", "verify"),
     "api": ("restore", "save"),
     "transforms": (

@@ -29,7 +29,6 @@ from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import diff, metadata
-from flax_ckpt_compat._view.metadata import StoredLeaves
 
 # Takes numbers of bytes that were written, or compared.
 Progress = Callable[[int], None]
@@ -83,7 +82,7 @@ def _write_rest(folder: str, output: Output) -> None:
     for item in output.custom_of_trees.keys() | output.rich_types.keys():
         _add_metadata(os.path.join(folder, item, layout.TREE_METADATA), output, item)
     if output.custom or "" not in output.trees:
-        own = metadata.read_step_metadata(LocalLocation(folder))  # of a tree that is the whole
+        own = metadata.json_of(LocalLocation(folder) / layout.STEP_METADATA)  # of a tree that is the whole
         handlers = {item: handler for item, handler in output.handlers.items() if handler}
         now = time.time_ns()
         content = {
@@ -116,7 +115,7 @@ def _add_metadata(path: str, output: Output, item: str) -> None:
 def compare(location: Location, output: Output, progress: Progress) -> None:
     """Raise DifferentError unless a checkpoint holds exactly this output; ``progress`` takes the bytes compared."""
     with _reading(location, output) as trees:
-        a, b = StoredLeaves(location.path, ""), StoredLeaves(location.path, "")
+        a, b = metadata.StoredLeaves(location.path, ""), metadata.StoredLeaves(location.path, "")
         for leaves, found in (a, {**output.trees, **output.copied}), (b, trees):
             for name, tree in found.items():
                 leaves.add(tree, (name,) if name else ())
@@ -177,9 +176,10 @@ def _pieces(content: Location | bytes) -> Iterator[bytes]:
 
 def _has_other_metadata(location: Location, output: Output) -> bool:
     """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
-    found = {item: metadata.custom_of_tree(location / item) for item in output.trees}
+    trees = {item: metadata.json_of(location / item / layout.TREE_METADATA) for item in output.trees}
+    found = {item: metadata.custom_of(tree) for item, tree in trees.items()}
     wanted = {item: output.custom_of_trees.get(item, {}) for item in output.trees}
-    own = metadata.read_step_metadata(location).get("custom_metadata") or {}
+    own = metadata.json_of(location / layout.STEP_METADATA).get("custom_metadata") or {}
     return json.dumps([found, own], sort_keys=True) != json.dumps([wanted, output.custom], sort_keys=True)
 
 

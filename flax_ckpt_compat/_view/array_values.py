@@ -36,23 +36,21 @@ class Values:
 
     def add(self, a: _Array, b: _Array) -> None:
         """Add two arrays of equal shapes."""
-        for one, other in zip(_blocks(a), _blocks(b), strict=True):
-            self.size += one.size
-            self._add(one, other)
-
-    def _add(self, a: _Array, b: _Array) -> None:
         is_cast = a.dtype != b.dtype
-        if not is_cast:
-            bits = _other_bits(a, b)
-            a, b = a[bits], b[bits]
-            self.other_bits += a.size
-        if is_numeric(a) and is_numeric(b):
-            other = self._add_numbers(a, b)
-        else:
-            count = _count(a != b) if a.dtype.kind == b.dtype.kind else a.size
-            other, self.outside = count, self.outside + count
-        self.other_values += other
-        self.other_bits += other if is_cast else 0
+        for blocks in zip(_blocks(a), _blocks(b), strict=True):
+            one, other = blocks
+            self.size += one.size
+            if not is_cast:
+                bits = _other_bits(one, other)
+                one, other = one[bits], other[bits]
+                self.other_bits += one.size
+            if is_numeric(one) and is_numeric(other):
+                count = self._add_numbers(one, other)
+            else:
+                count = _count(one != other) if one.dtype.kind == other.dtype.kind else one.size
+                self.outside += count
+            self.other_values += count
+            self.other_bits += count if is_cast else 0
 
     def _add_numbers(self, a: _Array, b: _Array) -> int:
         """Compare numbers, those of one dtype with other bits, and return how many have other values."""
@@ -101,12 +99,13 @@ class Stats:
                 one.min, one.max = finite.min().item(), finite.max().item()
             self.merge(one)
 
-    def merge(self, other: Stats) -> None:
-        """Add what another one counted."""
+    def merge(self, other: Stats) -> Stats:
+        """Add what another one counted, and return this one."""
         self.finite, self.nan, self.inf = self.finite + other.finite, self.nan + other.nan, self.inf + other.inf
         self.min = min((one for one in (self.min, other.min) if one is not None), default=None)
         self.max = max((one for one in (self.max, other.max) if one is not None), default=None)
         self.total += other.total
+        return self
 
 
 def is_numeric(array: _Array) -> bool:

@@ -61,7 +61,10 @@ def open_checkpoint(
         with ExitStack() as files:
             with locating.unchanged(location) as is_replaced:
                 opened = files.enter_context(closing(opening.Opened(location, verify=verify, item=item)))
-                number = _step_of(opened, checkpoint_dir.prefix)
+                name = os.path.basename(opened.path)
+                match = STEP_DIRECTORY.fullmatch(name) if opened.contents.layout is Layout.ITEMS else None
+                number = steps.step_of(name, checkpoint_dir.prefix)
+                number = int(match[2]) if number is None and match else number
                 checkpoint = Checkpoint(opened, number, is_replaced)
             files.pop_all()  # the checkpoint closes them
             return checkpoint
@@ -84,7 +87,9 @@ class Checkpoint(_Shown):
     def __init__(self, opened: opening.Opened, step: float | None, is_replaced: Callable[[], bool]):
         self._opened, self._is_replaced = opened, is_replaced
         with memory.pause_gc(enabled=not opened.location.is_remote):
-            self._root = self._whole()
+            trees = {name: opened.reader(name).tree for name in opened.parts}
+            whole = Branch(trees) if opened.is_mapping else next(iter(trees.values()))
+            self._root: Node = map_leaves(at_whole_path, whole)
             self.tree: Any = state_dict.from_stored(self._root, None, "stored")
         self.path: str = opened.path
         self.step: float | None = step
@@ -151,25 +156,22 @@ class Checkpoint(_Shown):
             ReplacedError: it is a directory, and another checkpoint has replaced it since it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
-        root = self._root if paths is None else self._select(_as_paths(paths))
+        root = self._root if paths is None else self._select(paths)
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
         location = self._opened.location
         with locating.unchanged(location, self._is_replaced), locating.reporting_removal(location):
             return restore_pipeline.read_state(self._opened, trees)
 
-    def _whole(self) -> Node:
-        """Return the tree of all items."""
-        trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
-        whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
-        # Leaves of one tree have their paths; a single array is named as in its item.
-        is_one_tree = isinstance(whole, Branch) and not self._opened.is_mapping
-        return whole if is_one_tree else map_leaves(at_whole_path, whole)
-
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
 
-    def _select(self, paths: Iterable[LeafPath]) -> Node:
+    def _select(self, given: Any) -> Node:
         """Return the part of the tree at some key paths; raise MissingLeavesError for those that are not there."""
+        paths = list(given) if isinstance(given, Iterable) and not isinstance(given, str | tuple) else [given]
+        for path in paths:
+            if not isinstance(path, str | tuple):
+                expected = "a leaf's path is text such as 'a/b/0', or a tuple of names"
+                raise ArgumentError(f"{expected}, {arguments.found(path)}")
         wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
         named = functools.cache(lambda path: wanted.keys() & {path, joined(path), show_path(path)})
         found: set[str | Path] = set()
@@ -185,22 +187,3 @@ class Checkpoint(_Shown):
             title = f"{self.path} has no leaf and no subtree of these paths; stored is, see .leaves():"
             raise MissingLeavesError("\n".join([title, *listed(rows)]), path=self.path, missing=missing)
         return from_leaves(leaves, self._root)  # a sequence with gaps becomes a dict of the indices
-
-
-def _as_paths(given: Any) -> list[LeafPath]:
-    """Return one path, or several, as a list."""
-    try:
-        paths = [given] if isinstance(given, str | tuple) else list(given)
-    except TypeError:
-        paths = [given]
-    for path in paths:
-        if not isinstance(path, str | tuple):
-            raise ArgumentError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
-    return paths
-
-
-def _step_of(opened: opening.Opened, prefix: str) -> float | None:
-    name = os.path.basename(opened.path)
-    match = STEP_DIRECTORY.fullmatch(name) if opened.contents.layout is Layout.ITEMS else None
-    step = steps.step_of(name, prefix)
-    return int(match[2]) if step is None and match else step

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, SupportsFloat
 
 import numpy as np
@@ -173,13 +173,10 @@ def diff(
 
 
 def _tolerance(name: str, value: Any) -> float:
-    try:
-        found = 0.0 if value is None else float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not found >= 0:
-        raise SettingError(f"{name} takes a non-negative number, found {value!r:.100}")
-    return found
+    with suppress(TypeError, ValueError, OverflowError):
+        if (found := 0.0 if value is None else float(value)) >= 0:
+            return found
+    raise SettingError(f"{name} takes a non-negative number, found {value!r:.100}")
 
 
 def compare(a: metadata.StoredLeaves, b: metadata.StoredLeaves, tolerance: _Tolerance, begin: metadata.Begin) -> Diff:
@@ -221,9 +218,8 @@ def _compare_batch(batch: Sequence[_Pair], tolerance: _Tolerance, count: metadat
     """Compare leaves that are read at once, or a large one in slices."""
     if len(batch) == 1:
         return [_compare(batch[0], _parts(*batch[0][1:]), tolerance, count)]
-    ours, theirs = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
-    values = ([both] for both in zip(ours, theirs, strict=True))
-    return [_compare(pair, both, tolerance, count) for pair, both in zip(batch, values, strict=True)]
+    values = zip(read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch]), strict=True)
+    return [_compare(pair, [both], tolerance, count) for pair, both in zip(batch, values, strict=True)]
 
 
 def _compare(pair: _Pair, values: Iterable[tuple[Any, Any]], tolerance: _Tolerance, count: metadata.Count) -> _Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import json
 import logging
 import os
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.location import Location, as_text
@@ -23,9 +22,6 @@ from flax_ckpt_compat._discovery.contents import contents_of
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _Result = TypeVar("_Result")
 Count = Callable[..., None]  # takes numbers of bytes, in any thread, and words to show beside their bar
@@ -66,14 +62,11 @@ def leaves_of(opened: Opened) -> StoredLeaves:
 
 def describe(node: LeafHandle | str | None) -> str:
     """Return the type of a leaf: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node, what it is."""
-    return _type(node.kind, node.shape, node.dtype) if isinstance(node, LeafHandle) else node or ""
-
-
-@functools.lru_cache(maxsize=1024)  # numpy takes microseconds to name a dtype, and thousands of leaves share few
-def _type(kind: LeafKind, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -> str:
-    if kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
-        return f"{'' if kind is LeafKind.ARRAY else 'key '}{dtype}[{','.join(map(str, shape))}]"
-    return str(dtype) if kind is LeafKind.NUMPY_SCALAR else kind.value
+    if not isinstance(node, LeafHandle):
+        return node or ""
+    if node.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{','.join(map(str, node.shape))}]"
+    return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
 
 
 def dir_without_pending_saves(path: str | os.PathLike[str], prefix: str) -> CheckpointDir:
@@ -137,37 +130,29 @@ class Metadata:
 def read_metadata(opened: Opened) -> Metadata:
     """Read a checkpoint's metadata files; a damaged one counts as absent, as in Orbax, with a logged warning."""
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
-    step = read_step_metadata(opened.location)
-    trees = {name: _object(item.location / TREE_METADATA) for name, item in opened.trees.items()}
+    step = json_of(opened.location / STEP_METADATA)
+    trees = {name: json_of(item.location / TREE_METADATA) for name, item in opened.trees.items()}
     types = {name: tree.get("value_metadata_tree") for name, tree in trees.items()}
     own, customs = step.get("custom_metadata"), [tree.get("custom_metadata") for tree in trees.values()]
     return Metadata(
         started=_time(step.get("init_timestamp_nsecs")),
         committed=_time(step.get("commit_timestamp_nsecs")),
         custom=own if isinstance(own, dict) else {},
-        custom_of_trees={name: value for name, tree in trees.items() if (value := _custom(tree))},
+        custom_of_trees={name: value for name, tree in trees.items() if (value := custom_of(tree))},
         rich_types={name: text for name, text in types.items() if isinstance(text, str)},
         items=tuple(filter(None, opened.items)),
         writer=_OURS if any(_OURS in one for one in customs if isinstance(one, dict)) else None,
     )
 
 
-def read_step_metadata(location: Location) -> dict[str, Any]:
-    """Return the JSON of a checkpoint's own metadata file, not of its trees."""
-    return _object(location / STEP_METADATA)
-
-
-def custom_of_tree(location: Location) -> Any:
-    """Return the custom metadata of a tree alone; empty if it has none."""
-    return _custom(_object(location / TREE_METADATA))
-
-
-def _custom(tree: dict[str, Any]) -> Any:
+def custom_of(tree: dict[str, Any]) -> Any:
+    """Return the custom metadata of a tree alone, from the JSON of its metadata file; empty if it has none."""
     custom = tree.get("custom_metadata") or {}
     return {key: value for key, value in custom.items() if key != _OURS} if isinstance(custom, dict) else custom
 
 
-def _object(file: Location) -> dict[str, Any]:
+def json_of(file: Location) -> dict[str, Any]:
+    """Return the JSON object in a metadata file; empty if there is no such file, or it is damaged."""
     try:
         value = json.loads(file.read()) if file.isfile() else {}
     except (ValueError, RecursionError) as error:

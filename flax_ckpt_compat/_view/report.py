@@ -112,9 +112,6 @@ class _Shown:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:  # noqa: ARG002
         return {"text/plain": str(self._report()), "text/html": html(self._report())}
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002  (IPython: in a list, too)
-        printer.text(str(self))
-
 
 def for_json(value: Any) -> Any:
     """Return a result as JSON holds it: classes as public fields and properties, dtypes, NaN and infinities as text."""

@@ -7,7 +7,7 @@ import functools
 import html
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -24,15 +24,14 @@ from flax_ckpt_compat._view import metadata
 from flax_ckpt_compat._view.array_values import Stats, is_numeric
 from flax_ckpt_compat._view.report import Line, Report, Table, for_json
 
-_HEADINGS = ("leaf", "type", "leaves", "size", "min", "max", "mean", "NaN", "inf", "sharding")
-_NUMBERS = ("min", "max", "mean", "nan", "inf")  # in JSON
+_NUMBERS = ("min", "max", "mean", "NaN", "inf")
+_HEADINGS = ("leaf", "type", "leaves", "size", *_NUMBERS, "sharding")
 _LEFT = ("leaf", "type", "sharding")
 _MAX_NAME = 100
 _MAX_ROWS = 200  # of a notebook
 _MAX_BOXES, _MAX_DEPTH = 500, 6  # of more leaves, equal numbered subtrees are one box; levels that are drawn at once
 _AT_ONCE = 2
 _Types = dict[Path, tuple[str, str]]  # type and sharding of each leaf, as shown
-_Fold = Callable[[Iterable[Row]], Iterable[tuple[Row, list[Row]]]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,18 +130,19 @@ def _rows(contents: Contents, *, folds: bool = True) -> list[_Row]:
     """Return the root, and all below it, from the top down; if it ``folds``, equal numbered subtrees are one row."""
     leaves: dict[Path, LeafHandle | str] = {**contents.leaves, **contents.empty}
     types = {path: (metadata.describe(leaf), _sharding(contents.shardings.get(path))) for path, leaf in leaves.items()}
-    fold = fold_with_members if folds else lambda rows: [(row, [row]) for row in rows]
-    return list(_rows_of(contents, types, fold, list(leaves), "", show_path(())))
+    return list(_rows_of(contents, types, list(leaves), "", show_path(()), folds=folds))
 
 
 def _rows_of(
-    contents: Contents, types: _Types, fold: _Fold, paths: list[Path], above: str, name: str, level: int = 0
+    contents: Contents, types: _Types, paths: list[Path], above: str, name: str, level: int = 0, *, folds: bool
 ) -> Iterator[_Row]:
     """Yield the row of a node, or of equal ones, with these leaves and empty nodes, and all below it."""
     handles = [contents.leaves[path] for path in paths if path in contents.leaves]
     totals = f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles)
     if len(paths[0]) == level:
-        yield _Row(*totals, *types[paths[0]], _merged(contents, paths))
+        found = [contents.stats[path] for path in paths if path in contents.stats] if contents.stats else []
+        stats = functools.reduce(Stats.merge, found, Stats()) if found else None
+        yield _Row(*totals, *types[paths[0]], stats)
         return
     yield _Row(*totals)
     below: dict[str, list[Path]] = {}
@@ -153,20 +153,12 @@ def _rows_of(
     forms: dict[Any, str] = {}  # equal for subtrees of equal names, types and shardings
     rows = []
     for one, inside in below.items():
-        form = tuple((path[level + 1 :], types[path]) for path in inside)
+        form = tuple((path[level + 1 :], types[path]) for path in inside) if folds else one
         rows.append(Row((one,), (forms.setdefault(form, str(len(forms))),)))
-    for row, alike in fold(rows):
+    root = f"{above}{name}/" if level else ""
+    for row, alike in fold_with_members(rows):
         inside = [path for one in alike for path in below[one.names[0]]]
-        yield from _rows_of(contents, types, fold, inside, f"{above}{name}/" if level else "", row.names[0], level + 1)
-
-
-def _merged(contents: Contents, paths: list[Path]) -> Stats | None:
-    """Return the statistics of several leaves; None if they have none."""
-    found = [contents.stats[path] for path in paths if path in contents.stats] if contents.stats else []
-    merged = Stats()
-    for one in found:
-        merged.merge(one)
-    return merged if found else None
+        yield from _rows_of(contents, types, inside, root, row.names[0], level + 1, folds=folds)
 
 
 def title(contents: Contents) -> str:
@@ -208,19 +200,15 @@ def _lines(contents: Contents, levels: int | None) -> Iterator[Line | Table]:
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
-    known = ["-" if one is None else one for one in _five(row.stats)] if row.stats else [""] * len(_NUMBERS)
-    numbers = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in known]
+    numbers = [getattr(row.stats, name.lower(), "") for name in _NUMBERS]
+    texts = ["-" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in numbers]
     name, size = f"{'  ' * (row.level - 1)}{_short(row.name)}", format_size(row.nbytes) if row.nbytes else ""
-    return name, row.type, str(row.count), size, *numbers, row.sharding
+    return name, row.type, str(row.count), size, *texts, row.sharding
 
 
 def _short(text: str) -> str:
     """Cut off names that no line has room for: the column is as wide as the longest."""
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 1]}…"
-
-
-def _five(stats: Stats) -> tuple[float | None, ...]:
-    return stats.min, stats.max, stats.mean, stats.nan, stats.inf
 
 
 @functools.lru_cache(maxsize=1024)
@@ -256,8 +244,7 @@ def _to_json(contents: Contents) -> dict[str, Any]:
         shown: dict[str, Any] = {"path": show_path(path), "kind": leaf.kind.value, "shape": leaf.shape}
         shown |= {"dtype": leaf.dtype, "nbytes": leaf.nbytes, "sharding": contents.shardings.get(path)}
         if contents.stats is not None:
-            stats = contents.stats.get(path)
-            shown["stats"] = stats and dict(zip(_NUMBERS, _five(stats), strict=True))
+            shown["stats"] = contents.stats.get(path)
         leaves.append(shown)
     empty = {show_path(path): what for path, what in contents.empty.items()}
     found = {"path": contents.path, "format": contents.format, "stored": contents.stored, "nbytes": contents.nbytes}

@@ -188,7 +188,17 @@ def verify(
     arguments.check_function(progress, "progress")
     import numpy as np  # noqa: F401  (before several threads import it at once, which may abort the process)
 
-    root, found, is_named = _checkpoints_at(path, step, prefix)
+    checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
+    root = checkpoint_dir.root
+    if step is None:
+        found = walk.checkpoints_below(root)
+    else:
+        located = locating.find(checkpoint_dir, step)
+        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
+        found = [located.location.unlisted()]
+    if not found:
+        raise errors.CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
+    is_named = step is not None or found == [root]  # the only one
     count = metadata.BAR.get()(lambda: sum(one.total_size() for one in found))
     results = []
     with Pool(_AT_ONCE) as pool:
@@ -198,20 +208,6 @@ def verify(
             if progress is not None:
                 progress(result)
     return Verification(root.path, tuple(results))
-
-
-def _checkpoints_at(path: Any, step: Any, prefix: str) -> tuple[Location, list[Location], bool]:
-    """Return the location of a path, the checkpoints to verify there, and whether the caller named the only one."""
-    checkpoint_dir = metadata.dir_without_pending_saves(path, prefix)
-    root = checkpoint_dir.root
-    if step is not None:
-        located = locating.find(checkpoint_dir, step)
-        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
-        return root, [located.location.unlisted()], True
-    found = walk.checkpoints_below(root)
-    if not found:
-        raise errors.CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root.path)
-    return root, found, found == [root]
 
 
 def _verify(location: Location, count: Callable[[int], None], is_named: bool) -> VerifiedCheckpoint | None:

@@ -192,7 +192,7 @@ def test_stats(real_orbax: bool, tmp_path: Path) -> None:
     assert rows["w"][-5:] == ["0", "7", "3.5", "0", "0"]
     assert rows["bad"][-5:] == ["1", "1", "1", "1", "1"]
     found = {leaf["path"]: leaf["stats"] for leaf in json.loads(run(tmp_path, "--stats", "--json").stdout)["leaves"]}
-    assert found["blocks/2/w"] == {"min": 2.0, "max": 6.0, "mean": 4.0, "nan": 0, "inf": 0}
+    assert found["blocks/2/w"] == {"finite": 5, "nan": 0, "inf": 0, "min": 2.0, "max": 6.0, "total": 20.0, "mean": 4.0}
     assert found["text"] is None
     for width in (40, 60, 120):  # a narrow terminal folds cells, and cuts none
         console = rich.console.Console(file=io.StringIO(), width=width)
