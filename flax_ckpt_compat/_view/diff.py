@@ -190,9 +190,10 @@ def compare(a: metadata.StoredLeaves, b: metadata.StoredLeaves, tolerance: _Tole
     for path in dict.fromkeys([*here, *there]):
         one, other = here.get(path), there.get(path)
         kind = _structure(one, other, same_format=same_format)
-        shown = metadata.describe(one), metadata.describe(other)
-        found[path] = None if kind is None else LeafDifference(show_path(path), kind, *shown)
-        if kind is None and isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
+        found[path] = None
+        if kind is not None:
+            found[path] = LeafDifference(show_path(path), kind, metadata.describe(one), metadata.describe(other))
+        elif isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
             pairs.append((path, one, other))
     count = begin(lambda: sum(handle.nbytes for _, handle, _ in pairs))
     left = iter(pairs)  # by place: rules may give one leaf to several
@@ -225,20 +226,20 @@ def _compare_batch(batch: Sequence[_Pair], tolerance: _Tolerance, count: metadat
 def _compare(pair: _Pair, values: Iterable[tuple[Any, Any]], tolerance: _Tolerance, count: metadata.Count) -> _Outcome:
     """Compare two leaves; ``values`` are those of both, or of their slices."""
     path, a, b = pair
-    found, is_other = Values(*(tolerance or ())), False
-    shown = metadata.describe(a), metadata.describe(b)
+    found, is_other, texts = Values(*(tolerance or ())), False, ("", "")
     for one, other in values:
         if isinstance(one, str | bytes | KeyData) or isinstance(other, str | bytes | KeyData):
             is_other |= not _same(one, other)
         else:
             found.add(np.asarray(one), np.asarray(other))
         if not a.shape:
-            shown = _with_value(shown[0], one), _with_value(shown[1], other)
+            texts = _text(one), _text(other)
         count(getattr(one, "nbytes", a.nbytes))
     same_type = _same_type(a, b)
     if same_type and not is_other and not (found.other_bits if tolerance is None else found.outside):
         return "tolerated" if found.other_bits else "identical"
     numbers = found if found.other_bits else None
+    shown = f"{metadata.describe(a)}{texts[0]}", f"{metadata.describe(b)}{texts[1]}"
     return LeafDifference(show_path(path), "values" if same_type else "type", *shown, numbers)
 
 
@@ -268,6 +269,6 @@ def _same_type(a: LeafHandle, b: LeafHandle) -> bool:
     return bool(set.intersection(*kinds)) and (a.dtype is None or b.dtype is None or a.dtype == b.dtype)
 
 
-def _with_value(described: str, value: Any) -> str:
+def _text(value: Any) -> str:
     text = repr(value) if isinstance(value, str | bytes) else str(value)
-    return f"{described} {text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + '…'}"
+    return f" {text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + '…'}"
