@@ -111,6 +111,6 @@ def test_show(flag: bool, any_bucket: AnyBucket) -> None:
     found = json.loads(result.stdout)
     assert (found["path"], found["nbytes"]) == (f"{url}/checkpoint_1", 412)
     stats = {leaf["path"]: leaf["stats"] for leaf in found["leaves"]}
-    assert stats["w"] == {"min": 0, "max": 100, "mean": 50, "nan": 0, "inf": 0}
+    assert stats["w"] == {"finite": 101, "nan": 0, "inf": 0, "min": 0, "max": 100, "total": 5050, "mean": 50}
     assert stats["step"]["mean"] == 7
     assert CliRunner().invoke(main, ["show", f"{any_bucket.url}/rum"]).exit_code == 2
