@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import safetensors, write_output
+from flax_ckpt_compat._convert import write_output
 from flax_ckpt_compat._convert.jobs import FILES, LAYOUTS, TO_STEPS, Conversion, Job, find_jobs
 from flax_ckpt_compat._convert.plan_output import Output, output_of
 from flax_ckpt_compat._core import arguments
@@ -94,9 +96,10 @@ def convert(
     dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
     if executor is not None and not hasattr(executor, "submit"):
         raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
-    jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, item=item, sharding=sharding)
+    options = {"target": target, "transforms": transforms, "dry_run": dry_run, "resume": resume}
+    jobs = plan(src, dst, to, step=step, item=item, sharding=sharding, **options)
     by_source: dict[str, Conversion] = {}
-    with closing(run(jobs, executor, dry_run=dry_run, resume=resume)) as results:
+    with closing(run(jobs, executor)) as results:
         for result in results:
             by_source[result.source] = result
             if progress is not None:
@@ -104,10 +107,10 @@ def convert(
     ordered = [by_source[job.source] for job in jobs]
     failed = [result for result in ordered if result.error is not None]
     if failed:
-        lines = [f"  {result.error}" for result in failed[:MAX_SHOWN]]
+        lines = [f"{len(failed)} of {len(ordered)} checkpoints could not be converted:"]
+        lines += [f"  {result.error}" for result in failed[:MAX_SHOWN]]
         lines += [f"  and {len(failed) - MAX_SHOWN} more"] if len(failed) > MAX_SHOWN else []
-        count = f"{len(failed)} of {len(ordered)} checkpoints could not be converted"
-        raise ConversionError("\n".join([f"{count}:", *lines]), path=failed[0].source, conversions=tuple(ordered))
+        raise ConversionError("\n".join(lines), path=failed[0].source, conversions=tuple(ordered))
     return ordered
 
 
@@ -117,17 +120,18 @@ def plan(
     """Return the jobs of a conversion; arguments as for `convert`."""
     if not isinstance(to, str) or to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
-    if to == "safetensors":
-        safetensors.require_library()
+    if to == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise SettingError(
+            "safetensors files are written by safetensors: python -m pip install 'flax-ckpt-compat[safetensors]'"
+        )
     if sharding not in ("drop", "keep"):
         raise SettingError(f"sharding takes 'drop' or 'keep'; {arguments.found(sharding)}")
     items = _items(item)
-    source, destination = location_of(src), location_of(dst)
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)
     if steps == []:
         raise SettingError("step is an empty list, so nothing would be converted; None converts all steps")
-    jobs = find_jobs(source, destination, to, steps)
+    jobs = find_jobs(location_of(src), location_of(dst), to, steps)
     return [dataclasses.replace(job, items=items, sharding=sharding, **options) for job in jobs]
 
 
@@ -135,13 +139,10 @@ def free_space(destination: str) -> tuple[int, str] | None:
     """Return the bytes that are free in the nearest folder above a result, and that folder; None if nothing tells."""
     if of_text(destination).is_remote:
         return None
-    folder = os.path.abspath(destination)
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    try:
-        return shutil.disk_usage(folder).free, folder
-    except OSError:
-        return None
+    folder = next(above for above in Path(os.path.abspath(destination)).parents if os.path.isdir(above))
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free, str(folder)
+    return None
 
 
 def _items(item: Any) -> dict[str, str] | None:
@@ -150,29 +151,21 @@ def _items(item: Any) -> dict[str, str] | None:
         return None
     named = item if isinstance(item, Mapping) else dict.fromkeys([item] if isinstance(item, str) else item, "")
     if not named or not all(isinstance(one, str) for pair in named.items() for one in pair) or "" in named:
-        message = "item is the name of an item, a list of names, or a dict of new names"
-        raise ArgumentError(f"{message}; found {item!r:.100}")
+        raise ArgumentError(f"item is the name of an item, names or a dict of new ones; found {item!r:.100}")
     return dict(named)
 
 
 def run(
-    jobs: Sequence[Job],
-    executor: Executor | None,
-    *,
-    dry_run: bool,
-    resume: bool,
-    progress: write_output.Progress | None = None,
+    jobs: Sequence[Job], executor: Executor | None, progress: write_output.Progress | None = None
 ) -> Generator[Conversion]:
-    """Yield the results of the jobs of a `plan` as they end; other arguments as for `convert`.
+    """Yield the results of the jobs of a `plan` as they end; ``executor`` is as for `convert`.
 
     ``progress`` is as for `convert_one`, in the executor's threads, so leave it out for one of other processes."""
-    jobs = [dataclasses.replace(job, dry_run=dry_run, resume=resume) for job in jobs]
     if jobs and (executor is None or isinstance(executor, ThreadPoolExecutor)):
         # Once: a function that returns the target may build a model. Other processes load it by its name.
-        target, transforms = loaded(jobs[0].target, jobs[0].transforms)
-        jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
-    if not dry_run:
-        write_output.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+        first = _loaded(jobs[0])
+        jobs = [dataclasses.replace(job, target=first.target, transforms=first.transforms) for job in jobs]
+    write_output.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and not (job.error or job.dry_run)])
     do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
         for job in jobs:
@@ -200,19 +193,17 @@ def convert_one(job: Job, progress: write_output.Progress = lambda _: None) -> C
     result = Conversion(job.source, job.destination, "failed", error=job.error)
     try:
         if job.error is None:
-            with ExitStack() as watched, ExitStack() as files:
+            with ExitStack() as watched:
                 source = of_text(job.source).listed()
                 watched.enter_context(unchanged(source))
                 verifies = config.current().checksums == "verify"
-                chosen = None if job.items is None else list(job.items)
-                opening = Opened(source, verify=verifies, items=chosen, warns=False, allows_unknown=True)
-                opened = files.enter_context(closing(opening))
-                target, transforms = loaded(job.target, job.transforms)
-                found = output_of(opened, dataclasses.replace(job, target=target, transforms=transforms))
-                size, notes = (len(found.leaves), found.nbytes), tuple(found.notes)
-                result = Conversion(job.source, job.destination, "failed", *size, notes=notes)
-                status = _write(job, found, progress, watched.close)
-                result = dataclasses.replace(result, status=status, left_out=tuple(found.left_out))
+                opening = Opened(source, verify=verifies, items=job.items, warns=False, allows_unknown=True)
+                with closing(opening) as opened:
+                    found = output_of(opened, _loaded(job))
+                    size, notes = (len(found.leaves), found.nbytes), tuple(found.notes)
+                    result = Conversion(job.source, job.destination, "failed", *size, notes=notes)
+                    status = _write(job, found, progress, watched.close)
+                    result = dataclasses.replace(result, status=status, left_out=tuple(found.left_out))
     except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
         _log.debug("%s could not be converted", job.source, exc_info=True)
         message = str(failure) if job.source in str(failure) else f"{job.source}: {failure}"
@@ -221,12 +212,11 @@ def convert_one(job: Job, progress: write_output.Progress = lambda _: None) -> C
     return dataclasses.replace(result, seconds=time.monotonic() - start)
 
 
-def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
-    """Return target and transforms of a job, loaded if they are named as ``module:name``."""
-    return (
-        arguments.load_value(target) if isinstance(target, str) else target,
-        arguments.load_name(transforms) if isinstance(transforms, str) else transforms,
-    )
+def _loaded(job: Job) -> Job:
+    """Return a job with the target and transforms that it names as ``module:name``."""
+    target = arguments.load_value(job.target) if isinstance(job.target, str) else job.target
+    transforms = arguments.load_name(job.transforms) if isinstance(job.transforms, str) else job.transforms
+    return dataclasses.replace(job, target=target, transforms=transforms)
 
 
 def _write(job: Job, output: Output, progress: write_output.Progress, check_unchanged: Callable[[], None]) -> str:

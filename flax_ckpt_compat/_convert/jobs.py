@@ -14,6 +14,7 @@ from typing import Any
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointNotFoundError
 from flax_ckpt_compat._core.location import Location, of_text
+from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery import locating, saved_steps
 from flax_ckpt_compat._discovery.contents import State, contents_of, foreign_message, why_inside
 from flax_ckpt_compat._discovery.walk import DEFAULT_PREFIX, MSGPACK_SUFFIX, checkpoints_below
@@ -86,45 +87,39 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source.path)
-    _check_apart(source, destination)
-    if found == [source]:
-        is_step = to in TO_STEPS
-        step = _assigned(source, wanted) if is_step and wanted else _step_of(source.name.removesuffix(MSGPACK_SUFFIX))
-        jobs = [_as_step(source, destination, step, to) if is_step else Job(source.path, destination.path, to)]
-    else:
-        jobs = [_job(one, destination.sibling(one.parent.path[len(source.path) :]), to) for one in found]
+    if found != [source]:
+        folders = [destination.sibling(one.parent.path[len(source.path) :]) for one in found]
+        jobs = [_job(one, folder, to, _step_of(one)) for one, folder in zip(found, folders, strict=True)]
         jobs = _selected(source, jobs, wanted) if wanted else jobs
+    elif to in TO_STEPS:
+        texts = [steps.step_text(one) for one in wanted or ()]
+        step = steps.parse_step(texts[0]) if texts else _step_of(source)
+        if len(texts) > 1 or (texts and step is None):
+            raise ArgumentError(f"{source} is one checkpoint, so step is the number it gets; found {one_line(texts)}")
+        jobs = [_job(source, destination, to, step)]
+    else:
+        jobs = [Job(source.path, destination.path, to)]
     for holding in [contents_of(listed.at(one.path), lists_denied=True) for one in found]:
         if not holding.is_readable:
             error = f"IncompleteCheckpointError: {holding.path} is not a complete checkpoint: {holding.why}"
             if holding.state is State.FOREIGN:
                 error = f"UnrecognizedFormatError: {foreign_message(holding)}"
             jobs = [dataclasses.replace(job, error=error) if job.source == holding.path else job for job in jobs]
-    _check_outside(jobs)
+    _check_destinations(source, destination, jobs)
     count = Counter(job.destination for job in jobs if job.error is None)
-    return [
-        _failing(job, f"another checkpoint would be converted to {job.destination} too; convert each alone")
-        if job.error is None and count[job.destination] > 1
-        else job
-        for job in jobs
-    ]
+    for place, job in enumerate(jobs):
+        if job.error is None and count[job.destination] > 1:
+            why = f"another checkpoint would be converted to {job.destination} too; convert each alone"
+            jobs[place] = dataclasses.replace(job, error=f"ArgumentError: {job.source}: {why}")
+    return jobs
 
 
-def _failing(job: Job, why: str) -> Job:
-    return dataclasses.replace(job, error=f"ArgumentError: {job.source}: {why}")
-
-
-def _assigned(source: Location, wanted: Sequence[Any]) -> float:
-    """Return the step that the caller gives to a checkpoint."""
-    texts = [steps.step_text(one) for one in wanted]
-    step = steps.parse_step(texts[0])
-    if len(texts) > 1 or step is None:
-        raise ArgumentError(f"{source} is one checkpoint, so step is the number that it gets; found {', '.join(texts)}")
-    return step
-
-
-def _check_outside(jobs: Sequence[Job]) -> None:
-    """Raise InvalidCheckpointError if a result would be in a checkpoint in Orbax's format."""
+def _check_destinations(source: Location, destination: Location, jobs: Sequence[Job]) -> None:
+    """Raise if the destination is the source, or in it, also by symbolic links, or in a checkpoint of Orbax."""
+    for here, there in ((source.path, destination.path), (source.resolve(), destination.resolve())):
+        if f"{there}/".startswith(f"{here}/"):
+            message = f"{destination} is in the source {source}, which is never touched; pass another destination"
+            raise ArgumentError(message, path=destination.path)
     for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
         if why := why_inside(of_text(path)):
             from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
@@ -141,40 +136,27 @@ def _is_checkpoint(location: Location) -> bool:
     return isinstance(located, locating.LocatedCheckpoint) and located.location == location
 
 
-def _check_apart(source: Location, destination: Location) -> None:
-    """Raise ArgumentError if the destination is the source, or in it, also by symbolic links."""
-    for here, there in ((source.path, destination.path), (source.resolve(), destination.resolve())):
-        if f"{there}/".startswith(f"{here}/"):
-            message = f"{destination} is in the source {source}, which is never touched; pass another destination"
-            raise ArgumentError(message, path=destination.path)
-
-
-def _job(source: Location, folder: Location, to: str) -> Job:
-    """Return the job of a checkpoint of a directory."""
-    name = source.name
-    stem = name.removesuffix(MSGPACK_SUFFIX)
-    step = _step_of(stem)
-    if to in TO_STEPS:
-        return _as_step(source, folder, step, to)
-    name = name if to == "msgpack" else stem
-    name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
-    return Job(source.path, (folder / (f"{name}.safetensors" if to == "safetensors" else name)).path, to, step)
-
-
-def _step_of(name: str) -> float | None:
+def _step_of(checkpoint: Location) -> float | None:
     """Return the step that a name records, or None."""
+    name = checkpoint.name.removesuffix(MSGPACK_SUFFIX)
     match = None if _DATE.fullmatch(name) else _STEP.fullmatch(name) or _AFTER_DOT.fullmatch(name)
     return steps.parse_step(match[1]) if match else None
 
 
-def _as_step(source: Location, folder: Location, step: float | None, to: str) -> Job:
-    """Return the job of a result that is a step of Orbax's managers."""
-    job = Job(source.path, folder.path, to, step)
-    if step is None or step < 0 or step != int(step):
+def _job(source: Location, folder: Location, to: str, step: float | None) -> Job:
+    """Return the job of a checkpoint whose result lies in a folder."""
+    name = source.name if to == "msgpack" else source.name.removesuffix(MSGPACK_SUFFIX)
+    if to not in TO_STEPS:
+        name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
+        name = f"{name}.safetensors" if to == "safetensors" else name
+    elif step is not None and step >= 0 and step == int(step):
+        name = str(int(step))
+    else:
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with a step that you choose (step=5, --step 5), or to another layout"
-        return _failing(job, f"{shown}, and managers count whole steps from 0; {remedy}")
-    return dataclasses.replace(job, destination=(folder / str(int(step))).path)
+        error = f"ArgumentError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
+        return Job(source.path, folder.path, to, step, error)
+    return Job(source.path, (folder / name).path, to, step)
 
 
 def _selected(source: Location, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:

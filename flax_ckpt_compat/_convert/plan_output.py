@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,21 +36,41 @@ _V1_TREE, _V1_METRICS = f"{_V1}pytree_handler.PyTreeHandler", f"{_V1}json_handle
 _V1_JSON = "data.json"
 
 
-@dataclasses.dataclass(slots=True)
 class Output:
-    """The parts of a result; an item called '' is the whole result."""
+    """What a job writes of an open checkpoint; an item called '' is the whole result."""
 
-    to: str  # name of the layout
-    trees: dict[str, Node] = dataclasses.field(default_factory=dict)  # item → tree of leaf handles to write
-    copied: dict[str, Node] = dataclasses.field(default_factory=dict)  # likewise, of items that are copied
-    handlers: dict[str, str] = dataclasses.field(default_factory=dict)  # item → name of its handler, or ''
-    # Relative path → the file to copy, the bytes to write, or None for a folder.
-    files: dict[str, Location | bytes | None] = dataclasses.field(default_factory=dict)
-    custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
-    custom_of_trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # item → that of the tree alone
-    rich_types: dict[str, str] = dataclasses.field(default_factory=dict)  # item → Orbax's record of its containers
-    notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
-    left_out: list[str] = dataclasses.field(default_factory=list)  # what it lacks of the source
+    def __init__(self, opened: Opened, job: Job):
+        """Tell the kinds of the source's items; raise CheckpointError if one does not decode."""
+        self.opened, self.job, self.to = opened, job, job.to
+        # Item of the result → tree of leaf handles to write; likewise, of items that are copied; name of its handler.
+        self.trees, self.copied, self.handlers = dict[str, Node](), dict[str, Node](), dict[str, str]()
+        # Relative path → the file to copy, the bytes to write, or None for a folder.
+        self.files: dict[str, Location | bytes | None] = {}
+        self.custom: dict[str, Any] = {}  # Orbax's custom metadata of the checkpoint
+        self.custom_of_trees: dict[str, Any] = {}  # item of the result → that of the tree alone
+        self.rich_types: dict[str, str] = {}  # item of the result → Orbax's record of its containers
+        # What to know about the result, and what it lacks of the source.
+        self.notes, self.left_out = list[str](), list[str]()
+
+        recorded = recorded_handlers(opened.location, names_in(opened.location))
+        handlers = {"": recorded} if isinstance(recorded, str) else recorded
+        unread = opened.contents.unread
+        # What this library does not read.
+        self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]
+        self.recorded = {name: handlers.get(name, "") for name in (*opened.items, *self.opaque)}
+        self.kinds = {name: kind_of_item(item, self.recorded[name]) for name, item in opened.items.items()}
+        self.kinds |= dict.fromkeys(self.opaque, ItemKind.UNKNOWN)
+        for name in opened.items:
+            try:
+                opened.reader(name)
+            except CheckpointError:
+                if self.kinds[name] is not ItemKind.UNKNOWN:
+                    raise
+                self.opaque.append(name)  # it only looks like a tree
+        # The trees are written anew, all others are copied; transforms may make one tree of several.
+        self.rewritten = [name for name, kind in self.kinds.items() if kind is ItemKind.TREE]
+        self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
+        self.names: dict[str, str] = {}  # the items that are converted → their names in the result
 
     @property
     def has_items(self) -> bool:
@@ -68,95 +87,26 @@ class Output:
         """Return the size of all arrays in memory, in bytes."""
         return sum(leaf.nbytes for leaf in self.leaves if kind_of(leaf) in (LeafKind.ARRAY, LeafKind.PRNG_KEY))
 
-
-def output_of(opened: Opened, job: Job) -> Output:
-    """Return what a job writes of an open checkpoint.
-
-    Raise MissingLeavesError if the target has other leaves, and UnsupportedLeafError for an item that the layout has no
-    place for."""
-    items, found = _Items(opened, job), Output(job.to)
-    if job.to in FILES:
-        items.check_all_are_leaves()
-    if job.transforms is None:
-        trees = _stored(items, found.notes)
-    else:
-        if not opened.items:
-            raise UnsupportedLeafError(
-                f"{opened.path}: only their own handlers read its items, so there is nothing to transform; convert it "
-                "without transforms",
-                path=opened.path,
-            )
-        from flax_ckpt_compat._convert import transformed  # it imports jax
-
-        trees, items.is_mapping = transformed.trees_of(opened, job, items.rewritten, found.notes)
-    if job.to in FILES:
-        renamed = {(job.items or {}).get(name) or name: tree for name, tree in trees.items()}
-        found.trees = {"": Branch(renamed) if items.is_mapping else next(iter(trees.values()))}
-        found.handlers = {"": ""}
-    else:
-        _arrange(found, items, trees)
-    if any(kind_of(leaf) is LeafKind.PRNG_KEY for leaf in found.leaves):
-        import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
-    if job.to == "safetensors":
-        found.trees[""], notes = safetensors.as_stored(found.trees[""])
-        found.notes += notes
-    described = metadata.read_metadata(opened)
-    _add_beside(found, items)
-    _add_metadata(found, items, described)
-    if job.to == "msgpack" and described.writer is None and job.target is None:
-        found.notes += _note_of_nones(opened, trees)
-    if job.items is not None:  # what lies beside an item was not asked for
-        found.notes += [f"not converted: {what}" for what in found.left_out]
-        found.left_out = []
-    return found
-
-
-class _Items:
-    """The items of a source that a job converts."""
-
-    def __init__(self, opened: Opened, job: Job):
-        """Tell their kinds; raise CheckpointError if one does not decode."""
-        self.opened, self.job = opened, job
-        recorded = recorded_handlers(opened.location, names_in(opened.location))
-        handlers = {"": recorded} if isinstance(recorded, str) else recorded
-        unread = opened.contents.unread
-        # What this library does not read.
-        self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]
-        self.handlers = {name: handlers.get(name, "") for name in (*opened.items, *self.opaque)}
-        self.kinds = {name: kind_of_item(item, self.handlers[name]) for name, item in opened.items.items()}
-        self.kinds |= dict.fromkeys(self.opaque, ItemKind.UNKNOWN)
-        for name in opened.items:
-            try:
-                opened.reader(name)
-            except CheckpointError:
-                if self.kinds[name] is not ItemKind.UNKNOWN:
-                    raise
-                self.opaque.append(name)  # it only looks like a tree
-        # The trees are written anew, all others are copied; transforms may make one tree of several.
-        self.rewritten = [name for name, kind in self.kinds.items() if kind is ItemKind.TREE]
-        self.is_mapping = len(opened.trees) > 1  # a file has their names at the top
-        self.names: dict[str, str] = {}  # the items that are converted → their names in the result
-
     def check_all_are_leaves(self) -> None:
         """Raise UnsupportedLeafError if there is more than trees, arrays and keys: a file has no place for it."""
-        others = []
-        for name, kind in self.kinds.items():
-            is_tree = name in self.opened.trees and name not in self.opaque
-            if not is_tree or (kind is ItemKind.UNKNOWN and _beside(self.opened, name)):
-                others.append(f"{name or 'its files'} ({kind.value})")
-        if not others:
-            return
-        trees = [name for name in self.rewritten if name]
-        alone = f"convert one item alone (item={trees[0]!r}, --item {trees[0]}), or all" if trees else "convert it"
-        raise UnsupportedLeafError(
-            f"{self.opened.path}: a {self.job.to} file has no place for {one_line(others)}; {alone} to 'orbax', "
-            "'manager' or 'v1', which keep every item",
-            path=self.opened.path,
-        )
+        trees = [name for name in self.opened.trees if name not in self.opaque]
+        others = [
+            f"{name or 'its files'} ({kind.value})"
+            for name, kind in self.kinds.items()
+            if name not in trees or (kind is ItemKind.UNKNOWN and _beside(self.opened, name))
+        ]
+        if others:
+            named = next(filter(None, self.rewritten), "")
+            alone = f"one item alone (item={named!r}, --item {named}), or " if named else ""
+            raise UnsupportedLeafError(
+                f"{self.opened.path}: a {self.to} file has no place for {one_line(others)}; convert {alone}it to "
+                "'orbax', 'manager' or 'v1', which keep every item",
+                path=self.opened.path,
+            )
 
-    def handler(self, name: str) -> str:
+    def handler_of(self, name: str) -> str:
         """Return the name of the handler that reads an item in the result: the recorded one, if it can; or ''."""
-        is_v1, kind, recorded = self.job.to == "v1", self.kinds.get(name, ItemKind.TREE), self.handlers.get(name, "")
+        is_v1, kind, recorded = self.to == "v1", self.kinds.get(name, ItemKind.TREE), self.recorded.get(name, "")
         if is_v1 and kind is ItemKind.TREE:
             return _V1_TREE
         if is_v1 and kind is ItemKind.JSON and self.name_of_result(name) == "metrics":
@@ -172,19 +122,19 @@ class _Items:
             return renamed
         if self.job.items is not None or (name and self.rewritten != [name]):
             return name
-        is_by_v1 = ".v1." in self.handlers.get(name, "") or (self.opened.location / layout.V1_MARKER).isfile()
+        is_by_v1 = ".v1." in self.recorded.get(name, "") or (self.opened.location / layout.V1_MARKER).isfile()
         is_of_v1 = name in ("state", "pytree") and is_by_v1
         return ITEM[self.job.to] if is_of_v1 or name in ("", ITEM["manager"]) else name
 
     def names_of_result(self, names: list[str]) -> dict[str, str]:
         """Return the names of all items in the result; '' for one that becomes the whole result."""
-        job = self.job
-        if len(names) == 1 and job.to not in TO_STEPS and not any((job.items or {}).values()):
+        if len(names) == 1 and self.to not in TO_STEPS and not any((self.job.items or {}).values()):
             (only,) = names
-            kinds = {ItemKind.TREE, ItemKind.ARRAY}
-            if not only or job.items is not None:  # else a restore of JSON gives a dict of the item
-                kinds.add(ItemKind.JSON)
-            if not only or self.kinds.get(only, ItemKind.TREE) in kinds:
+            kind = self.kinds.get(only, ItemKind.TREE)
+            is_chosen_json = (
+                kind is ItemKind.JSON and self.job.items is not None
+            )  # else a restore gives a dict of the item
+            if not only or kind in (ItemKind.TREE, ItemKind.ARRAY) or is_chosen_json:
                 return {only: ""}
         found = {name: self.name_of_result(name) for name in names}
         if len(set(found.values())) < len(found):
@@ -192,16 +142,58 @@ class _Items:
         return found
 
 
-def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:
+def output_of(opened: Opened, job: Job) -> Output:
+    """Return what a job writes of an open checkpoint.
+
+    Raise MissingLeavesError if the target has other leaves, and UnsupportedLeafError for an item that the layout has no
+    place for."""
+    found = Output(opened, job)
+    if job.to in FILES:
+        found.check_all_are_leaves()
+    if job.transforms is None:
+        trees = _stored(found)
+    elif not opened.items:
+        raise UnsupportedLeafError(
+            f"{opened.path}: only their own handlers read its items, so there is nothing to transform; convert it "
+            "without transforms",
+            path=opened.path,
+        )
+    else:
+        from flax_ckpt_compat._convert import transformed  # it imports jax
+
+        trees, found.is_mapping = transformed.trees_of(opened, job, found.rewritten, found.notes)
+    if job.to in FILES:
+        renamed = {(job.items or {}).get(name) or name: tree for name, tree in trees.items()}
+        found.trees = {"": Branch(renamed) if found.is_mapping else next(iter(trees.values()))}
+        found.handlers = {"": ""}
+    else:
+        _arrange(found, trees)
+    if any(kind_of(leaf) is LeafKind.PRNG_KEY for leaf in found.leaves):
+        import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
+    if job.to == "safetensors":
+        found.trees[""] = safetensors.as_stored(found.trees[""], found.notes)
+    described = metadata.read_metadata(opened)
+    _add_beside(found)
+    _add_metadata(found, described)
+    if job.to == "msgpack" and described.writer is None and job.target is None:
+        _note_nones(found, trees)
+    if job.items is not None:  # what lies beside an item was not asked for
+        found.notes += [f"not converted: {what}" for what in found.left_out]
+        found.left_out = []
+    return found
+
+
+def _stored(found: Output) -> dict[str, Node]:
     """Return the trees as they are stored, in the containers of the target, or those that the format records."""
-    opened, job = items.opened, items.job
-    trees = {name: opened.reader(name).tree for name in opened.trees if name not in items.opaque}
+    opened, job = found.opened, found.job
+    trees = {name: opened.reader(name).tree for name in opened.trees if name not in found.opaque}
     if job.target is not None:
-        from flax_ckpt_compat._trees import state_dict  # it imports jax
+        from flax_ckpt_compat._restore import items  # they import jax
+        from flax_ckpt_compat._trees import state_dict
 
         target = state_dict.describe(job.target)
-        is_each = _names_items(target, items, trees)
-        for name in items.rewritten:
+        is_each = isinstance(target, Branch) and items.names_items(opened, job.target)
+        for name in found.rewritten:
             like = target.children.get(name) if is_each else target
             trees[name] = _like_target(trees[name], like, opened.path)
     elif job.to not in FILES:
@@ -211,19 +203,8 @@ def _stored(items: _Items, notes: list[str]) -> dict[str, Node]:
                 trees[name] = stored_trees.with_guessed_lists(tree, guessed)
         if guessed:
             note = "dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not"
-            notes.append(f"{note}: {one_line(map(show_path, guessed))}")
+            found.notes.append(f"{note}: {one_line(map(show_path, guessed))}")
     return trees
-
-
-def _names_items(target: Node, items: _Items, trees: dict[str, Node]) -> bool:
-    """Return whether a target has the items by their names, and is not that of the only tree."""
-    if not isinstance(target, Branch) or "" in trees:
-        return False
-    if len(items.rewritten) != 1:
-        return True
-    (name,) = items.rewritten
-    own = trees[name].children.keys() if isinstance(trees[name], Branch) else ()
-    return name in target.children and name not in own and target.children.keys() <= items.kinds.keys()
 
 
 def _like_target(tree: Node, target: Node, path: str) -> Node:
@@ -242,46 +223,45 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
     return stored_trees.with_containers_of(tree, target)
 
 
-def _note_of_nones(opened: Opened, trees: dict[str, Node]) -> list[str]:
-    others = [name for name, item in opened.items.items() if item.format is not Format.ORBAX]
-    stored = [tree for name, tree in trees.items() if name not in others]
-    nones = [show_path(path) for tree in stored for path, leaf in iter_leaves(tree) if leaf is None]
-    what = "None is written as it is stored, also for optax.EmptyState, which real Flax expects as a dict"
-    return [f"{what}; give a target: {one_line(nones)}"] if nones else []
+def _note_nones(found: Output, trees: dict[str, Node]) -> None:
+    others = [name for name, item in found.opened.items.items() if item.format is not Format.ORBAX]
+    leaves = [pair for name, tree in trees.items() if name not in others for pair in iter_leaves(tree)]
+    if nones := [show_path(path) for path, leaf in leaves if leaf is None]:
+        what = "None is written as it is stored, also for optax.EmptyState, which real Flax expects as a dict"
+        found.notes.append(f"{what}; give a target: {one_line(nones)}")
 
 
-def _arrange(found: Output, items: _Items, trees: dict[str, Node]) -> None:
+def _arrange(found: Output, trees: dict[str, Node]) -> None:
     """Add the trees and copies, as a directory of Orbax has them."""
-    copied = [name for name in items.kinds if name not in items.rewritten]
-    items.names = items.names_of_result([*(name for name in trees if name not in copied), *copied])
-    for name, new in items.names.items():
-        found.handlers[new] = items.handler(name)
+    copied = [name for name in found.kinds if name not in found.rewritten]
+    found.names = found.names_of_result([*(name for name in trees if name not in copied), *copied])
+    for name, new in found.names.items():
+        found.handlers[new] = found.handler_of(name)
         if name not in copied:
             found.trees[new] = stored_trees.in_stored_order(trees[name])
             continue
         if name in trees:
             found.copied[new] = trees[name]
-        for path, content in _files_of_copy(items, name).items():
-            found.files[f"{new}/{path}" if new else path] = content
-    if unknown := [new for name, new in items.names.items() if items.kinds.get(name) is ItemKind.UNKNOWN]:
-        whose = "only the handler that wrote it reads it" if "" in unknown else "only their own handlers read them"
-        names = "" if "" in unknown else f": {one_line(unknown)}"
-        found.notes.append(f"copied byte for byte, as {whose}{names}")
+        found.files |= {f"{new}/{path}" if new else path: one for path, one in _files_of_copy(found, name).items()}
+    if unknown := [
+        new or "all of it" for name, new in found.names.items() if found.kinds.get(name) is ItemKind.UNKNOWN
+    ]:
+        found.notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
 
 
-def _files_of_copy(items: _Items, name: str) -> dict[str, Location | bytes | None]:
+def _files_of_copy(found: Output, name: str) -> dict[str, Location | bytes | None]:
     """Return the relative paths of all that a copy of an item consists of, as its handler reads it."""
-    kind, folder = items.kinds[name], items.opened.location / name
+    kind, folder = found.kinds[name], found.opened.location / name
     files: dict[str, Location | bytes | None] = dict(files_below(folder))
     if kind is not ItemKind.UNKNOWN or not name:  # the step has its own; a user's handler may have such a file
         files.pop(layout.STEP_METADATA, None)
     if kind is not ItemKind.UNKNOWN:
         files.setdefault(layout.COMMIT_FILE, layout.COMMITTED)
-    if kind is ItemKind.JSON and items.job.to != "v1" and layout.JSON_FILES[0] not in files and _V1_JSON in files:
+    if kind is ItemKind.JSON and found.job.to != "v1" and layout.JSON_FILES[0] not in files and _V1_JSON in files:
         files[layout.JSON_FILES[0]] = files.pop(_V1_JSON)  # the handlers of v0 and v1 both read this name
     at = {ItemKind.ARRAY: "", ItemKind.KEY: f"{layout.JAX_KEY}/"}.get(kind)
     tree = folder / f"{at}{layout.TREE_METADATA}"
-    if items.job.sharding == "drop" and at is not None and f"{at}{layout.SHARDING}" in files and tree.isfile():
+    if found.job.sharding == "drop" and at is not None and f"{at}{layout.SHARDING}" in files and tree.isfile():
         del files[f"{at}{layout.SHARDING}"]
         described = json.loads(tree.read(), object_hook=without_device)
         files[f"{at}{layout.TREE_METADATA}"] = json.dumps(described).encode()
@@ -306,11 +286,11 @@ def files_below(folder: Location, above: str = "") -> Iterator[tuple[str, Locati
             yield f"{above}{name}", path
 
 
-def _add_beside(found: Output, items: _Items) -> None:
+def _add_beside(found: Output) -> None:
     """Add what lies beside the items in a step's directory, and in those of its trees, or name it as left out."""
-    opened, job = items.opened, items.job
+    opened, job = found.opened, found.job
     of_leaves = (ItemKind.TREE, ItemKind.ARRAY, ItemKind.KEY) if job.to in FILES else (ItemKind.TREE,)
-    trees = [name for name, kind in items.kinds.items() if kind in of_leaves]
+    trees = [name for name, kind in found.kinds.items() if kind in of_leaves]
     beside: list[tuple[str, str]] = []  # item, and name in its directory
     if opened.contents.layout in (Layout.TREE, Layout.T5X) and trees and job.items is None:
         beside = [("", name) for name in _beside(opened, "")]
@@ -329,7 +309,7 @@ def _add_beside(found: Output, items: _Items) -> None:
     for item, name in beside:
         source = opened.location / item / name
         # A manager would take a folder beside a tree's for an item.
-        above = items.names.get(item, "" if "" in items.names else item) if item or source.isdir() else ""
+        above = found.names.get(item, "" if "" in found.names else item) if item or source.isdir() else ""
         final = f"{above}/{name}" if above else name
         if final in found.files:
             raise NameCollisionError(f"{opened.path}: {final} would be two files; rename one", path=opened.path)
@@ -347,24 +327,24 @@ def _beside(opened: Opened, item: str) -> list[str]:
     return [name for name in beside_tree(folder, names_in(folder)) if name not in of_leaves]
 
 
-def _add_metadata(found: Output, items: _Items, described: metadata.Metadata) -> None:
+def _add_metadata(found: Output, described: metadata.Metadata) -> None:
     """Add the custom metadata that the layout keeps, and name what it does not."""
-    is_file, names = items.job.to in FILES, items.names
+    is_file, names = found.job.to in FILES, found.names
     if not is_file:
         found.custom = dict(described.custom)
     elif described.custom:
         found.left_out.append("custom metadata")
     # A copy has its own.
-    customs = {name: one for name, one in described.custom_of_trees.items() if is_file or name in items.rewritten}
+    customs = {name: one for name, one in described.custom_of_trees.items() if is_file or name in found.rewritten}
     kept = {names[name]: one for name, one in customs.items() if name in names and isinstance(one, dict)}
     found.custom_of_trees = kept
     if len(kept) < len(customs):
         found.left_out.append("custom metadata of trees")
-    if is_file or items.job.target is not None or items.job.transforms is not None:
+    if is_file or found.job.target is not None or found.job.transforms is not None:
         return
-    hook = without_device if items.job.sharding == "drop" else None
+    hook = without_device if found.job.sharding == "drop" else None
     for name, text in described.rich_types.items():
-        leaves = [leaf for _, leaf in iter_leaves(found.trees[names[name]])] if name in items.rewritten else []
+        leaves = [leaf for _, leaf in iter_leaves(found.trees[names[name]])] if name in found.rewritten else []
         if hook is not None and any(kind_of(leaf) is LeafKind.PRNG_KEY for leaf in leaves):
             found.notes.append("tuples and namedtuples beside random keys are written without their types")
         elif leaves:

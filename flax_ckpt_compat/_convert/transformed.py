@@ -17,7 +17,7 @@ from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import execute, policies
 from flax_ckpt_compat._restore.items import plan_all
@@ -46,10 +46,9 @@ def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[s
                 "not read the result; leave it out of them, or convert the others alone (item=, --item)",
                 path=opened.path,
             )
-        if plan.unused:
-            notes.append(f"not converted, as the target has no place for them: {one_line(map(show_path, plan.unused))}")
-    if left_out := [name for name in rewritten if name not in plans and "" not in plans]:
-        notes.append(f"not converted, as the target has no place for them: {one_line(left_out)}")
+    unused = [show_path(path) for plan in plans.values() for path in plan.unused]
+    if unused := [*unused, *(name for name in rewritten if name not in plans and "" not in plans)]:
+        notes.append(f"not converted, as the target has no place for them: {one_line(unused)}")
     return {name: _tree_of(plan) for name, plan in plans.items()}, plan_of_all.is_mapping
 
 
@@ -60,25 +59,19 @@ def _is_unchanged(plan: TreePlan) -> bool:
 
 
 def _tree_of(plan: TreePlan) -> Node:
+    """Return what a plan makes, in the target's containers; what it takes as it is stored, in the stored ones."""
     reader = _Computed(plan)
     leaves = iter([reader.leaf(leaf) for leaf in plan.single_leaves()])
-    if plan.target is None:
-        return map_leaves(lambda *_: next(leaves), plan.tree)
-    state = plan.target.filled(leaves, plan.stored_subtrees, "stored")
-    return _node(state, plan.target.node)
 
+    def filled(node: Node, path: Path) -> Node:
+        if path in plan.stored_subtrees:
+            return map_leaves(lambda *_: next(leaves), plan.stored_subtrees[path])
+        if not isinstance(node, Branch):
+            return next(leaves)
+        children = {name: filled(child, (*path, name)) for name, child in node.children.items()}
+        return Branch(children, node.container, node.int_keys)
 
-def _node(state: Any, like: Node) -> Node:
-    """Return the tree of nested containers, with those of the target where it has the same names."""
-    if not isinstance(state, dict | list | tuple):
-        return state
-    pairs = state.items() if isinstance(state, dict) else enumerate(state)
-    inside = like.children if isinstance(like, Branch) else {}
-    children = {str(name): _node(child, inside.get(str(name))) for name, child in pairs}
-    if isinstance(like, Branch) and inside.keys() == children.keys():
-        return Branch(children, like.container, like.int_keys)
-    container = Container.DICT if isinstance(state, dict) else Container(type(state).__name__)
-    return Branch(children, container)
+    return filled(plan.tree if plan.target is None else plan.target.node, ())
 
 
 class _Computed(Reader):

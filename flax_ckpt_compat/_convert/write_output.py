@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import zip_longest
 from typing import Any
 
@@ -16,16 +16,14 @@ from flax_ckpt_compat._convert.jobs import FILES, Job
 from flax_ckpt_compat._convert.plan_output import Output, files_below
 from flax_ckpt_compat._convert.stored_trees import to_write
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import Backend, Format
+from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
 from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts.safetensors import SafetensorsReader
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import diff, metadata
@@ -46,29 +44,27 @@ def prepare(output: Output, progress: Progress, *, keep_shardings: bool) -> Any:
         if item in (os.curdir, os.pardir) or not item or "/" in item or "\0" in item:
             raise UnsupportedLeafError(f"{item!r} cannot be the name of an item, a directory of the step; rename it")
     trees = {item: to_write(tree, progress, keep_shardings=keep_shardings) for item, tree in output.trees.items()}
-    return trees if output.to == "safetensors" else {i: (t, _backend(output).prepare(t)) for i, t in trees.items()}
+    return {item: (tree, _writer(output).prepare(tree)) for item, tree in trees.items()}
 
 
-def _backend(output: Output) -> Backend:
+def _writer(output: Output) -> Any:
+    if output.to == "safetensors":
+        return safetensors
     return backend_for(Format.MSGPACK if output.to == "msgpack" else Format.ORBAX)
 
 
 def write(temporary: str, output: Output, prepared: Any, destination: Location) -> None:
     """Write and sync a checkpoint at a temporary path."""
     final, options = destination.path, write_options(config.current(), destination)
-    if output.to == "safetensors":
-        with writing(final, temporary, prepared[""]):
-            return safetensors.write(temporary, prepared[""])
-    if "" not in prepared:  # else the backend creates it
+    if "" not in prepared:  # else the writer creates it
         with translated(final, "written"):
             create_directory(temporary)
     for item, (tree, plan) in prepared.items():
         with writing(final, temporary, tree):
-            _backend(output).write(os.path.join(temporary, item) if item else temporary, plan, options)
+            _writer(output).write(os.path.join(temporary, item) if item else temporary, plan, options)
     if output.to not in FILES:
         with translated(final, "written"):
             _write_rest(temporary, output)
-    return None
 
 
 def _write_rest(folder: str, output: Output) -> None:
@@ -80,7 +76,12 @@ def _write_rest(folder: str, output: Output) -> None:
             with open(path, "xb") as file:
                 file.writelines(_pieces(source))
     for item in output.custom_of_trees.keys() | output.rich_types.keys():
-        _add_metadata(os.path.join(folder, item, layout.TREE_METADATA), output, item)
+        path = os.path.join(folder, item, layout.TREE_METADATA)
+        content = json.loads(LocalLocation(path).read())
+        content["custom_metadata"] = {**output.custom_of_trees.get(item, {}), **(content.get("custom_metadata") or {})}
+        if item in output.rich_types:
+            content["value_metadata_tree"] = output.rich_types[item]
+        write_file(path, json.dumps(content).encode(), new=False)
     if output.custom or "" not in output.trees:
         own = metadata.json_of(LocalLocation(folder) / layout.STEP_METADATA)  # of a tree that is the whole
         handlers = {item: handler for item, handler in output.handlers.items() if handler}
@@ -102,27 +103,19 @@ def _write_rest(folder: str, output: Output) -> None:
     sync_tree(folder)
 
 
-def _add_metadata(path: str, output: Output, item: str) -> None:
-    """Add a user's own metadata, and Orbax's record of tuples and namedtuples, to the metadata of a tree."""
-    with open(path, "rb") as file:
-        content = json.load(file)
-    content["custom_metadata"] = {**output.custom_of_trees.get(item, {}), **(content.get("custom_metadata") or {})}
-    if item in output.rich_types:
-        content["value_metadata_tree"] = output.rich_types[item]
-    write_file(path, json.dumps(content).encode(), new=False)
-
-
 def compare(location: Location, output: Output, progress: Progress) -> None:
     """Raise DifferentError unless a checkpoint holds exactly this output; ``progress`` takes the bytes compared."""
-    with _reading(location, output) as trees:
-        a, b = metadata.StoredLeaves(location.path, ""), metadata.StoredLeaves(location.path, "")
-        for leaves, found in (a, {**output.trees, **output.copied}), (b, trees):
-            for name, tree in found.items():
+    opaque = output.handlers.keys() - output.trees.keys() - output.copied.keys()
+    with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
+        trees = {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
+        a, b = (metadata.StoredLeaves(location.path, output.to) for _ in range(2))
+        for leaves, stored in (a, {**output.trees, **output.copied}), (b, trees):
+            for name, tree in stored.items():
                 leaves.add(tree, (name,) if name else ())
-        differences = [_words(one) for one in diff.compare(a, b, None, lambda _: progress).differences]
-        # What else an empty node was, not every format keeps.
-        nones = [path for path, what in a.empty.items() if (what == "None") != (b.empty.get(path, what) == "None")]
-        differences += [f"{'/'.join(path)} is {b.empty[path]}, expected {a.empty[path]}" for path in nones]
+            # What else an empty node was, not every format keeps.
+            leaves.empty = {path: what if what == "None" else "{}" for path, what in leaves.empty.items()}
+        found = diff.compare(a, b, None, lambda _: progress).differences
+        differences = [f"{one.path} {_WORDS.get(one.kind) or f'is {one.b}, expected {one.a}'}" for one in found]
     differences += _different_files(location, output)
     if output.to not in FILES and _has_other_metadata(location, output):
         differences.append("custom metadata is other JSON")
@@ -132,22 +125,6 @@ def compare(location: Location, output: Output, progress: Progress) -> None:
             "replaced meanwhile: convert it again, to another place",
             path=location.path,
         )
-
-
-def _words(one: diff.LeafDifference) -> str:
-    return f"{one.path} {_WORDS.get(one.kind) or f'is {one.b}, expected {one.a}'}"
-
-
-@contextmanager
-def _reading(location: Location, output: Output) -> Iterator[dict[str, Node]]:
-    """Open a written checkpoint: item → tree of `LeafHandle`s; the only tree of a layout without items is ''."""
-    if output.to == "safetensors":
-        with closing(SafetensorsReader(location)) as reader:
-            yield {"": reader.tree}
-        return
-    with closing(Opened(location, verify=False, warns=False, allows_unknown=True)) as opened:
-        opaque = output.handlers.keys() - output.trees.keys() - output.copied.keys()
-        yield {name: opened.reader(name).tree for name in opened.trees if name not in opaque}
 
 
 def _different_files(location: Location, output: Output) -> Iterator[str]:

@@ -243,7 +243,7 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
     whose = temporary_of(found.name)
     if whose is None:
         return found
-    return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_complete)
+    return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_readable)
 
 
 def _is_absent(error: StorageError) -> bool:

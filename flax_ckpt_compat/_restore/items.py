@@ -44,7 +44,7 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
         target_tree = TargetTree(target)
     if "" in opened.items:
         return RestorePlan({"": _plan_item(opened, "", target_tree, options)}, False)
-    is_mapping = _names_items(opened, target)
+    is_mapping = names_items(opened, target)
     if is_mapping and len(opened.trees) < 2:
         return RestorePlan(_plan_items(opened, target, options), True)
     prefers_all = is_mapping or _names_some_items(opened, target_tree)
@@ -78,7 +78,7 @@ def _log_omitted_json(opened: opening.Opened) -> None:
         )
 
 
-def _names_items(opened: opening.Opened, target: Any) -> bool:
+def names_items(opened: opening.Opened, target: Any) -> bool:
     """Return whether the target is a mapping of item names, and not a tree like that of the only item."""
     if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys():
         return False

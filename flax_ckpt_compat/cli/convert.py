@@ -58,7 +58,7 @@ flax-ckpt convert runs/5 out --to manager --step 5 --item state=default
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Checkpoints at the same time.")
 @base.json_option("a list with the fields of each result; with --dry-run also free_bytes")
 def command(
-    src: str, dst: str, *, step: Sequence[str], workers: int, dry_run: bool, resume: bool, as_json: bool, **options: Any
+    src: str, dst: str, *, step: Sequence[str], workers: int, dry_run: bool, as_json: bool, **options: Any
 ) -> bool:
     """Convert checkpoints to another layout. SRC, one checkpoint or all below a directory, is never touched.
 
@@ -81,7 +81,7 @@ def command(
         load_name(name)  # a wrong name is refused once, not for each checkpoint
     from flax_ckpt_compat._convert import convert
 
-    jobs = convert.plan(src, dst, step=step or None, **options)
+    jobs = convert.plan(src, dst, step=step or None, dry_run=dry_run, **options)
     start = time.monotonic()
 
     def show(result: Conversion) -> None:
@@ -92,16 +92,14 @@ def command(
     with base.progress_shown(as_json=as_json or dry_run) as begin:
         # Each byte is written and compared. On disk some have another size, so the sum is approximate.
         count = begin(lambda: 2 * sum(of_text(job.source).total_size() for job in jobs))
-        results = _converted(jobs, count, show, workers, dry_run=dry_run, resume=resume)
+        results = _converted(jobs, count, show, workers)
     if not step:
         base.tell_passed_over(src, {job.source for job in jobs})
     report = _report(results, time.monotonic() - start, to_file=options["to"] in FILES, dry_run=dry_run)
     return base.print_report(report, as_json=as_json)
 
 
-def _converted(
-    jobs: Sequence[Job], count: Count, show: Callable[[Conversion], None], workers: int, **options: Any
-) -> list[Conversion]:
+def _converted(jobs: Sequence[Job], count: Count, show: Callable[[Conversion], None], workers: int) -> list[Conversion]:
     """Run jobs, show each result when it is there, and return them in the order of the jobs.
 
     Ctrl-C stops the threads, and says how to go on."""
@@ -118,7 +116,7 @@ def _converted(
     with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as executor:
         try:
             count(0, f"0/{len(jobs)}")
-            for result in convert.run(jobs, executor, progress=progress, **options):
+            for result in convert.run(jobs, executor, progress):
                 results[result.source] = result
                 count(0, f"{len(results)}/{len(jobs)}")
                 show(result)
