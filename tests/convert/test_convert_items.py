@@ -454,16 +454,16 @@ def test_rich_types_travel(tmp_path: Path, to: Any) -> None:
     result = converted(tmp_path / "run", tmp_path / "dst", to)
     result /= {"manager": "default", "v1": "state", "orbax": ""}[to]
     after = handler.restore(epath.Path(result), args=ocp.args.PyTreeRestore())
-    paths = [
-        [(str(path), bits(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(one)] for one in (before, after)
-    ]
+    leaves = (jax.tree_util.tree_leaves_with_path(one) for one in (before, after))
+    paths = [[(str(path), bits(leaf)) for path, leaf in one] for one in leaves]
     assert paths[0] == paths[1] and any("GetAttrKey" in path for path, _ in paths[1])
     found = flax_ckpt_compat.restore(result, structure="stored")
-    assert (found["pair"]._fields, type(found["pair"].y), found["adam"][0]._fields) == (
-        ("x", "y"),
-        tuple,
-        ("count", "mu", "nu"),
-    )
+    fields = found["pair"]._fields, type(found["pair"].y), found["adam"][0]._fields
+    assert fields == (("x", "y"), tuple, ("count", "mu", "nu"))
+    as_stored = {"target": dict.fromkeys(tree), "transforms": {"list": "list"}}
+    flax_ckpt_compat.convert(tmp_path / "run", tmp_path / "all", "orbax", **as_stored)
+    one, other = (flax_ckpt_compat.restore(path, structure="flax") for path in (tmp_path / "all", result))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.parametrize("to", ["msgpack", "safetensors"])
