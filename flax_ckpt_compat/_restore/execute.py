@@ -25,13 +25,6 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, ne
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def read(plan: TreePlan) -> ReadLeaves:
-    """Read the values of a plan's leaves."""
-    run = ReadLeaves(plan)
-    run.read()
-    return run
-
-
 def place(run: ReadLeaves) -> tuple[list[Any], list[ShapeDifference]]:
     """Compute and place the values that were read.
 
@@ -93,8 +86,8 @@ class ReadLeaves:
         whole = sum([one.nbytes for one in self.reads if isinstance(one, LeafHandle) and one.dtype is not None])
         return whole + sum([sum(needs(one).values()) for one in self.reads if isinstance(one, ArraySlice)])
 
-    def read(self, meter: Meter = OFF) -> None:
-        """Read the values."""
+    def read(self, meter: Meter = OFF) -> ReadLeaves:
+        """Read the values, and return the object itself, which has them."""
         reads = self.reads
         if self.casts_at_read or self.mapped:
             self.values = casting.read(reads, self.casts_at_read, self.mapped, meter)
@@ -102,6 +95,7 @@ class ReadLeaves:
             self.values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
         elif self.plan.runs:  # the reader tells of files without checksums
             self.plan.reader.read([])
+        return self
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
         source = leaf.source

@@ -47,7 +47,7 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
     is_mapping = names_items(opened, target)
     if is_mapping and len(opened.trees) < 2:
         return RestorePlan(_plan_items(opened, target, options), True)
-    prefers_all = is_mapping or _names_some_items(opened, target_tree)
+    prefers_all = is_mapping or _names_some_items(opened, target, target_tree.node)
     name, fits = _choose_item(opened, target_tree.node, options, prefers_all=prefers_all)
     if name == _ALL and is_mapping:
         return RestorePlan(_plan_items(opened, target, options), True, fits)
@@ -87,14 +87,14 @@ def names_items(opened: opening.Opened, target: Any) -> bool:
     return bool(target) and not target.keys() <= _names_in_only_tree(opened)
 
 
-def _names_some_items(opened: opening.Opened, target: TargetTree) -> bool:
+def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
     """Return whether the target's top-level names match items better than the leaves of the only tree."""
-    names = target.node.children.keys() if isinstance(target.node, Branch) else set[str]()
+    names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()
     if opened.trees.keys().isdisjoint(names):
         return False
     if len(opened.trees) > 1:
         return True  # `_choose_item` compares how well they fit
-    return len(_names_in_only_tree(opened) & names) < len(opened.items.keys() & names)
+    return len(_names_in_only_tree(opened) & set(names)) < len(opened.items.keys() & set(names))
 
 
 def _names_in_only_tree(opened: opening.Opened) -> Set[str]:

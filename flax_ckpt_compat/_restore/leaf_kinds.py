@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, KindMismatchError, UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
+from flax_ckpt_compat._core.text_formatting import literal
+from flax_ckpt_compat._core.tree import Branch, KeyData, Path, joined, show_path
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
 _DTYPES = {kind: np.dtype(python) for python, kind in KIND_OF_NUMBER.items()}
@@ -163,6 +165,8 @@ def _show_target(target: Any, wanted: TargetKind) -> str:
 def _hint(path: Path, stored: Any, target: Any) -> str:
     if not path and isinstance(target, str):
         return "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
+    if path and is_array(stored) and math.prod(stored.shape) == 1 and target_kind(target) is TargetKind.NUMBER:
+        return f"Take its one value out with rules.reshape({'^' + literal(joined(path)) + '$'!r}, [])."
     if isinstance(target, _ARRAYS) and isinstance(stored, LeafHandle):
         if stored.kind is LeafKind.PRNG_KEY and not prng_keys.is_prng_key(target):
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.steps import numbered
-from flax_ckpt_compat._core.text_formatting import Names, Row, listed, literal, one_line, printable, shown
+from flax_ckpt_compat._core.text_formatting import Names, Row, fold, listed, literal, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import prng_keys
-from flax_ckpt_compat._trees.leaf_sources import is_array, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import is_array, is_key, shape_and_dtype
 
 _MAX_TOPS = 4
 _MANY = 20_000  # stored leaves, above which errors propose no rules
@@ -78,6 +78,8 @@ def proposal(plan: TreePlan) -> str:
     found = plan.suggest()
     if found is None or found.keeps_all or (found.doubts and not found.is_about_layout):
         return ""
+    if plan.kinds and not plan.missing and (not found.confident or any(one.is_longer for one in plan.kinds)):
+        return ""  # what it leaves would raise again
     if len(str(found)) > _MAX_TEXT:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""
@@ -94,31 +96,32 @@ def of_layers(plan: TreePlan) -> str:
 
 def longer_rows(
     paths: Sequence[Path], longer: Node, shorter: Node, place: Path = ()
-) -> Iterator[tuple[Path, str, int, int]]:
-    """Yield the rows of numbered layers, alike in shapes, of which one tree has more: place, name, both counts.
+) -> Iterator[tuple[Path, tuple[str, ...], int]]:
+    """Yield the rows of numbered layers, alike in shapes, of which one tree has more: place, names, the lower count.
 
-    ``paths`` are the leaves that only the longer tree has, and the lower count comes first."""
+    ``paths`` are the leaves that only the longer tree has."""
     if not isinstance(longer, Branch) or not isinstance(shorter, Branch):
         return
-    lengths = _lengths(longer)
-    for stem, count in _lengths(shorter).items():
-        more = range(count, lengths.get(stem, 0))
-        last = _shapes(node_at(shorter, (f"{stem}{count - 1}",)))
-        are_new = all(any(path[: len(place) + 1] == (*place, f"{stem}{number}") for path in paths) for number in more)
-        if more and last and are_new and all(_shapes(node_at(longer, (f"{stem}{n}",))) == last for n in more):
-            yield place, stem, count, more.stop
+    rows = _rows(longer)
+    for stem, names in _rows(shorter).items():
+        row, last = rows.get(stem, ()), _shapes(shorter.children[names[-1]])
+        more = row[len(names) :] if row[: len(names)] == names else ()
+        are_alike = last and all(_shapes(longer.children[name]) == last for name in more)
+        if more and are_alike and all(any(path[: len(place) + 1] == (*place, one) for path in paths) for one in more):
+            yield place, row, len(names)
     for name, child in shorter.children.items():
         if name in longer.children:
             yield from longer_rows(paths, longer.children[name], child, (*place, name))
 
 
-def _lengths(branch: Branch) -> dict[str, int]:
-    """Return the number of subtrees that are numbered from 0, by the text before the number."""
-    rows: dict[str, set[int]] = {}
+def _rows(branch: Branch) -> dict[str, tuple[str, ...]]:
+    """Return the names of subtrees that are numbered from 0, in order, by the text before the number."""
+    rows: dict[str, dict[int, str]] = {}
     for name, child in branch.children.items():
         if isinstance(child, Branch) and (row := numbered(name)) is not None:
-            rows.setdefault(row[0], set()).add(row[1])
-    return {stem: len(numbers) for stem, numbers in rows.items() if numbers == set(range(len(numbers)))}
+            rows.setdefault(row[0], {})[row[1]] = name
+    whole = {stem: row for stem, row in rows.items() if row.keys() == set(range(len(row)))}
+    return {stem: tuple(row[number] for number in range(len(row))) for stem, row in whole.items()}
 
 
 def _shapes(node: Node) -> dict[Path, Any]:
@@ -126,17 +129,18 @@ def _shapes(node: Node) -> dict[Path, Any]:
     return {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
 
 
-def _explain_rows(rows: Iterable[tuple[Path, str, int, int]], *, is_cut: bool = False) -> str:
+def _explain_rows(rows: Iterable[tuple[Path, tuple[str, ...], int]], *, is_cut: bool = False) -> str:
     """Return how many layers the checkpoint and the target have; the target has fewer if ``is_cut``."""
-    groups: dict[tuple[str, int, int], list[Path]] = {}
-    for place, stem, fewer, more in rows:
-        groups.setdefault((stem, more, fewer) if is_cut else (stem, fewer, more), []).append(place)
+    groups: dict[tuple[tuple[str, ...], int], list[Path]] = {}
+    for place, names, fewer in rows:
+        groups.setdefault((names, fewer), []).append(place)
     lines = []
-    for (stem, had, wanted), places in groups.items():
-        names = show_path((*places[0], f"{stem}{{0..{had - 1}}}" if had > 1 else f"{stem}0"))
+    for (names, fewer), places in groups.items():
+        had, wanted = (len(names), fewer) if is_cut else (fewer, len(names))
+        stored = fold(Row((show_path((*places[0], name)),)) for name in names[:had])[0].names[0]
         also = f", and as many in {len(places) - 1} more places" if len(places) > 1 else ""
         lines.append(
-            f"The checkpoint has {names} ({had}{also}), the target {wanted} of them. Build the model with {had}."
+            f"The checkpoint has {stored} ({had}{also}), the target {wanted} of them. Build the model with {had}."
         )
     return "\n".join(lines)
 
@@ -191,9 +195,8 @@ def other_kinds(plan: TreePlan, *, refused: bool, proposed: str = "") -> str:
     are_cut = all(one.is_longer for one in differences)
     first = f"{plan.path}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     lines = [first + (":" if refused or are_cut else "; what is stored is returned:")]
-    lines += listed(
-        [Row((show_path(one.path),), (f"stored {one.stored}, target {one.wanted}",)) for one in differences]
-    )
+    rows = [Row((show_path(one.path),), (f"stored {one.stored}, target {one.wanted}",)) for one in differences]
+    lines += listed(rows)
     lines += [proposed] if proposed else dict.fromkeys(one.hint for one in differences if one.hint)
     if refused:
         wanted = "the entries that fit" if are_cut else "what is stored all the same"
@@ -211,13 +214,17 @@ def other_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: 
     lines = [f"{plan.path}: {len(shapes)} of the stored arrays {have} another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    if not proposed and len(keys) == len(shapes):
+    raw = [path in keys and len(was) == len(want) + 1 and was[-1] in (2, 4) for path, was, want in shapes]
+    if not proposed and all(raw) and not any(is_key(node_at(plan.tree, path)) for path in keys):
         proposed = leaf_kinds.RAW_KEYS
     elif not proposed:
         proposed = "If the target should be the model that was saved, correct the model's configuration."
         if rule := _from_target(plan, [path for path, _, _ in shapes]):
             proposed += f" If these parts are new on purpose, such as a head, {rule} keeps the target's own values."
-        proposed += " rules.pad, cut, reshape and unreplicate change stored arrays."
+        proposed += (
+            " rules.pad, cut and reshape change stored arrays, and rules.unreplicate takes one replica; for a state "
+            "from flax.jax_utils.replicate, restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
+        )
     lines.append(proposed)
     if refused:
         lines.append(

@@ -93,8 +93,7 @@ class _Restore:
                 self.meter.begin(location.path, sum([run.nbytes for run in runs.values()]))
             watch.count(lambda: sum([run.nbytes for run in runs.values()]))
             for name, plan in plans.items.items():
-                run = runs.pop(name)
-                run.read(self.meter)
+                run = runs.pop(name).read(self.meter)
                 watch.lap("read")
                 values[name] = rebuild(plan, *execute.place(run))
                 watch.lap("place and rebuild")
@@ -135,7 +134,7 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
         for name, node in chosen.items():
             plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].location)
             policies.enforce(plan)
-            values[name] = rebuild(plan, *execute.place(execute.read(plan)))
+            values[name] = rebuild(plan, *execute.place(execute.ReadLeaves(plan).read()))
     return values if opened.is_mapping else next(iter(values.values()))
 
 
@@ -157,4 +156,4 @@ def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) ->
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
     again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.location, leaf_by_leaf=True)
     policies.enforce(again)
-    return rebuild(again, *execute.place(execute.read(again)))
+    return rebuild(again, *execute.place(execute.ReadLeaves(again).read()))

@@ -90,8 +90,7 @@ def misfit(leaf: str, shape: tuple[int, ...], sharding: Any, path: str) -> Shape
 def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
     """Return the distinct slices of an array on this process's devices; None to read it whole.
 
-    The list is empty if all shards are on other processes.
-    """
+    The list is empty if all shards are on other processes."""
     if not sharding.addressable_devices:
         return []
     if sharding.is_fully_replicated or 0 in handle.shape:
@@ -129,8 +128,7 @@ def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x
 def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) -> Any:
     """Return the final value of a stored leaf that was read whole."""
     kind = leaf_kinds.resolved_kind(handle, leaf.target)
-    if handle.possible_kinds:
-        value = leaf_kinds.converted(value, handle, leaf.target)
+    value = leaf_kinds.converted(value, handle, leaf.target)
     if isinstance(value, KeyData):
         try:
             with all_transfers_allowed():

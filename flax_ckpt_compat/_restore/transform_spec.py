@@ -56,8 +56,8 @@ class TransformSpec:
         # Leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are strict.
         self.lenient = self.orbax_semantics and not strict
         self._transforms = Transforms(given if self.orbax_semantics else None)
-        is_active = self.orbax_semantics and bool(self._transforms)
-        self._is_list_of_dicts = is_active and isinstance(given, list) and all(isinstance(one, dict) for one in given)
+        are_items = bool(self._transforms) and isinstance(given, list)
+        self._is_list_of_dicts = are_items and all(isinstance(one, dict) for one in given)
         self._default_to_original = default_to_original
         self._is_active = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
 
@@ -86,10 +86,11 @@ class TransformSpec:
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
         """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None."""
-        if self._is_list_of_dicts and isinstance(target, Branch) and not target.container.is_sequence:
+        wanted = [joined(place) for place, _ in iter_leaves(target)] if self._is_list_of_dicts else []
+        if isinstance(target, Branch) and wanted and len(self._transforms.unmatched(wanted)) == len(self._transforms):
             raise TransformError(
                 f"{path}: a list of nothing but dicts is read as Orbax reads it, as the transforms of the items of "
-                "a list, and the target is no list; give one dict",
+                "a list, and the target has no such items; give one dict",
                 path=path,
             )
         if self.rules:
@@ -187,12 +188,9 @@ class _Chooser:
 
     def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
         self._tree, self._given, self._default_to_original = tree, given, default_to_original
-        self._leaves = Leaves(
-            (path, leaf) for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
-        )
-        self._empty = Leaves(
-            (path, leaf) for path, leaf in iter_leaves(tree) if leaf is None or isinstance(leaf, Branch)
-        )
+        leaves = list(iter_leaves(tree))
+        self._leaves = Leaves((path, leaf) for path, leaf in leaves if isinstance(leaf, LeafHandle | Derived))
+        self._empty = Leaves((path, leaf) for path, leaf in leaves if leaf is None or isinstance(leaf, Branch))
         # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
         self._inputs: dict[str, dict[Path, Derived | FunctionInput]] = {}
 

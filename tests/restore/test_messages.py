@@ -183,6 +183,21 @@ def test_fewer_layers(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "dropped" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["layer_%02d", "block%03d", "%02d"])
+def test_layers_with_leading_zeros(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are layers, too: a target with fewer cut them off in silence."""
+    two, three = ({"p": {name % n: {"w": np.ones(3)} for n in range(count)}} for count in (2, 3))
+    path = save(tmp_path / "three", three, format="msgpack")
+    with pytest.raises(UnusedLeavesError, match=r"\(3\), the target 2 of them. Build the model with 3"):
+        restore(path, two)
+    assert plan_restore(path, two).raises == "UnusedLeavesError"
+    assert checkpoints.restore_checkpoint(path, two)["p"].keys() == two["p"].keys()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "dropped: p/" in caplog.text
+    path = save(tmp_path / "two", two, format="msgpack")
+    with pytest.raises(MissingLeavesError, match=r"\(2\), the target 3 of them. Build the model with 2"):
+        restore(path, three)
+
+
 def layers(*numbers: int, size: int = 3) -> dict[str, Any]:
     """Layers of these numbers."""
     return {f"layer_{number}": {"w": np.ones(size), "b": np.ones(2)} for number in numbers}
@@ -202,7 +217,7 @@ def layers(*numbers: int, size: int = 3) -> dict[str, Any]:
 def test_other_rows_are_no_more_layers(stored: Any, target: Any) -> None:
     """Rows that do not begin at 0, or with gaps, and a layer unlike the others: to build fewer would not help."""
     assert messages.of_layers(match(stored, target)) == ""
-    assert "layer_{0..1} (2)" in messages.of_layers(match(layers(0, 1), layers(0, 1, 2)))
+    assert "layer_{0,1} (2)" in messages.of_layers(match(layers(0, 1), layers(0, 1, 2)))
 
 
 def test_a_reversed_transform(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,6 +285,49 @@ def test_raw_keys_for_typed_ones(flag: bool, tmp_path: Path) -> None:
     assert "rules.wrap_key_data(pattern)" in message
     found = restore(tmp_path, {**saved, "rng": typed}, transforms=[rules.wrap_key_data("^rng$")])
     assert found["rng"] == typed and found["ids"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("rng", ["numbers", "replicas", "keys"])
+def test_what_is_no_data_of_a_key(rng: str, tmp_path: Path) -> None:
+    """Nothing says that ``rules.wrap_key_data`` would help where what is stored is no key, or many."""
+    skip_without_typed_keys()
+    typed = jax.random.key(1)
+    two = {"numbers": np.ones(3, np.uint32), "replicas": np.ones((8, 2, 2), np.uint32), "keys": jax.random.split(typed)}
+    assert "wrap_key_data" not in shapes({"rng": two[rng]}, {"rng": typed}, tmp_path)
+
+
+def test_an_array_of_one_value_for_a_number(tmp_path: Path) -> None:
+    """The error has the rule that makes it one."""
+    path = save(tmp_path / "x", {"step": np.array([5]), "w": np.ones(2)}, format="msgpack")
+    target = {"step": 0, "w": np.ones(2)}
+    with pytest.raises(KindMismatchError, match=r"rules\.reshape\('\^step\$', \[\]\)"):
+        restore(path, target)
+    assert restore(path, target, transforms=[rules.reshape("^step$", [])])["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("stored", "target"), [("text", np.ones((4, 3))), ([np.ones(2)] * 2, [np.ones(2)])], ids=["text", "longer"]
+)
+def test_rules_that_leave_another_kind(stored: Any, target: Any, tmp_path: Path) -> None:
+    """They do not map the checkpoint: restored with them, it is the same error again."""
+    path, wanted = save(tmp_path / "x", {**BOXED, "t": stored}, format="msgpack"), {**STATE, "t": target}
+    with pytest.raises(KindMismatchError) as caught:
+        restore(path, wanted)
+    plan = plan_restore(path, wanted)
+    assert plan.suggestion is not None and "would map it" not in str(caught.value)
+    with pytest.raises(KindMismatchError):
+        restore(path, wanted, transforms=plan.suggestion.rules)
+
+
+@pytest.mark.parametrize(("had", "has"), [(0, 4), (8, 4)])
+def test_replicas_of_a_state(had: int, has: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Error and warning say where to restore the target of a state for several devices."""
+    params = STATE["params"]
+    stored, target = (jax.tree.map(lambda leaf, n=n: np.stack([leaf] * n) if n else leaf, params) for n in (had, has))
+    way = "restore into flax.jax_utils.unreplicate(target), and replicate afterwards"
+    assert way in shapes(stored, target, tmp_path)
+    checkpoints.restore_checkpoint(tmp_path, target)
+    assert way in caplog.text
 
 
 def test_what_is_new_is_no_mapping(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,13 @@ def test_a_list_of_dicts_alone_is_refused(tmp_path: Path) -> None:
             call(path, {"b": np.zeros(2)}, transforms=[{"b": Transform(original_key="a")}])
     items = restore(path, [np.zeros(2)], transforms=[Transform(original_key="a")])
     np.testing.assert_equal(items, [np.ones(2)])
+    path = save(tmp_path / "items", {str(n): {"a": np.full(2, n)} for n in range(2)}, format="msgpack")
+    given = [{"b": Transform(original_key=f"{n}/a")} for n in range(2)]
+    target = {str(n): {"b": np.zeros(2)} for n in range(2)}  # as flax's to_state_dict gives a list
+    found = checkpoints.restore_checkpoint(path, target, orbax_transforms=given)
+    np.testing.assert_equal(found, {str(n): {"b": np.full(2, n)} for n in range(2)})
+    with pytest.raises(TransformError, match="give one dict"):
+        checkpoints.restore_checkpoint(path, [{"c": np.zeros(2)}] * 2, orbax_transforms=given)
 
 
 def test_a_type_of_its_own_that_keeps_a_part(flag: bool, tmp_path: Path) -> None:
@@ -264,6 +273,16 @@ def _paths(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     if not isinstance(tree, dict):
         return [path]
     return [found for name, child in tree.items() for found in _paths(child, (*path, name))]
+
+
+@pytest.mark.parametrize("kind", [types.MappingProxyType, collections.UserDict, collections.ChainMap])
+def test_a_mapping_that_is_no_tree_names_items(tmp_path: Path, kind: Any) -> None:
+    """All items are given, with a warning, and none of them for the whole."""
+    items = {"params": {"w": np.ones(2)}, "opt": {"m": np.zeros(2)}}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}))
+    found = checkpoints.restore_checkpoint(tmp_path, kind({"params": {"w": np.zeros(2)}, "zz": np.ones(1)}))
+    np.testing.assert_equal(found, items)
 
 
 @pytest.mark.parametrize("names", [("params", "opt"), ("weights", "opt")])
