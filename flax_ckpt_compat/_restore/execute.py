@@ -166,10 +166,8 @@ class ReadLeaves:
         if source.shape is None:
             self._check_unforeseen(leaf, source, value)
         cast = None if leaf.cast is None else self._cast(leaf, leaf.path, value.dtype)
-        if isinstance(value, np.ndarray):
-            value = placement.put(value, leaf.sharding, cast)
-        else:
-            value = placement.put_jax_array(value, leaf.sharding, cast)
+        put = placement.put if isinstance(value, np.ndarray) else placement.put_jax_array
+        value = put(value, leaf.sharding, cast)
         if cast is not None and cast.is_lossy:
             self._lost.append(describe_derived(leaf.path, source))
         return value

@@ -167,6 +167,8 @@ def _hint(path: Path, stored: Any, target: Any) -> str:
         return "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     if path and is_array(stored) and math.prod(stored.shape) == 1 and target_kind(target) is TargetKind.NUMBER:
         return f"Take its one value out with rules.reshape({'^' + literal(joined(path)) + '$'!r}, [])."
+    if isinstance(target, _ARRAYS) and isinstance(stored, Branch):  # as an nnx.State or nn.with_partitioning has them
+        return "Rules can take an array out of such a subtree: flax_ckpt_compat.plan_restore looks for them."
     if isinstance(target, _ARRAYS) and isinstance(stored, LeafHandle):
         if stored.kind is LeafKind.PRNG_KEY and not prng_keys.is_prng_key(target):
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."

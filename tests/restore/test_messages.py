@@ -328,6 +328,9 @@ def test_replicas_of_a_state(had: int, has: int, tmp_path: Path, caplog: pytest.
     assert way in shapes(stored, target, tmp_path)
     checkpoints.restore_checkpoint(tmp_path, target)
     assert way in caplog.text
+    caplog.clear()
+    checkpoints.restore_checkpoint(save(tmp_path / "boxed", BOXED, format="msgpack"), STATE)
+    assert "plan_restore looks for them" in caplog.text
 
 
 def test_what_is_new_is_no_mapping(tmp_path: Path) -> None:
