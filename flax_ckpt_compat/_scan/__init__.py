@@ -28,8 +28,7 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
 
     The code is parsed, never imported or run: ``.py``, ``.ipynb``, and files that are named, whatever their suffix."""
     files = list(dict.fromkeys(file for path in paths for file in files_below(Path(path))))
-    project, modules = Project(), list[Module]()
-    unreadable: list[tuple[str, str]] = []
+    project, modules, found, unreadable = Project(), list[Module](), list[Finding](), list[tuple[str, str]]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in the user's code
         for file in files:
@@ -42,7 +41,6 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
             module.bind_call(call)
     users = [module for module in modules if any(kind != "flag" for kind, _ in api_uses(module))]
     project.prefixes.update(*map(_prefixes, users))
-    found: list[Finding] = []
     for module in modules:
         uses = [(kind, KINDS[kind].action, node) for kind, node in api_uses(module)]
         if module in users or (users and _is_near(module, users)):
@@ -56,14 +54,11 @@ def _prefixes(module: Module) -> set[str]:
     """Return what the names of checkpoints begin with, up to what is unknown."""
     named = [(call, name) for call in module.calls if (name := api_name(module, call.func))]
     given = [argument(call, "prefix", 3 if name.startswith(("save", "restore")) else 1) for call, name in named]
-    texts = [module.text(one).partition("*")[0] for one in given if one]
-    return {text for text in texts if len(text) >= SHORTEST}
+    return {text for one in given if one and len(text := module.text(one).partition("*")[0]) >= SHORTEST}
 
 
 def _is_near(module: Module, users: Sequence[Module]) -> bool:
     """Return whether a module is one import away from one that uses the API, or names its checkpoints."""
-    if module.reached & _OTHER_FRAMEWORKS:
-        return False
-    texts = list(map(text_constant, module.nodes))
-    names_one = any(prefix in text for text in texts for prefix in module.project.prefixes)
-    return names_one or any(user.name in module.reached or module.name in user.reached for user in users)
+    names_one = any(prefix in text for text in map(text_constant, module.nodes) for prefix in module.project.prefixes)
+    is_near = names_one or any(user.name in module.reached or module.name in user.reached for user in users)
+    return is_near and not module.reached & _OTHER_FRAMEWORKS

@@ -27,6 +27,7 @@ _CALLS = {
 _KIND_OF_CALL = {name: kind for kind, names in _CALLS.items() for name in names.split()}
 _FOR_FOLDERS = {"isdir", "is_dir", "IsDirectory", "rmtree", "copytree", "DeleteRecursively"}
 _NO_SIZE = re.compile(r"st_(?!size)\w+|[<>=] ?0\b")  # another fact, or only whether there is anything
+_TESTS = {"startswith", "endswith", "match", "fullmatch", "search", "fnmatch"}
 _MODE_TO_WRITE = re.compile(r"[wax][bt+]*")
 _SHELLS = re.compile(r"os\.(system|popen)|subprocess\.\w+|\.system")
 _COMMANDS = re.compile(r"cp|scp|gsutil|rsync|azcopy|aws|zip|rm|unlink|cat|curl|gzip|pigz|bzip2|xz|zstd|lz4|\w+sum")
@@ -101,10 +102,10 @@ def _name(module: Module, function: ast.expr) -> str:
 
 def _action(module: Module, kind: str, paths: list[ast.expr], node: ast.Call) -> str | None:
     """Return whether a call has to change, or asks for a look; None if it is about another file."""
-    modes = [text_constant(one) for one in [*node.args, *(keyword.value for keyword in node.keywords)]]
+    modes = list(map(text_constant, [*node.args, *(keyword.value for keyword in node.keywords)]))
     is_writing = kind == "open" and any(map(_MODE_TO_WRITE.fullmatch, modes))
     is_fact = kind == "size" and _NO_SIZE.search(module.finding("", "", node).code)
-    if is_writing or is_fact:
+    if is_writing or is_fact or _is_of_other_names(module, node):
         return None
     others = [one for one in paths if _names(one) not in _given_to_folder_calls(module, node)]
     texts = _words_of_command(module, others) if kind == "shell" else map(module.text, others)
@@ -114,10 +115,20 @@ def _action(module: Module, kind: str, paths: list[ast.expr], node: ast.Call) ->
     return CHECK if files and others == paths and kind != "wrapped" and (kind != "open" or "rb" in modes) else None
 
 
+def _is_of_other_names(module: Module, node: ast.Call) -> bool:
+    """Return whether an ``if`` around a call tests names for a text that is none of checkpoints."""
+    ifs = [one for one in ast.walk(module.project.around[node]) if isinstance(one, ast.If)]
+    tests = [one.test for one in ifs if any(node is part for each in one.body for part in ast.walk(each))]
+    calls = [test for test in tests if last_name(getattr(test, "func", test)) in _TESTS]
+    texts = filter(None, [text_constant(part) for call in calls for part in ast.walk(call)])
+    may_be = [module.project.names_checkpoint(f"{one}*") or re.search("(?i)ckpt|checkpoint", one) for one in texts]
+    return bool(may_be) and not any(may_be)
+
+
 def _given_to_folder_calls(module: Module, node: ast.Call) -> list[list[str]]:
     """Return the expressions that code around a call gives to functions for directories."""
-    calls = [one for one in ast.walk(module.project.around[node]) if isinstance(one, ast.Call)]
-    calls = [one for one in calls if last_name(one.func) in _FOR_FOLDERS]
+    around = ast.walk(module.project.around[node])
+    calls = [one for one in around if isinstance(one, ast.Call) and last_name(one.func) in _FOR_FOLDERS]
     return [_names(part) for one in calls for part in (*one.args, *ast.iter_child_nodes(one.func))]
 
 

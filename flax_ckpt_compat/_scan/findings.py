@@ -19,7 +19,6 @@ class Kind(NamedTuple):
 
 # In the order in which a person should look.
 KINDS = {
-    # Code that treats a checkpoint as one file.
     "remove": Kind(
         "deletes a file", "IsADirectoryError, or PermissionError",
         "let overwrite=True or keep= remove it, or use shutil.rmtree for directories",
@@ -52,7 +51,6 @@ KINDS = {
     "wrapped": Kind(
         "passes a checkpoint to another library", "depends on that library", "see whether it takes directories", CHECK
     ),
-    # Uses of the API.
     "flag": Kind(
         "sets or reads the flag", "decides the format, at each call",
         "leave one place that sets it, and flip it there", CHECK,

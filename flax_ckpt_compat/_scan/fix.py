@@ -13,9 +13,7 @@ _NAME_IN_LIST = re.compile(rf",[\s\\]*{_NAME}|{_NAME}\s*,[\s\\]*|{_NAME}")
 
 
 def fix(code: str) -> str:
-    """Return the code with `flax_ckpt_compat.checkpoints` for `flax.training.checkpoints`, where imports bind it.
-
-    Our module has all names of Flax's, also underscored ones."""
+    """Return the code with `flax_ckpt_compat.checkpoints` for `flax.training.checkpoints`, where imports bind it."""
     lines = [line.encode() for line in code.split("\n")]
     statements = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(statements, key=lambda node: (node.lineno, node.col_offset), reverse=True):

@@ -43,9 +43,7 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> tuple[list[tuple[int | None, int, str]], ast.Module]:
-    """Parse a file, never run; return its lines, as (number of a notebook's cell or None, number, text), and the tree.
-
-    The code cells of a notebook are one tree, because they share names."""
+    """Parse a file, never run; return its lines, as (number of a cell or None, number, text), and the tree."""
     if not file.is_file():  # a pipe, to which nobody may ever write
         raise OSError("not a regular file: save its code to one")
     if file.suffix != ".ipynb":

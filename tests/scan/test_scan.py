@@ -137,6 +137,11 @@ PROGRAMS = {
             for name in sorted(os.listdir(d)):  # look: glob
                 if name.startswith("checkpoint_"):
                     os.remove(os.path.join(d, name))  # change: remove
+                elif name.endswith(".tmp"):
+                    os.remove(os.path.join(d, name))
+            for checkpoint_filename in os.listdir(d):  # look: glob
+                if checkpoint_filename.startswith("replay_buffer."):
+                    os.remove(os.path.join(d, checkpoint_filename))
         def steps(d):
             return [e.name for e in os.scandir(d) if re.match(r"checkpoint_(\\d+)", e.name)]  # look: glob
         def find(d):
