@@ -66,13 +66,12 @@ class ReadLeaves:
         self.casts_at_read: dict[LeafHandle | ArraySlice, casting.Cast] = {}
         self.mapped: set[LeafHandle | ArraySlice] = set()  # what may be memory-mapped
         reads: list[LeafHandle | ArraySlice] = []
-        is_mapped = plan.options.settings.mapped
         for leaf in plan.leaves:
             if leaf.is_plain:
                 reads.append(leaf.source)  # type: ignore[arg-type]
             else:
                 self._add_reads(leaf, reads)
-            if is_mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
+            if plan.options.settings.mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
                 self.mapped.add(leaf.source)
         self.reads = list(dict.fromkeys(reads))  # what to read, each once
         self.has_shared = len(self.reads) < len(reads)  # some of it is read for several leaves

@@ -206,28 +206,33 @@ def other_kinds(plan: TreePlan, *, refused: bool, proposed: str = "") -> str:
 
 def other_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool, proposed: str = "") -> str:
     """Return the folded list of shapes that differ, then the remedies, of which rules come first."""
-    assert plan.target is not None
-    keys = {path for path, _, _ in shapes if prng_keys.is_prng_key(node_at(plan.target.node, path))}
-    texts = [f"stored {was}, target {'typed keys of shape ' * (path in keys)}{want}" for path, was, want in shapes]
+    texts = [f"stored {was}, target {'typed keys of shape ' * _is_key(plan, path)}{want}" for path, was, want in shapes]
     rows = [Row((show_path(one[0]),), (text,)) for one, text in zip(shapes, texts, strict=True)]
     have = "has" if len(shapes) == 1 else "have"
     lines = [f"{plan.path}: {len(shapes)} of the stored arrays {have} another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    raw = [path in keys and len(was) == len(want) + 1 and was[-1] in (2, 4) for path, was, want in shapes]
-    if not proposed and all(raw) and not any(is_key(node_at(plan.tree, path)) for path in keys):
-        proposed = leaf_kinds.RAW_KEYS
-    elif not proposed:
-        proposed = "If the target should be the model that was saved, correct the model's configuration."
-        if rule := _from_target(plan, [path for path, _, _ in shapes]):
-            proposed += f" If these parts are new on purpose, such as a head, {rule} keeps the target's own values."
-        proposed += (
-            " rules.pad, cut and reshape change stored arrays, and rules.unreplicate takes one replica; for a state "
-            "from flax.jax_utils.replicate, restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
-        )
-    lines.append(proposed)
+    lines.append(proposed or shape_remedies(plan, shapes))
     if refused:
-        lines.append(
-            "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
-        )
+        lines.append("To get the stored arrays all the same, set shape_mismatch='warn'.")
     return "\n".join(lines)
+
+
+def shape_remedies(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> str:
+    """Return what to do about shapes that differ where no rules are proposed."""
+    if all(
+        _is_key(plan, path) and not is_key(node_at(plan.tree, path)) and len(was) == len(want) + 1 and was[-1] in (2, 4)
+        for path, was, want in shapes
+    ):
+        return leaf_kinds.RAW_KEYS
+    text = "If the target should be the model that was saved, correct the model's configuration."
+    if rule := _from_target(plan, [path for path, _, _ in shapes]):
+        text += f" If these parts are new on purpose, such as a head, {rule} keeps the target's own values."
+    return (
+        f"{text} rules.pad, cut and reshape change stored arrays, and rules.unreplicate takes one replica; for a state "
+        "from flax.jax_utils.replicate, restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
+    )
+
+
+def _is_key(plan: TreePlan, path: Path) -> bool:
+    return plan.target is not None and prng_keys.is_prng_key(node_at(plan.target.node, path))

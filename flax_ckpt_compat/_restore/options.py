@@ -52,11 +52,6 @@ class RestoreOptions:
             return cls(settings, spec, arguments.item_name(item))
 
     @property
-    def verifies(self) -> bool:
-        """Return whether recorded checksums are verified."""
-        return self.settings.checksums == "verify"
-
-    @property
     def casts(self) -> bool:
         """Return whether arrays and numbers are cast to the dtype of the target's leaf."""
         return self.settings.dtype == "target"

@@ -109,7 +109,8 @@ class _Restore:
         """Open a checkpoint; a checkpointer of the caller's, if there is one, reads its trees."""
         is_theirs = self._checkpointer is not None and location.isdir()
         read_by = functools.partial(checkpointer_reader.CheckpointerReader, self._checkpointer) if is_theirs else None
-        return opening.Opened(location, verify=self._options.verifies, item=self._options.item, read_by=read_by)
+        verify = self._options.settings.checksums == "verify"
+        return opening.Opened(location, verify=verify, item=self._options.item, read_by=read_by)
 
     def _plan(self, opened: opening.Opened) -> RestorePlan:
         """Plan the restore of all leaves.

@@ -202,7 +202,7 @@ def plan_restore(
         with (
             locating.unchanged(found),
             options.transforms.opening(),
-            closing(opening.Opened(found, verify=options.verifies, item=options.item)) as opened,
+            closing(opening.Opened(found, verify=options.settings.checksums == "verify", item=options.item)) as opened,
         ):
             return _plan(opened, plan_all(opened, target, options))
 
@@ -334,16 +334,18 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         why = f": {plan.why}" if plan.why else "."
         yield Line(printable(f"{plan.function} raises {plan.raises}{milder}{why}"))
     else:
-        is_reshaped = any(leaf.is_reshaped for leaf in plan.leaves)
-        where = " Where shapes differ, the result has the stored shape." if is_reshaped else ""
+        where = " Where shapes differ, the result has the stored shape." * any(one.is_reshaped for one in plan.leaves)
         yield Line(f"{plan.function} succeeds.{where}")
-    found = plan.suggestion
+    found, trees = plan.suggestion, plan._plans
     is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
     if found is None:
-        if plan._plans and plan.missing and not is_explained:
+        if trees and plan.missing and not is_explained:
             yield Line("Nothing that is stored resembles what is missing.")
+        for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
+            yield Line(printable(str([*tree.problems, messages.shape_remedies(tree, tree.shapes)][0])))
     elif not (found.doubts and is_explained):
-        sure = "These rules would map it"
+        is_longer = any(one.is_longer for tree in trees for one in tree.kinds)
+        sure = "These rules would map it" if found.confident and not is_longer else "These rules would map a part of it"
         if found.keeps_all:
             sure = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:

@@ -283,6 +283,7 @@ def test_raw_keys_for_typed_ones(flag: bool, tmp_path: Path) -> None:
     message = shapes(saved, {**saved, "rng": typed}, tmp_path)
     assert "target typed keys of shape ()" in message and "configuration" not in message
     assert "rules.wrap_key_data(pattern)" in message
+    assert "rules.wrap_key_data(pattern)" in str(plan_restore(tmp_path, {**saved, "rng": typed}))
     found = restore(tmp_path, {**saved, "rng": typed}, transforms=[rules.wrap_key_data("^rng$")])
     assert found["rng"] == typed and found["ids"].tolist() == [1, 2]
 
@@ -294,6 +295,7 @@ def test_what_is_no_data_of_a_key(rng: str, tmp_path: Path) -> None:
     typed = jax.random.key(1)
     two = {"numbers": np.ones(3, np.uint32), "replicas": np.ones((8, 2, 2), np.uint32), "keys": jax.random.split(typed)}
     assert "wrap_key_data" not in shapes({"rng": two[rng]}, {"rng": typed}, tmp_path)
+    assert "wrap_key_data" not in str(plan_restore(tmp_path, {"rng": typed}))
 
 
 def test_an_array_of_one_value_for_a_number(tmp_path: Path) -> None:
@@ -314,7 +316,7 @@ def test_rules_that_leave_another_kind(stored: Any, target: Any, tmp_path: Path)
     with pytest.raises(KindMismatchError) as caught:
         restore(path, wanted)
     plan = plan_restore(path, wanted)
-    assert plan.suggestion is not None and "would map it" not in str(caught.value)
+    assert plan.suggestion is not None and "would map it" not in f"{caught.value}{plan}"
     with pytest.raises(KindMismatchError):
         restore(path, wanted, transforms=plan.suggestion.rules)
 
@@ -325,7 +327,7 @@ def test_replicas_of_a_state(had: int, has: int, tmp_path: Path, caplog: pytest.
     params = STATE["params"]
     stored, target = (jax.tree.map(lambda leaf, n=n: np.stack([leaf] * n) if n else leaf, params) for n in (had, has))
     way = "restore into flax.jax_utils.unreplicate(target), and replicate afterwards"
-    assert way in shapes(stored, target, tmp_path)
+    assert way in shapes(stored, target, tmp_path) and way in str(plan_restore(tmp_path, target))
     checkpoints.restore_checkpoint(tmp_path, target)
     assert way in caplog.text
     caplog.clear()

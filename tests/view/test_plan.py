@@ -391,3 +391,13 @@ def test_a_plan_tells_what_numbers_become(flag: bool, tmp_path: Path) -> None:
         assert planned[name].shape == getattr(value, "shape", None), name
         assert planned[name].dtype == getattr(value, "dtype", None), name
     assert type(restored["a"]) is int and planned["a"].shape is None
+
+
+def test_a_sharding_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    """Where shapes differ, too, as for a state of one device in a target of replicas."""
+    path = save(tmp_path / "saved", {"b": np.ones(3, np.float32)}, format="orbax")
+    rows = jax.sharding.PartitionSpec("rows", None)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",)), rows)
+    plan = plan_restore(path, {"b": jax.device_put(np.ones((1, 3), np.float32), sharding)})
+    assert (plan.raises, plan.flax_succeeds) == ("ShapeMismatchError", False)
+    assert "does not fit the target's NamedSharding" in str(plan)
