@@ -394,10 +394,10 @@ def test_a_plan_tells_what_numbers_become(flag: bool, tmp_path: Path) -> None:
 
 
 def test_a_sharding_that_does_not_fit_is_told(tmp_path: Path) -> None:
-    """Where shapes differ, too, as for a state of one device in a target of replicas."""
+    """Where shapes differ, too, as in a target of replicas."""
     path = save(tmp_path / "saved", {"b": np.ones(3, np.float32)}, format="orbax")
     rows = jax.sharding.PartitionSpec("rows", None)
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",)), rows)
-    plan = plan_restore(path, {"b": jax.device_put(np.ones((1, 3), np.float32), sharding)})
+    plan = plan_restore(path, {"b": jax.device_put(np.ones((1, 4), np.float32), sharding)})
     assert (plan.raises, plan.flax_succeeds) == ("ShapeMismatchError", False)
     assert "does not fit the target's NamedSharding" in str(plan)
