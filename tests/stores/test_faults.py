@@ -129,6 +129,22 @@ def test_large_bytes_are_sent_in_parts(bucket: Bucket, monkeypatch: pytest.Monke
     assert bucket.get("chunk") == data
 
 
+def test_the_last_answer_about_a_large_object_is_lost(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload is unknown to the store when the client asks again: what was to be written is there."""
+    monkeypatch.setattr(s3_client, "PART_BYTES", 5 * 2**20)
+    data, send = np.random.default_rng(0).bytes(6 * 2**20), S3Client._send
+
+    def answer(store: S3Client, url: str, operation: str, **arguments: Any) -> Any:
+        found = send(store, url, operation, **arguments)
+        if operation == "complete_multipart_upload":
+            raise not_found(url)
+        return found
+
+    monkeypatch.setattr(S3Client, "_send", answer)
+    assert S3Client().put(f"{bucket.url}/large", data)
+    assert bucket.get("large") == data
+
+
 @pytest.mark.parametrize("nbytes", [10, 1500], ids=["whole", "in parts"])
 def test_an_object_that_is_removed_before_it_is_replaced(
     nbytes: int, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

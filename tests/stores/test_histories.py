@@ -21,10 +21,11 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat._core.object_store import commit, storage
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
-from flax_ckpt_compat.errors import CheckpointError, StorageError
+from flax_ckpt_compat.errors import CheckpointError, ConcurrentWriteError, StorageError
 
 URL = "gs://bucket/run/checkpoint_1"
 STATES = ("msgpack", "orbax", "other")  # formats; "other" is Orbax's of another tree
@@ -200,6 +201,24 @@ class History:
         assert len({key.split("/")[4] for key in self.store.objects}) <= 1
 
 
+def test_a_step_that_is_being_removed_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its remover, which has taken the commit file, goes on to the new data: the writer does not say that it saved."""
+    store = Memory(needs_commit_file=True, by_content=False)
+    monkeypatch.setitem(commit.CLIENTS, "gs", store)
+    monkeypatch.setattr(commit, "_PAUSE", 0.0)
+    save(1, "orbax")
+
+    def delete(url: str, version: str | None = None) -> bool:
+        if url.endswith(COMMIT_FILE):
+            store.objects.pop(url, None)
+        return Memory.delete(store, url, version)
+
+    monkeypatch.setattr(store, "delete", delete)
+    with pytest.raises(ConcurrentWriteError):
+        save(2, "other")
+    assert restored() is None
+
+
 def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
     """In the place of threads, whose order no seed decides."""
     return [function(item) for item in items]
@@ -246,7 +265,7 @@ def test_one_of_two_at_once_is_saved(needs_commit_file: bool, monkeypatch: pytes
 
         def write(number: int, delay: float, saved: list[int] = saved) -> None:
             time.sleep(delay)
-            with suppress(flax_ckpt_compat.errors.ConcurrentWriteError):
+            with suppress(ConcurrentWriteError):
                 save(number, "other")
                 saved.append(number)
 

@@ -101,8 +101,10 @@ class Client(abc.ABC):
             try:
                 return self.write(url, file, version, meter)
             except (StorageError, FileNotFoundError) as error:
+                # A second try is answered so where the first one succeeded, and its answer was lost.
+                is_answer = isinstance(error, (ConflictError, FileNotFoundError)) or version is not None
                 with suppress(StorageError, FileNotFoundError):
-                    if version is not None and (found := self._version_if_written(url, file)) is not None:
+                    if is_answer and (found := self._version_if_written(url, file)) is not None:
                         return found
                 if version and isinstance(error, FileNotFoundError):  # how S3 answers to a condition
                     raise ConflictError(f"{url} was removed meanwhile", path=url, errno=errno.ESTALE) from error

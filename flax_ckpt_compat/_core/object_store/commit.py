@@ -211,9 +211,10 @@ class FolderSave:
         if switches:  # other writers find another commit file, and so no more what they found
             self._put_commit_file(self._expected[COMMIT_FILE])
         gone = layout.CHECKSUMS if switches else COMMIT_FILE
-        version = self._expected.pop(gone, None)
-        if version is not None and not self.client.delete(f"{self.url}/{gone}", version):
-            raise lost(self.url)
+        if gone in self._expected:
+            if not self.client.delete(f"{self.url}/{gone}", self._expected[gone]):
+                raise lost(self.url)
+            del self._expected[gone]
         # The first file decides who writes.
         for group in [indexes, rest] if switches else [rest[:1], rest[1:], indexes]:
             in_parallel(put, group, AT_ONCE)
