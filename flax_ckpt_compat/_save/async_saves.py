@@ -48,7 +48,7 @@ class BackgroundSave:
 
     def wait(self, timeout: float = math.inf, *, until_begun: float = math.inf) -> None:
         """Wait until it has ended, unless this thread runs it: at most so many seconds, and so many till it begins."""
-        if not self.task.runs_here:
+        if self.task.thread != threading.get_ident():  # also after the task, for which its manager may call hooks
             end = time.monotonic() + timeout
             _wait_for_future(self.future, min(timeout, until_begun))
             if self.task.thread is not None:
@@ -268,8 +268,10 @@ def wait(manager: Any) -> None:
         _raise_once(future)  # Flax's own manager drops the failure of a save that has already ended
     try:
         manager.wait_previous_save()
-    except Exception:
-        if not isinstance(future, Future) or manager.save_future is not future or _failure_of(future) is None:
+    except BaseException as error:
+        known = _failure_of(future) if isinstance(future, Future) and manager.save_future is future else None
+        is_same = isinstance(error, CancelledError) and isinstance(known, CancelledError)
+        if known is None or not (is_same or known in (error, error.__cause__, error.__context__)):
             raise
         # It raises what was raised before, and would at each call.
         manager.save_future = finished = Future[Any]()

@@ -217,7 +217,7 @@ def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replic
             spread[str(checksum % _GROUPS)] += zlib.crc32(layout, checksum)
     return {
         "signature": signature + ("" if options.checksums else ", checksums='off'"),
-        "spread": {group: f"{total % 2**16:x}" for group, total in spread.items()},
+        "spread": {group: f"{total % 2**32:x}" for group, total in spread.items()},
         "leaves": [count, names % 2**32],  # their number, and a sum of their names
         "replicas": hashlib.sha256(repr(sorted(replicas.items())).encode()).hexdigest(),
     }

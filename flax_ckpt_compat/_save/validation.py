@@ -11,11 +11,12 @@ import jax
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, not_found, orbax_trees, saved_steps
+from flax_ckpt_compat._discovery import contents, not_found, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import State
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import retention
@@ -144,7 +145,13 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
     if found.state is State.FOREIGN:
         return f"it is not a checkpoint of Flax or Orbax, but looks like {found.why}"
     if strict:
-        return None if found.is_certain else f"it does not look like a checkpoint ({found.why})"
+        try:
+            opening.open_item(orbax_items.Item(Format.MSGPACK, path)).close()
+        except StorageError:  # it tells nothing of what is there
+            raise
+        except CheckpointError as error:
+            return f"it does not open as a checkpoint ({error})"
+        return None
     may_go = found.may_be_removed(with_items=request.orbax_checkpointer is not None)
     if found.is_complete and not may_go and found.layout is not None:
         return f"it is not certainly one checkpoint of Flax or Orbax (it looks like {found.layout.value})"
@@ -153,11 +160,17 @@ def _why_not_replaced(request: SaveRequest, path: Location) -> str | None:
 
 def _extra_files(path: Location) -> list[str]:
     """Return the names in an Orbax checkpoint that are not part of it."""
-    found, extra = contents.contents_of(path), list[str]()
+    items, extra = dict[str, orbax_items.Item](), list[str]()
+    try:
+        items.update(contents.checkpoint_at(path).items)
+    except StorageError:
+        raise
+    except CheckpointError:
+        pass
     for name in sorted(path.listdir()):
         if name in _ORBAX_NAMES or layout.is_upload_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
-        if found.is_complete and name in found.items and (path / name).isdir():
+        if name in items and (path / name).isdir():
             extra += [os.path.join(name, inner) for inner in _extra_files(path / name)]
         elif not orbax_trees.is_array(path / name):
             extra.append(name)

@@ -71,6 +71,12 @@ def test_msgpack_arrays(tmp_path: Path) -> None:
     same(checkpoints.restore_checkpoint(tmp_path / "f", None), serialization.msgpack_restore(content))
 
 
+def test_a_map_with_a_list_as_a_key_is_foreign(tmp_path: Path) -> None:
+    """Python cannot make a dict of such a map, which no release of Flax writes."""
+    (tmp_path / "checkpoint_3").write_bytes(b"\x81\x81\x91\x01\x02\x03")
+    assert contents_of(location_of(tmp_path / "checkpoint_3")).state is State.FOREIGN
+
+
 def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that another process removes makes no directory of checkpoints of a checkpoint that was begun."""
     (tmp_path / "state.orbax-checkpoint-tmp-1").mkdir()

@@ -149,6 +149,12 @@ def _manager(path: Path) -> None:
         manager.save(1, args=ocp.args.StandardSave(tree(1)))
 
 
+def _damaged_step(path: Path) -> None:
+    _manager(path.parent / "run")
+    (path.parent / "run/1").rename(path)
+    (path / "_CHECKPOINT_METADATA").write_text("{")
+
+
 def _items(path: Path) -> None:
     for name in ("default", "params"):
         save(path / name, tree(1), format="orbax")
@@ -167,6 +173,9 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: path.write_text("loss, accuracy\n0.1, 0.9\n"),
     "bytes": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)),
     "JSON": lambda path: path.write_text(json.dumps({"a": 1})),
+    "image of a disk": lambda path: path.write_bytes(bytes(2**15) + b"CD001"),
+    "two msgpack documents": lambda path: path.write_bytes(2 * serialization.to_bytes(tree(1))),
+    "step with a damaged record": _damaged_step,
     "npz": _npz,
     "pipe": _pipe,
     "link to nothing": lambda path: path.symlink_to("nowhere"),

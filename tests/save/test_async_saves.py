@@ -41,7 +41,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
 @pytest.fixture
@@ -359,6 +359,46 @@ def test_a_users_own_manager_raises_a_failure_once(flag: bool, tmp_path: Path, g
     save_two(tmp_path, manager)
     manager.wait_previous_save()
     assert "checkpoint_2" in names(tmp_path)
+
+
+class Hooked(Asking):
+    """A manager whose tasks end with a save of its program's own, and whose failures are others', too."""
+
+    hook: Callable[[], Any] = staticmethod(lambda: None)
+    own: BaseException | None = None
+
+    def wait_previous_save(self) -> None:
+        if self.own is not None:
+            raise self.own
+        super().wait_previous_save()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        super().save_async(lambda: (task(), self.hook()))
+
+
+def test_a_hook_after_a_save_may_save(tmp_path: Path) -> None:
+    """It runs in the pool's thread once our task has ended, and would wait for itself."""
+    manager: Any = Hooked()
+    manager.hook = lambda: ours.save_checkpoint(tmp_path, tree(1), 1, prefix="best_")
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    manager.save_future.result(30)
+    assert names(tmp_path) == ["best_1", "checkpoint_1"]
+
+
+def test_another_failure_of_a_manager_is_raised(tmp_path: Path, gate: Gate) -> None:
+    """Only the one that was raised before is not raised again, whatever its class."""
+    manager: Any = Hooked()
+    gate.open.set()
+    gate.error = SystemExit(3)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    with pytest.raises(SystemExit):
+        save_two(tmp_path, manager)
+    gate.error, manager.own = None, RuntimeError("the upload failed")
+    with pytest.raises(RuntimeError, match="the upload failed"):
+        save_two(tmp_path, manager)
+    manager.own = None
+    save_two(tmp_path, manager)
+    manager.save_future.result(30)
 
 
 @pytest.mark.parametrize("checkpoints", [ours, flax_checkpoints], ids=["ours", "flax"])
