@@ -73,7 +73,7 @@ def test_msgpack_arrays(tmp_path: Path) -> None:
 
 def test_a_map_with_a_list_as_a_key_is_foreign(tmp_path: Path) -> None:
     """Python cannot make a dict of such a map, which no release of Flax writes."""
-    (tmp_path / "checkpoint_3").write_bytes(b"\x81\x81\x91\x01\x02\x03")
+    (tmp_path / "checkpoint_3").write_bytes(b"\x81\x81\x90\x01\x02" + 600 * b"x")
     assert contents_of(location_of(tmp_path / "checkpoint_3")).state is State.FOREIGN
 
 
