@@ -151,6 +151,15 @@ def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture) -> None
     assert sum("no conditional writes" in record.message for record in caplog.records) == 1
 
 
+def test_a_file_that_goes_between_two_looks(shelf: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missing, and there is nothing to delete."""
+    shelf.put("a", b"x")
+    monkeypatch.setattr(epath_client, "_stat", lambda path: path.parent.joinpath("none").stat())
+    client = epath_client.EpathClient()
+    assert client.find(f"{shelf.url}/a") is None
+    assert client.delete(f"{shelf.url}/a") is False
+
+
 def test_a_file_in_the_place_of_the_folder_stays(shelf: AnyBucket, flag: bool) -> None:
     """As on a disk: a folder of checkpoints cannot be where a file of the user is."""
     shelf.put("exp/notes.txt", b"mine")

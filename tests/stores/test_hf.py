@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.object_store.hub import HubClient
 from tests.discovery.test_layouts import INDEX, SHARDED, write_shards
 from tests.support import hub as hubs
 from tests.support.hub import Hub
@@ -114,7 +116,7 @@ def test_a_file_that_cannot_be_fetched_is_not_absent(hub: Hub, monkeypatch: pyte
         checkpoints.restore_checkpoint(f"{hub.url}/run", {"w": 2})
 
 
-def test_what_is_not_there(hub: Hub) -> None:
+def test_what_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing file or folder is missing; a missing repository is an error of every look-up."""
     hub.files["a"] = b"x"
     for path in (f"{hub.url}/none", f"{hub.url}/none/x.msgpack"):
@@ -122,3 +124,6 @@ def test_what_is_not_there(hub: Hub) -> None:
             flax_ckpt_compat.restore(path)
     with pytest.raises(errors.StorageError, match="there is no repository 'org/none'"):
         checkpoints.restore_checkpoint("hf://org/none/x", {"w": 1})
+    missing = type("EntryNotFoundError", (Exception,), {})  # as for a folder that is not there
+    monkeypatch.setattr("huggingface_hub.HfApi.get_paths_info", Mock(side_effect=missing))
+    assert HubClient().find(f"{hub.url}/none") is None

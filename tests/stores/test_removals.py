@@ -120,6 +120,19 @@ def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     assert bucket.keys() == sorted([*whole, *running])
 
 
+@pytest.mark.parametrize("name", ["/_begun", "/commit_success"])
+def test_what_nobody_may_read_stays(name: str, bucket: Bucket) -> None:
+    """A save of another step sends no other requests to a complete one, of whose dead writer it can learn nothing."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+    bucket.put(f"run/checkpoint_1/_begun.{int(time.time()) - YESTERDAY}.{'0' * 32}", b"")
+    bucket.proxy.log.clear()
+    with bucket.proxy.failing(lambda method, path: "403" if method == "GET" and name in path else ""):
+        flax_ckpt_compat.save(root, state(2), step=2, format="orbax", keep=9)
+    there = [asked.method for asked in bucket.proxy.log if "/checkpoint_1/" in asked.path]
+    assert there and set(there) == {"GET"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [False, True])
 def test_a_live_writer_protects_what_a_dead_one_left(flag: bool, live: bool, bucket: Bucket) -> None:

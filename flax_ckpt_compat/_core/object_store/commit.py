@@ -262,13 +262,12 @@ class FolderSave:
 def remove(url: str) -> None:
     """Remove a checkpoint, the object first: it must not reappear when the folder that replaced it is gone."""
     client_for(url).delete(url)
-    if inside := client_for(url).list(url):
-        remove_folder(url, inside)
+    remove_folder(url, client_for(url).list(url))
 
 
 def remove_folder(url: str, found: Files) -> None:
-    """Remove files of a folder, the commit file first and the markers last."""
-    if markers := _uncommit(url, found):
+    """Remove files of a folder, if there are any, the commit file first and the markers last."""
+    if found and (markers := _uncommit(url, found)):
         _delete_uncommitted(url, found, markers)
 
 
@@ -341,11 +340,12 @@ def _beside_a_commit(url: str, there: Files) -> dict[str, Stat]:
     with suppress(FileNotFoundError, StorageError):  # what another removes meanwhile, or nobody may read, stays
         text = client.read(f"{url}/{COMMIT_FILE}").decode("utf-8", "replace")
         for marker in filter(is_upload_marker, there):
-            found[marker], tag = there[marker], tag_of(marker)
+            tag = tag_of(marker)
             if tag not in text:
                 own = set(client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n"))
                 mine = [key for key in there if tag_of(key) == tag or (key in own and not is_fixed(key))]
                 found |= {key: there[key] for key in mine}
+            found[marker] = there[marker]
     return found
 
 

@@ -44,7 +44,9 @@ class EpathClient(Client):
 
     def find(self, url: str) -> Stat | None:
         path = _path(url)
-        return None if path.is_dir() or not path.exists() else _stat(path)
+        with suppress(FileNotFoundError):  # removed between two looks
+            return None if path.is_dir() or not path.exists() else _stat(path)
+        return None
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:
         if self.find(url) is None:  # path classes have other errors of their own

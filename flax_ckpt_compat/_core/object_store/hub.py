@@ -32,9 +32,10 @@ class HubClient(Client):
     def find(self, url: str) -> Stat | None:
         at = _resolve(url)
         name = at.pop("path")
-        with _telling(url):
+        with suppress(FileNotFoundError), _telling(url):
             found = _api().get_paths_info(paths=[name], **at) if name else []
             return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
+        return None
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:  # noqa: ARG002
         return LocalLocation(self.local_copy(url)).read(start, stop), None
