@@ -226,7 +226,7 @@ class FsspecClient(Client):
 
     def _store(self, url: str) -> Any:
         """Return fsspec's client: another one in a forked process, and for other credentials."""
-        wanted = os.getpid(), {name: text for name, text in os.environ.items() if name.startswith(self.variables)}
+        wanted = os.getpid(), {name: os.environ.get(name) for name in os.environ if name.startswith(self.variables)}
         key, store = self._connected
         if key != wanted:
             try:

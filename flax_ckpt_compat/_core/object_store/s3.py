@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import io
 import os
+import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -113,14 +113,12 @@ class S3Client(FsspecClient):
         if size <= PART_BYTES:
             return super().write(url, file, version, meter)
         part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
-        begun = self._send(url, "create_multipart_upload")["UploadId"]
+        begun, reading = self._send(url, "create_multipart_upload")["UploadId"], threading.Lock()
 
         def send(number: int) -> dict[str, Any]:
-            start = number * part_bytes
-            if isinstance(file, io.BytesIO):
-                data = file.getvalue()[start : start + part_bytes]
-            else:
-                data = os.pread(file.fileno(), part_bytes, start)
+            with reading:
+                file.seek(number * part_bytes)
+                data = file.read(part_bytes)
             etag = self._send(url, "upload_part", UploadId=begun, PartNumber=number + 1, Body=data)["ETag"]
             meter.add(len(data), url)
             return {"PartNumber": number + 1, "ETag": etag}
