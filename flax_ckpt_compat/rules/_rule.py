@@ -150,7 +150,7 @@ def _check_type(parameter: inspect.Parameter, value: Any) -> None:
 def _is(value: Any, kind: str) -> bool:
     if not kind.startswith("Sequence"):
         return isinstance(value, _KINDS[kind][1])
-    items = value.tolist() if isinstance(value, np.ndarray) else value
+    items = list(value) if isinstance(value, np.ndarray) and value.ndim == 1 else value
     is_list = isinstance(items, Sequence) and not isinstance(items, str | bytes)
     return is_list and all(isinstance(one, _KINDS[kind][1]) for one in items)
 

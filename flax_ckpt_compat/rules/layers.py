@@ -40,9 +40,10 @@ def stack(pattern: str, into: str, axis: int = 0, first: int = 0) -> Apply:
     if compiled.groups != 1:
         raise RuleError(f"{pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
-    def number(match: re.Match[str]) -> int:
+    def number(path: Path, match: re.Match[str]) -> int:
         if not (match[1] or "").isdecimal():
-            raise RuleError(f"the group matches {match[1]!r} in {match.string}, expected a number", leaf=match.string)
+            shown = show_path(path)
+            raise RuleError(f"the group matches {match[1]!r} in {shown}, expected a number", leaf=shown)
         return int(match[1])
 
     def row(place: Path, layers: dict[int, Path]) -> list[Path]:
@@ -118,7 +119,7 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
 
     numbers = {name: number for number, name in enumerate(names)}
     compiled = _patterns.whole_names("|".join(map(re.escape, names)))
-    joining = _joining(_patterns.new_names(into), lambda match: numbers[match[0]], row, unchanged)
+    joining = _joining(_patterns.new_names(into), lambda _, match: numbers[match[0]], row, unchanged)
     return _inner_first(compiled, joining, near=names[0])
 
 
@@ -180,7 +181,7 @@ def _inner_first(pattern: re.Pattern[str], change: Callable[[Node, Found], Node 
 
 def _joining(
     into: Path,
-    number: Callable[[re.Match[str]], int],
+    number: Callable[[Path, re.Match[str]], int],
     row: Callable[[Path, dict[int, Path]], list[Path]],
     part: Part,
 ) -> Callable[[Node, Found], Node | None]:
@@ -192,7 +193,7 @@ def _joining(
     def joined(tree: Node, found: Found) -> Node | None:
         numbered: dict[Path, dict[int, Path]] = {}
         for path, (place, match) in found.items():
-            other = numbered.setdefault(place, {}).setdefault(number(match), path)
+            other = numbered.setdefault(place, {}).setdefault(number(path, match), path)
             if other != path:
                 raise misfit(path, f"and {show_path(other)} have the same number; match only one of them")
         rows = {place: paths for place, nodes in numbered.items() if (paths := row(place, nodes))}
@@ -214,21 +215,23 @@ def _joining(
 def _join(tree: Node, paths: list[Path], part: Part) -> Iterator[tuple[Path, Node]]:
     """Yield the leaves below the first of several nodes, each joined with those of the others."""
 
-    def kind(leaf: Node) -> Any:
+    def kind(path: Path, leaf: Node) -> Any:
         if not is_array(leaf):
             return _edit_tree.describe(leaf)
-        at, shape = part(leaf.shape)
+        with _edit_tree.fitting(path, leaf):
+            at, shape = part(leaf.shape)
         return leaf.dtype, shape[:at], shape[at + 1 :]
 
     nodes = [dict(iter_leaves(node_at(tree, path))) for path in paths]
     for below in dict.fromkeys(path for node in nodes for path in node):
         full = [(*path, *below) for path in paths]
         with _edit_tree.fitting(full[0], nodes[0].get(below)):
-            kinds = [kind(node[below]) if below in node else None for node in nodes]
+            kinds = [kind(path, node[below]) if below in node else None for path, node in zip(full, nodes, strict=True)]
             usual = max(dict.fromkeys(kinds), key=kinds.count)
             for path, node, one in zip(full, nodes, kinds, strict=True):
                 if one != usual:
-                    text = _edit_tree.describe(node[below]) if below in node else "not there"
+                    there = node_at(tree, path)
+                    text = _edit_tree.describe(there) if below in node or there is not None else "not there"
                     like = show_path(full[kinds.index(usual)])
                     raise misfit(path, f"is {text}, unlike {like}; they must be alike: change or drop it first")
             leaves = [node[below] for node in nodes]

@@ -228,7 +228,8 @@ def nest(separator: str = "/", at: str = "") -> Apply:
         for start in _patterns.select(stored, [at]):
             for path, _leaf in iter_leaves(node_at(stored, start)):
                 if any(separator in name for name in path):
-                    ends[(*start, *path)] = (*start, *filter(None, separator.join(path).split(separator)))
+                    parts = (part for name in path for part in filter(None, name.split(separator)))
+                    ends[(*start, *path)] = (*start, *parts)
         if not ends:
             near = _patterns.near_names(separator, stored)
             raise RuleError(f"no name in the checkpoint has {separator!r} in it; {near}")
@@ -342,7 +343,8 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
                     raise RuleError(f"{old}, for the target's {show_path(place)}, {problem}; {near}", leaf=old)
                 sources[place], keys[place] = found[0], new
         if idle := fills.keys() - set(keys.values()):
-            raise RuleError(f"{min(idle)!r} matches only what later keys match, too; leave it out")
+            shown = show_path(next(iter(_patterns.select(target, [min(idle)]))))
+            raise RuleError(f"{min(idle)!r} matches only what later keys match, too; leave it out", leaf=shown)
         tree = stored
         for place in sorted(sources, key=len):
             tree = _edit_tree.put(tree, place, node_at(stored, sources[place]))

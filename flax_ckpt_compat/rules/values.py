@@ -89,7 +89,8 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
         def padded(stored: Any) -> Any:
             result = memory.empty(shape, dtype)
             own_part = f"{what}: the target's own array"  # of which only the padding is used
-            result[new] = checked_cast(np.asarray(fill)[new], dtype, own_part) if fill.ndim else fill
+            padding = np.asarray(fill)[new] if fill.ndim else fill
+            result[new] = checked_cast(padding, dtype, own_part) if fill.ndim and kind_of(dtype) else padding
             result[tuple(map(slice, old))] = stored
             return result
 
@@ -220,10 +221,10 @@ def _unheld(value: Any, result: Any) -> Any:
 
 def _fill(value: Any, dtype: Any) -> Any:
     """Return the fill value as a 0-d array of a dtype."""
-    number = value.item() if hasattr(value, "item") else value
+    number = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
     kind = kind_of(dtype)
     wide = {"floats": np.float64, "complex numbers": np.complex128}.get(kind or "")
-    if isinstance(number, int | float) or (isinstance(number, complex) and kind == "complex numbers"):
+    if isinstance(number, int | float | np.floating) or (isinstance(number, complex) and kind == "complex numbers"):
         with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):
             given = np.asarray(number, wide)
             held = given.astype(dtype)

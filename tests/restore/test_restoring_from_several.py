@@ -60,10 +60,7 @@ def test_a_mapping_swaps(tmp_path: Path) -> None:
 def test_a_mapping_is_strict(path: str) -> None:
     """Names that are not there are errors that name like ones, and so are missing leaves and no target."""
     for mapping, why in (
-        (
-            {"params/encoder": "params/Dense_1"},
-            "for the target's params/encoder, is not stored; near it",
-        ),
+        ({"params/encoder": "params/Dense_1"}, "for the target's params/encoder, is not stored; near it"),
         ({"params/decoder": "params/Dense_0"}, "the target has no params/decoder; near it: params/encoder"),
         ({"params/(": "x"}, "not a regular expression"),
         (
@@ -71,8 +68,9 @@ def test_a_mapping_is_strict(path: str) -> None:
             "'params/encoder' matches only what later keys match, too",
         ),
     ):
-        with pytest.raises(errors.TransformError, match=re.escape(why)):
+        with pytest.raises(errors.TransformError, match=re.escape(why)) as caught:
             restore(path, NEW, transforms=mapping)
+    assert caught.value.leaf == "params/encoder"
     with pytest.raises(errors.MissingLeavesError):
         checkpoints.restore_checkpoint(path, NEW, orbax_transforms={"params/encoder/w": "params/Dense_0/w"})
     with pytest.raises(errors.TransformError, match="maps names of a target, and there is none"):

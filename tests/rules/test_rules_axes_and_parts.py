@@ -53,6 +53,8 @@ def test_names_that_hold_key_paths(saved: Any) -> None:
     new = {"layer1": {"conv": {"weight": np.ones(2)}, "bn": {"bias": np.zeros(3)}}, "step": np.ones(())}
     same(saved(old, {"net": new, "a": {"b": np.ones(4)}}, rules.nest(".")), {"net": new, "a": {"b": np.ones(4)}})
     same(saved(old, {"net": new, "a.b": np.ones(4)}, rules.nest(".", at="net")), {"net": new, "a.b": np.ones(4)})
+    odd = {"a": {"w_": {"kernel": np.ones(2)}}}
+    same(saved({"a__w_": odd["a"]["w_"]}, odd, rules.nest("__")), odd)
     with pytest.raises(errors.NameCollisionError):
         saved({"a.b": np.ones(2), "a": {"b": np.ones(2)}}, {"a": {"b": np.ones(2)}}, rules.nest("."))
 

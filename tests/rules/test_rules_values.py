@@ -141,12 +141,17 @@ def test_pad_from_the_target() -> None:
     np.testing.assert_array_equal(found["params/emb"][2:], -1)
     np.testing.assert_array_equal(found["mu/emb"][2:], 0)
     assert found["mu/emb"].dtype == np.float32
+    words = state_dict.describe({"w": np.array(["a", "b"])})
+    same(
+        values(rules.pad("w", 2, value="target").apply(stored({"w": np.array(["c"])}), words)),
+        {"w": np.array(["c", "b"])},
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "fill"),
     [
-        ("f4", 1e300), ("f4", None), ("f4", 1j), ("f4", 10**400), ("f4", [1.0]), ("f4", b"1"),
+        ("f4", 1e300), ("f4", None), ("f4", 1j), ("f4", 10**400), ("f4", [1.0]), ("f4", np.ones(1)),
         ("c8", 1e300), ("c8", 1e300j), ("i4", 1j), ("i4", np.nan), ("i4", None), ("u1", -1), ("?", 2), ("?", 0.5),
         ("f2", 65520), (ml_dtypes.bfloat16, 1e39), (ml_dtypes.int4, 8), (ml_dtypes.float4_e2m1fn, 7.0),
         (ml_dtypes.float4_e2m1fn, np.nan), (ml_dtypes.float8_e4m3fn, np.inf), ("<U3", 0),
@@ -167,6 +172,7 @@ def test_fills_that_do_not_fit(dtype: Any, fill: Any) -> None:
         ("f4", np.nan), ("f4", -np.inf), ("f4", 2**70), ("f4", True), ("f2", 65519), ("f4", 1e-60), ("c8", 1j),
         ("c8", np.nan), ("i4", 2.0), ("u8", 2**64 - 1), ("?", True), ("?", 0), (ml_dtypes.bfloat16, jnp.float32(1.5)),
         ("f4", ml_dtypes.bfloat16(2)), (ml_dtypes.float8_e4m3fn, np.nan), (">f4", np.array(0.1)),
+        ("f4", np.longdouble(1)),
     ],
     ids=repr,
 )  # fmt: skip
