@@ -45,8 +45,7 @@ def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
         uses = [(kind, KINDS[kind].action, node) for kind, node in api_uses(module)]
         if module in users or (users and _is_near(module, users)):
             uses += file_uses(module)
-        placed = {module.finding(kind, action, node) for kind, action, node in uses}
-        found += sorted(placed, key=lambda one: (one.cell or 0, one.line, one.kind))
+        found += sorted({module.finding(*use) for use in uses}, key=lambda one: (one.cell or 0, one.line, one.kind))
     return ScanReport(tuple(found), len(files), tuple(unreadable))
 
 
@@ -61,4 +60,4 @@ def _is_near(module: Module, users: Sequence[Module]) -> bool:
     """Return whether a module is one import away from one that uses the API, or names its checkpoints."""
     names_one = any(prefix in text for text in map(text_constant, module.nodes) for prefix in module.project.prefixes)
     is_near = names_one or any(user.name in module.reached or module.name in user.reached for user in users)
-    return is_near and not module.reached & _OTHER_FRAMEWORKS
+    return is_near and not _OTHER_FRAMEWORKS.intersection(one.partition(".")[0] for one in module.imported.values())

@@ -95,9 +95,12 @@ def _operations(module: Module, node: ast.Call) -> Iterator[tuple[str, list[ast.
 
 
 def _name(module: Module, function: ast.expr) -> str:
-    """Return the last two names of a function, or the last one of a method, after a dot."""
-    method = f".{function.attr}" if isinstance(function, ast.Attribute) else last_name(function)
-    return ".".join(module.dotted(function).split(".")[-2:]) or method
+    """Return the last two names of a function, as it was imported or is written, or a method's after a dot."""
+    dotted, name = module.dotted(function), last_name(function)
+    if dotted or not isinstance(function, ast.Attribute):
+        return ".".join(dotted.split(".")[-2:]) or name
+    written = f"{last_name(function.value)}.{name}"
+    return written if written in _KIND_OF_CALL or _SHELLS.fullmatch(written) else f".{name}"
 
 
 def _action(module: Module, kind: str, paths: list[ast.expr], node: ast.Call) -> str | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# What a finding asks for: a change of the code, a look at it, or nothing.
-CHANGE, CHECK, NOTHING = "change", "check", "nothing"
+CHANGE, CHECK, NOTHING = "change", "check", "nothing"  # what a finding asks for: of the code, a look at it
 
 
 class Kind(NamedTuple):
@@ -17,8 +16,7 @@ class Kind(NamedTuple):
     action: str = CHANGE  # `CHANGE`, `CHECK` or `NOTHING`
 
 
-# In the order in which a person should look.
-KINDS = {
+KINDS = {  # in the order in which a person should look
     "remove": Kind(
         "deletes a file", "IsADirectoryError, or PermissionError",
         "let overwrite=True or keep= remove it, or use shutil.rmtree for directories",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 
 from .source_modules import API, OURS
 
@@ -27,14 +28,15 @@ def fix(code: str) -> str:
 def _fixed(node: ast.Import | ast.ImportFrom, written: str, before: str) -> str:
     """Return the text of an import statement; ``before`` is what stands before it on its line."""
     if isinstance(node, ast.Import):  # without a name of its own, it binds `flax`, which other code may need
-        return re.sub(rf"{re.escape(API)}(?=\s+as\b)", OURS, written)
-    if node.level or node.module not in (API, _PACKAGE):
-        return written
+        return re.sub(rf"(?<![\w.]){re.escape(API)}(?=\s+as\b)", OURS, written)
     ours = [alias for alias in node.names if alias.name == "checkpoints"]
+    if node.level or (node.module != API and (node.module != _PACKAGE or not ours)):
+        return written
     if node.module == API or ours == node.names:
         return written.replace(_PACKAGE, _OUR_PACKAGE, 1)
-    if not ours:
-        return written
-    # On the next line, or on the same where others stand before.
-    joint = "; " if before.strip() else f"\n{before}"
-    return f"{_NAME_IN_LIST.sub('', written, 1)}{joint}from {_OUR_PACKAGE} import {ast.unparse(ours[0])}"
+    rest = ast.ImportFrom(node.module, [alias for alias in node.names if alias not in ours], 0)
+    cut, text = _NAME_IN_LIST.sub("", written, 1), ast.unparse(rest)
+    with suppress(SyntaxError):  # the word may also be in a comment, or name something else
+        text = cut if ast.dump(ast.parse(cut).body[0]) == ast.dump(rest) else text
+    joint = "; " if before.strip() else f"\n{before}"  # on the same line where others stand before
+    return f"{text}{joint}from {_OUR_PACKAGE} import {', '.join(map(ast.unparse, ours))}"

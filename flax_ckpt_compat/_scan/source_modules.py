@@ -52,11 +52,10 @@ def _read(file: Path) -> tuple[list[tuple[int | None, int, str]], ast.Module]:
         return [(None, *one) for one in enumerate(text.split("\n"), 1)], ast.parse(text)
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     # Not str.splitlines, which also cuts text at form feeds and at separators of Unicode.
-    written = [re.split(r"\r\n?|\n", "".join(one["source"])) for one in cells if one["cell_type"] == "code"]
-    lines: list[tuple[int | None, int, str]] = [
-        (at, *one) for at, cell in enumerate(written, 1) for one in enumerate(cell, 1)
-    ]
-    return lines, ast.parse("".join(map(_cell_code, written)))
+    texts = ["".join(one.get("source") or "") for one in cells if one.get("cell_type") == "code"]
+    written = [re.split(r"\r\n?|\n", text) for text in texts]
+    lines = [(at, *one) for at, cell in enumerate(written, 1) for one in enumerate(cell, 1)]
+    return [*lines], ast.parse("".join(map(_cell_code, written)))
 
 
 def _cell_code(lines: list[str]) -> str:
@@ -87,8 +86,7 @@ class Project:
         name = text.rpartition("/")[2]
         if is_other_file(name) or len(re.sub(r"\W", "", name)) < SHORTEST:
             return False
-        begin = name.lstrip("^.*(?:")  # of a regular expression
-        return any(begin.startswith(one) or fnmatchcase(f"{one}1", name) for one in self.prefixes)
+        return any(name.lstrip("^.*(?:").startswith(one) or fnmatchcase(f"{one}1", name) for one in self.prefixes)
 
 
 class Module:

@@ -180,6 +180,11 @@ PROGRAMS = {
         def each(fs):
             fs.rm(path, recursive=True) if fs.isdir(path) else fs.rm_file(path)
     """,
+    "names that nothing here binds": """
+        from common import *
+        gfile.remove(f"{d}/checkpoint_1")  # change: remove
+        self.shutil.copy(f"{d}/checkpoint_1", b)  # change: copy
+    """,
     "spelling": """
         with open(args.checkpoint_path, "rb") as f:  # change: open
             pass
@@ -230,6 +235,7 @@ def test_modules_one_import_away(tmp_path: Path) -> None:
         "    os.remove(one)  # change: remove\n",
         "far": "import os\nos.remove(path)\n",
         "torch_run": "import os, torch\nos.remove('vae_1')\n",
+        "metrics": "import os\nfrom tensorflow import keras\nos.remove('vae_1')  # change: remove\n",
     }
     expected = [_announced(f"{name}.py", code) for name, code in files.items()]
     assert _asked(scan([_write(tmp_path, **files)])) == {
@@ -342,7 +348,7 @@ def test_notebooks(tmp_path: Path) -> None:
 def test_separators_in_text_of_a_notebook(separator: str, tmp_path: Path) -> None:
     """They end no line of Python."""
     code = [{"cell_type": "code", "source": f"title = 'a{separator}b'\nfrom flax.training import checkpoints"}]
-    (tmp_path / "look.ipynb").write_text(json.dumps({"cells": code}))
+    (tmp_path / "look.ipynb").write_text(json.dumps({"cells": [*code, {}]}))
     assert [(one.cell, one.line, one.kind) for one in scan([tmp_path]).findings] == [(1, 2, "import")]
 
 
@@ -433,8 +439,19 @@ IMPORTS = {
     "from flax.training.checkpoints import (\n    _checkpoint_path,  # one\n    save_checkpoint as save,\n)\n": "from "
     "flax_ckpt_compat.checkpoints import (\n    _checkpoint_path,  # one\n    save_checkpoint as save,\n)\n",
     "from flax.training import train_state\n": "from flax.training import train_state\n",
+    "from flax.training import (train_state,  # not checkpoints\n    checkpoints)\n": "from flax.training import "
+    "train_state\nfrom flax_ckpt_compat import checkpoints\n",
+    "from flax.training import train_state as checkpoints, checkpoints as c\n": "from flax.training import "
+    "train_state as checkpoints\nfrom flax_ckpt_compat import checkpoints as c\n",
+    "from flax.training import train_state, checkpoints \\\n as c, checkpoints as d\n": "from flax.training import "
+    "train_state\nfrom flax_ckpt_compat import checkpoints as c, checkpoints as d\n",
     "from .training import checkpoints\n": "from .training import checkpoints\n",
 }
+
+
+def test_a_package_of_the_same_names_stays() -> None:
+    """It ends as Flax's module does."""
+    assert fix(code := "import vendor.flax.training.checkpoints as c\n") == code
 
 
 @pytest.mark.parametrize("code", IMPORTS)
