@@ -43,12 +43,9 @@ def _verify(url: str) -> int:
 @pytest.mark.parametrize(
     ("fault", "look"),
     [
-        *[("cut", look) for look in (_restore, _latest)],
-        (_REFUSED, _restore),
-        *[
-            pytest.param(fault, look, marks=pytest.mark.slow)
-            for fault, look in ((_REFUSED, _verify), ("refuse", _restore), ("500", _restore), ("cut", _list_steps))
-        ],
+        *[(fault, _restore) for fault in ("cut", _REFUSED, "refuse", "500")],
+        *[("cut", look) for look in (_latest, _list_steps)],
+        (_REFUSED, _verify),
     ],
 )
 def test_each_request_fails_once(any_bucket: AnyBucket, flag: bool, fault: Fault, look: Callable[[str], int]) -> None:

@@ -57,7 +57,6 @@ _OF_ONE_SAVE = re.compile(
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 Files = Mapping[str, Stat]
 
-
 CLIENTS: dict[str, Client] = {"s3": S3Client(), "gs": GsClient(), "az": AzClient(), "hf": HubClient()}
 _EPATH = EpathClient()
 
