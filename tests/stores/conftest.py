@@ -12,14 +12,9 @@ import pytest
 from tests.support import az, gs, s3
 from tests.support.az import AzBucket, AzProxy
 from tests.support.gs import GsBucket, GsProxy
-from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
 from tests.support.shelf import Shelf, new_shelf
 from tests.support.store_places import AnyBucket
-
-# Older releases cannot read parts of objects, and the library says so.
-collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
-
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
