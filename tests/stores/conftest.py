@@ -16,6 +16,7 @@ from tests.support.s3 import Bucket, Proxy
 from tests.support.shelf import Shelf, new_shelf
 from tests.support.store_places import AnyBucket
 
+
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """By default a test of any store runs in one, by turns; the slow tests are those in the other."""
