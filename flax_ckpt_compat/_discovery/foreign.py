@@ -82,7 +82,8 @@ _KINDS = (
 def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     """Return what a file that is not a checkpoint looks like; None for Flax's. ``head`` are first bytes, if known."""
     head = path.head() if head is None else head
-    if _begins_like_container(head) and not _begins_like_other(head):
+    # A header's length, with which safetensors files begin, may look like a container; their size tells.
+    if head[8:9] != b"{" and _begins_like_container(head) and not _begins_like_other(head):
         return None
     if path.name.endswith(_TENSORFLOW_INDEX):
         data = path.path.removesuffix(_TENSORFLOW_INDEX) + _FIRST_SHARD

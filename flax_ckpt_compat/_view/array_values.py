@@ -36,12 +36,14 @@ class Values:
 
     def add(self, a: _Array, b: _Array) -> None:
         """Add two arrays of equal shapes."""
-        is_cast = a.dtype != b.dtype
         for blocks in zip(_blocks(a), _blocks(b), strict=True):
             one, other = blocks
             self.size += one.size
+            is_cast = one.dtype != other.dtype
             if not is_cast:
                 bits = _other_bits(one, other)
+                if not bits.any():
+                    continue
                 one, other = one[bits], other[bits]
                 self.other_bits += one.size
             if is_numeric(one) and is_numeric(other):

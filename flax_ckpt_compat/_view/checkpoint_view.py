@@ -91,9 +91,7 @@ class Checkpoint(_Shown):
             whole = Branch(trees) if opened.is_mapping else next(iter(trees.values()))
             self._root: Node = map_leaves(at_whole_path, whole)
             self.tree: Any = state_dict.from_stored(self._root, None, "stored")
-        self.path: str = opened.path
-        self.step: float | None = step
-        self.format: str = opened.format
+        self.path, self.step, self.format = opened.path, step, opened.format
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -167,11 +165,12 @@ class Checkpoint(_Shown):
 
     def _select(self, given: Any) -> Node:
         """Return the part of the tree at some key paths; raise MissingLeavesError for those that are not there."""
-        paths = list(given) if isinstance(given, Iterable) and not isinstance(given, str | tuple) else [given]
+        is_one = isinstance(given, str | tuple) or not isinstance(given, Iterable)
+        is_one = is_one or getattr(given, "shape", None) == ()  # arrays without axes have the method, too
+        paths = [given] if is_one else list(given)
         for path in paths:
             if not isinstance(path, str | tuple):
-                expected = "a leaf's path is text such as 'a/b/0', or a tuple of names"
-                raise ArgumentError(f"{expected}, {arguments.found(path)}")
+                raise ArgumentError(f"a leaf's path is text ('a/b/0') or a tuple of names; {arguments.found(path)}")
         wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
         named = functools.cache(lambda path: wanted.keys() & {path, joined(path), show_path(path)})
         found: set[str | Path] = set()

@@ -162,6 +162,8 @@ def json_of(file: Location) -> dict[str, Any]:
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
-    with suppress(TypeError, OverflowError):
-        return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
+    with suppress(OverflowError):
+        if type(nanoseconds) is int:  # and no bool
+            since_1970 = datetime.timedelta(microseconds=nanoseconds // 1000)
+            return datetime.datetime.fromtimestamp(0, datetime.UTC) + since_1970
     return None

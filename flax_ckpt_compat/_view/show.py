@@ -70,11 +70,9 @@ def contents(
 def contents_of(opened: Opened, pattern: str | None = None, *, stats: bool = False) -> Contents:
     """Return what is in an open checkpoint; see `contents`."""
     stored = metadata.leaves_of(opened)
-    leaves, empty = stored.leaves, stored.empty
-    if pattern is not None:
-        matching = _matching(stored, pattern)
-        leaves = {path: leaf for path, leaf in leaves.items() if path in matching}
-        empty = {path: what for path, what in empty.items() if path in matching}
+    chosen = {*stored.leaves, *stored.empty} if pattern is None else _matching(stored, pattern)
+    leaves = {path: leaf for path, leaf in stored.leaves.items() if path in chosen}
+    empty = {path: what for path, what in stored.empty.items() if path in chosen}
     shardings = {path: text for path, handle in leaves.items() if (text := handle.sharding) is not None}
     numbers = _stats(leaves) if stats else None
     return Contents(stored.path, stored.format, leaves, empty, len(stored.leaves), shardings, numbers)
@@ -139,14 +137,15 @@ def _rows_of(
     """Yield the row of a node, or of equal ones, with these leaves and empty nodes, and all below it."""
     handles = [contents.leaves[path] for path in paths if path in contents.leaves]
     totals = f"{above}{name}", name, level, len(handles), sum(handle.nbytes for handle in handles)
-    if len(paths[0]) == level:
+    rest = [path for path in paths if len(path) > level]  # JSON items may be beside a tree that is one leaf
+    if not rest:
         found = [contents.stats[path] for path in paths if path in contents.stats] if contents.stats else []
         stats = functools.reduce(Stats.merge, found, Stats()) if found else None
         yield _Row(*totals, *types[paths[0]], stats)
         return
     yield _Row(*totals)
     below: dict[str, list[Path]] = {}
-    for path in paths:
+    for path in rest:
         below.setdefault(show_path((path[level],)), []).append(path)
     if all(one.isascii() and one.isdecimal() for one in below):  # items of lists and tuples: empty ones came last
         below = dict(sorted(below.items(), key=lambda one: (len(one[0]), one[0])))
@@ -163,10 +162,9 @@ def _rows_of(
 
 def title(contents: Contents) -> str:
     """Return the first line: path, format, leaves and size."""
-    count = count_of_leaves(contents.stored)
-    count = count if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of {count}"
-    path = printable(contents.path, one_line=True)
-    return f"{path} ({contents.format}): {count}, {format_size(contents.nbytes)}"
+    chosen = "" if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of "
+    path, count = printable(contents.path, one_line=True), count_of_leaves(contents.stored)
+    return f"{path} ({contents.format}): {chosen}{count}, {format_size(contents.nbytes)}"
 
 
 def report(contents: Contents, levels: int | None = None) -> Report:
@@ -272,8 +270,7 @@ def treemap(contents: Contents) -> str:
         maxdepth=_MAX_DEPTH,
     )
     figure = graph_objects.Figure(drawn, layout={"margin": {"t": 30, "l": 0, "r": 0, "b": 0}})
-    page: str = figure.to_html(full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
-    return page
+    return str(figure.to_html(full_html=False, include_plotlyjs=True, config={"displayModeBar": False}))
 
 
 def _text_of_box(row: _Row) -> str:

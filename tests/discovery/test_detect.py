@@ -259,6 +259,7 @@ def _safetensors(path: Path, header_length: int) -> None:
 # Beside the rows of path_kinds.toml.
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "safetensors, as pickle": (lambda p: _safetensors(p, 0x0280), "safetensors"),
+    "safetensors, as a container": (lambda p: _safetensors(p, 0x01D8), "safetensors"),
     "safetensors, as gzip": (lambda p: _safetensors(p, 0x8B1F), "safetensors"),
     "safetensors, empty": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "safetensors"),
     "text, cut in a character": (lambda p: p.write_text("x" + "\u00e9" * 400, encoding="utf-8"), "a text file"),

@@ -84,6 +84,16 @@ def test_what_convert_writes_is_read_back(tmp_path: Path, name: str) -> None:
     assert_same(flax_ckpt_compat.restore(tmp_path / "again"), tree)
 
 
+@pytest.mark.parametrize("length", [372, 628, 884])
+def test_a_header_whose_length_looks_like_a_container_of_msgpack(tmp_path: Path, length: int) -> None:
+    """The lengths begin with the byte of a map or of an array of Flax."""
+    tree = {"w" * length: np.ones(1)}
+    flax_ckpt_compat.save(tmp_path / "source", tree, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "source", tmp_path / "file", "safetensors")
+    assert (tmp_path / "file").read_bytes()[0] in (0xD4, 0xD8)
+    assert_same(flax_ckpt_compat.restore(tmp_path / "file"), tree)
+
+
 def test_a_bare_array(tmp_path: Path) -> None:
     """The whole tree may be one array."""
     flax_ckpt_compat.save(tmp_path / "source", np.arange(3), format="msgpack")
