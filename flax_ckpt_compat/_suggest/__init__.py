@@ -90,9 +90,10 @@ def _suggested(stored: Branch, target: Branch) -> Suggestion | None:
     stored, target = _in_order(map_leaves(_here, stored)), _in_order(target)
     pairing = Pairing(target)
     lacking = len(pairing.missing(stored))
-    if not lacking:
-        return None
     first = pairing.start(stored)
+    if not lacking:  # raw PRNG keys, which fit typed ones, may be all that differs
+        keys = proposals.typed_keys(pairing, first).steps
+        return Suggestion(keys, ()) if keys else None
     for prelude in proposals.preludes(pairing, stored):
         first = pairing.tried(first, [prelude]) or first
     begun = [first]

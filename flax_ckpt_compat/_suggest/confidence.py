@@ -26,12 +26,14 @@ class _Outcome:
     """What rules made of a checkpoint's tree."""
 
     def __init__(self, stored: Node, target: Node, tree: Node):
+        self.from_t5x = leaf_features.is_t5x(stored)
         self.had, self.has = Roles(stored), Roles(target)
         self.looks = {path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle)}
         self.kept: dict[Path, Look] = {}  # the target's leaves that stay as they are
-        self.news: dict[Path, list[Path]] = {}  # stored path → target paths of what it alone gives
+        self.news: dict[Path, list[Path]] = {}  # stored path, or that of a stacked row → target paths of what it gives
         self.given: dict[Path, Path] = {}  # stored path → target path of what it gives elsewhere, or begins
-        goal, used = leaf_features.flatten(target), set[Path]()
+        self.restored: list[Path] = []
+        goal, used, rows = leaf_features.flatten(target), set[Path](), dict[Path, Look]()
         for path, leaf in leaves_at(tree):
             seen, wanted = look(leaf), goal.get(path, EMPTY)
             if wanted == EMPTY:
@@ -39,15 +41,25 @@ class _Outcome:
             if seen == KEPT:
                 self.kept[path] = wanted
             elif fits(seen, wanted):
-                sources = [handle.path for handle in handles_of(leaf)]
+                sources = {handle.path: look(handle) for handle in handles_of(leaf)}
                 used.update(sources)
-                if sources and sources[0] != path:
-                    self.given.setdefault(sources[0], path)
-                if len(sources) == 1:
-                    self.news.setdefault(sources[0], []).append(path)
+                if not sources:
+                    continue
+                self.restored.append(path)
+                (first, seen), last = next(iter(sources.items())), next(reversed(sources))
+                rows.setdefault(first, seen)
+                if first != path:
+                    self.given.setdefault(first, path)
+                if len(set(map(unnumbered, sources))) == 1:  # one, or the row of a stack
+                    pairs = zip(first, last, strict=True)
+                    row = tuple(name if name == other else unnumbered((name,))[0] for name, other in pairs)
+                    rows.setdefault(row, seen)
+                    self.news.setdefault(row, []).append(path)
         self.unused = {path: seen for path, seen in self.looks.items() if path not in used}
-        # Stored path → target path of what went elsewhere as a whole: rules that divide or copy say so.
-        self.moved = {old: news[0] for old, news in self.news.items() if len(news) == 1 and news[0] != old}
+        self.looks = rows | self.looks
+        # Stored path → target path of what went elsewhere as a whole, or to one row: rules that divide or copy say so.
+        whole = {old: news[0] for old, news in self.news.items() if len(set(map(unnumbered, news))) == 1}
+        self.moved = {old: new for old, new in whole.items() if old != new}
 
 
 class _Layer(NamedTuple):
@@ -120,7 +132,7 @@ def _layers(outcome: _Outcome) -> list[list[_Layer]]:
         ends = (outcome.had.root_of(old), outcome.has.root_of(new))
         is_optimizer, name = all(ends), "/".join(outcome.had.spot(old).suffix)
         if not is_optimizer:
-            ours, theirs = _named(bare(old)), _named(bare(new))
+            ours, theirs = _named(bare(old), from_t5x=outcome.from_t5x), _named(bare(new))
             is_leaf = ours[-1] != theirs[-1]
             ends = (ours, theirs) if is_leaf else (ours[:-1], theirs[:-1])
             name = "" if is_leaf else ours[-1]
@@ -135,14 +147,14 @@ def _layers(outcome: _Outcome) -> list[list[_Layer]]:
     ]
 
 
-def _named(path: Path) -> Path:
+def _named(path: Path, *, from_t5x: bool = False) -> Path:
     """Return a key path without linen's collection, and with a level for each part of a name that holds a key path."""
     parts = tuple("/".join(path).replace("/~/", "/").replace(".", "/").split("/"))
-    if parts[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
-        parts = parts[1:]
+    # Where flax.optim had the parameters, and where T5X has them.
+    if parts[:2] == ("optimizer", "target") or (from_t5x and parts[0] == "target"):
+        parts = parts[parts.index("target") + 1 :] or parts[-1:]
     tops = [place for place, name in enumerate(parts[:-1][:_DEPTH]) if name in ("params", "batch_stats")]
-    start = tops[0] + 1 if tops else parts[0] == "target" and len(parts) > 1
-    return parts[start:]
+    return parts[: tops[0]] + parts[tops[0] + 1 :] if tops else parts
 
 
 def _names(layers: Iterable[_Layer]) -> Iterator[str]:
@@ -188,7 +200,7 @@ def _optimizers(outcome: _Outcome) -> Iterator[str]:
 
 def _begun(outcome: _Outcome) -> Iterator[str]:
     """Yield a doubt if a count begins anew although moments are restored, or a moment although its parameter is."""
-    restored = [path for news in outcome.news.values() for path in news]
+    restored = outcome.restored
     fields = {outcome.has.spot(path).field for path in restored if outcome.has.is_optimizer(path)}
     trained = {path[start:] for path in restored for start in range(len(path)) if not outcome.has.is_optimizer(path)}
     for path in outcome.kept if fields else ():

@@ -19,6 +19,7 @@ BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 # Words that say nothing about which layer it is; the first ones in no name at all.
 _GENERIC = _set("layer layers block blocks module unit")
 _SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan proj projection params")
+_KINDS = _set("head embed embedding embeddings embedder emb table")  # beside them, another word says which projection
 # Words for classes of layers; those of one class begin alike. The first ones are parts that hold several layers.
 _COMPOSITES = {
     "attention": "attention", "attn": "attention", "mha": "attention", "mlp": "mlp", "ffn": "mlp", "ff": "mlp",
@@ -122,7 +123,8 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
         kind = f"{min(found & _NORMS)} norm"
         found -= _NORMS
     found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
-    found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    longer = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    found = longer if longer or numbered(name) else found
     return kind, found - _OF_CLASSES if BY_FLAX.fullmatch(name) else found
 
 
@@ -206,7 +208,7 @@ def projections(names: Iterable[str]) -> list[str]:
 
 def _role(name: str) -> str:
     """Return the only word of a name that says which projection it is, such as ``query`` for ``q_proj`` or ``wq``."""
-    found = words(name) - _CLASSES.keys() - _SAY_NOTHING
+    found = words(name) - _CLASSES.keys() - _SAY_NOTHING - _KINDS
     word = next(iter(found)) if len(found) == 1 else ""
     word = word[1:] if len(word) == 2 and word[0] == "w" else word
     return _LETTERS.get(word, word)

@@ -182,7 +182,7 @@ def finished(pairing: Pairing, state: State) -> State:
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, keeps=(at,))]) or state
     for step in match_unused.copies(state.tree, pairing.target, pairing.missing(state.tree), pairing.memo):
         state = pairing.tried(state, [step]) or state
-    state = _typed_keys(pairing, _counted(pairing, state))
+    state = typed_keys(pairing, _counted(pairing, state))
     return _kept(pairing, state)
 
 
@@ -248,7 +248,7 @@ def _counted(pairing: Pairing, state: State) -> State:
     return state
 
 
-def _typed_keys(pairing: Pairing, state: State) -> State:
+def typed_keys(pairing: Pairing, state: State) -> State:
     """Return the state after steps for raw PRNG keys where the target has typed ones."""
     steps = []
     for path, leaf in leaves_at(state.tree):

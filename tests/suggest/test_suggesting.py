@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._suggest import suggest
+from flax_ckpt_compat._trees import state_dict
 from tests.support.peers import skip_without_typed_keys
-from tests.support.suggest_cases import Layer, Made, make, proposed, truth
+from tests.support.suggest_cases import Layer, Made, as_stored, make, proposed, truth
 from tests.support.suggest_states import (
     ADAM,
     CLIPPED,
@@ -28,6 +31,7 @@ from tests.support.suggest_states import (
 )
 
 PARAMS = train(Linen())["params"]
+ADAMS = jax.eval_shape(ADAM.init, PARAMS)
 D = dense(8, 8)
 
 
@@ -73,6 +77,10 @@ def test_raw_keys_become_typed_ones() -> None:
     old = {"net": {"w": np.ones((2, 3)), "rng": np.array([0, 7], np.uint32)}}
     new = {"model": {"w": np.zeros((2, 3)), "rng": jax.random.key(0)}}
     assert sources(old, new) == ["rules.rename('net', 'model')", "rules.wrap_key_data('^model/rng$')"]
+    assert sources(old["net"], new["model"]) == ["rules.wrap_key_data('^rng$')"]
+    given = rules.rename("rng", "key").apply(rules.wrap_key_data("rng").apply(as_stored(old["net"]), None), None)
+    suggestion = suggest(given, state_dict.describe({"v": old["net"]["w"], "key": new["model"]["rng"]}))
+    assert suggestion is not None
 
 
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
@@ -159,6 +167,12 @@ def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
 
 OBLONG = dense(8, 4)
 SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
+ROW = {"kernel": array(3, 8, 8), "bias": array(3, 8)}
+
+
+def rows(name: str) -> dict[str, Any]:
+    """Three layers of one kind, of which `ROW` is the stack."""
+    return {f"{name}_{number}": D for number in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -193,11 +207,22 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
             {"params": {"encoder": dense(2, 3), "scale": array(4)}, "stats": {"mean": array(2)}},
         ),
         ({"params": {"out": dense(8, 4), "scale": array(8)}}, {"params": {"out": dense(8, 4), "mean": array(8)}}),
+        ({"params": PARAMS, "opt_a": ADAMS, "opt_b": ADAMS}, {"params": PARAMS, "opt_state": ADAMS}),
+        ({"actor": {"params": PARAMS}}, {"critic": {"params": PARAMS}}),
+        ({"online": {"params": PARAMS}}, {"target": {"params": PARAMS}}),
+        ({"params": rows("encoder")}, {"params": {"decoder": ROW}}),
+        ({"params": {"encoder": ROW}}, {"params": rows("decoder")}),
+        ({"params": rows("layer")}, {"params": {"ema_layers": ROW}}),
+        ({"params": rows("layer"), "opt_state": {"0": {"trace": rows("layer")}, "1": {}}},
+         {"params": {"layers": ROW}, "opt_state": {"0": {"trace": {"layers": ROW}}, "1": {"count": array()}}}),
+        ({"params": {"f": D, "out": dense(8, 3)}}, {"params": {"u": D, "out": dense(8, 3)}}),
+        ({"params": {f"{name}_embed": D for name in ("query", "key", "value")}}, {"params": {"qkv": dense(8, 24)}}),
     ],
     ids=["no evidence", "named first", "first is new", "equal ones", "inserted", "crossed numbers", "crossed order",
          "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
-         "which axis", "counts", "taken from its own place", "vectors"],
+         "which axis", "counts", "taken from its own place", "vectors", "which optimizer", "actor", "target", "stack",
+         "unstack", "average of a row", "a count beside a row", "letters", "fused embeddings"],
 )  # fmt: skip
 def test_doubt(old: Any, new: Any, request: pytest.FixtureRequest) -> None:
     """Whatever fits by shape but may be wrong is not a confident suggestion."""
@@ -207,21 +232,6 @@ def test_doubt(old: Any, new: Any, request: pytest.FixtureRequest) -> None:
     else:
         assert suggestion is not None
         assert not suggestion.confident
-
-
-def test_one_of_two_optimizers_is_a_guess() -> None:
-    """Where one of two stored states of Adam has to be chosen, that is not a confident suggestion."""
-    old = {"params": PARAMS, "opt_a": ADAM.init(_zeros()), "opt_b": ADAM.init(_zeros())}
-    suggestion, _ = proposed(old, {"params": PARAMS, "opt_state": ADAM.init(_zeros())})
-    assert suggestion is not None
-    assert not suggestion.confident
-
-
-def _zeros() -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), PARAMS)
 
 
 def test_nothing_to_suggest() -> None:
