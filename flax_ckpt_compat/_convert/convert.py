@@ -121,9 +121,8 @@ def plan(
     if not isinstance(to, str) or to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
     if to == "safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise SettingError(
-            "safetensors files are written by safetensors: python -m pip install 'flax-ckpt-compat[safetensors]'"
-        )
+        remedy = "python -m pip install 'flax-ckpt-compat[safetensors]'"
+        raise SettingError(f"safetensors files are written by safetensors: {remedy}")
     if sharding not in ("drop", "keep"):
         raise SettingError(f"sharding takes 'drop' or 'keep'; {arguments.found(sharding)}")
     items = _items(item)
@@ -168,8 +167,7 @@ def run(
     write_output.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and not (job.error or job.dry_run)])
     do = convert_one if progress is None else functools.partial(convert_one, progress=progress)
     if executor is None:
-        for job in jobs:
-            yield do(job)
+        yield from map(do, jobs)
         return
     futures = {executor.submit(do, job): job for job in jobs}
     try:
@@ -225,10 +223,8 @@ def _write(job: Job, output: Output, progress: write_output.Progress, check_unch
     final = of_text(job.destination)
     if final.exists() and not final.holds_nothing():
         if not job.resume:
-            raise StorageError(
-                f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)",
-                path=final.path,
-            )
+            why = "exists, and nothing is replaced; pass another destination, or resume (--resume)"
+            raise StorageError(f"{final} {why}", path=final.path)
         if final.isdir() == (job.to in FILES):
             what = "a directory" if final.isdir() else "a file"
             raise StorageError(f"{final} is {what}, so not of {job.to!r}; pass another destination", path=final.path)

@@ -80,9 +80,7 @@ _DATE = re.compile(r"(?:.*[^0-9])?(?:19|20)\d\d([-_.])(?:0?[1-9]|1[0-2])\1[0-3]?
 def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence[Any] | None) -> list[Job]:
     """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
-    ``destination`` is that of the one result, or of the directory for all. Raise ArgumentError if a result would be in
-    the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there is no checkpoint,
-    or not the step."""
+    ``destination`` is that of the one result, or of the directory for all. Errors are as of `convert`."""
     listed = source.listed()
     found = [source] if _is_checkpoint(listed) else checkpoints_below(listed)
     if not found:

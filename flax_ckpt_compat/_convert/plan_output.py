@@ -97,9 +97,9 @@ class Output:
         ]
         if others:
             named = next(filter(None, self.rewritten), "")
-            alone = f"one item alone (item={named!r}, --item {named}), or " if named else ""
+            alone = f"one item alone (item={named!r}, --item {named}), or all" if named else "it"
             raise UnsupportedLeafError(
-                f"{self.opened.path}: a {self.to} file has no place for {one_line(others)}; convert {alone}it to "
+                f"{self.opened.path}: a {self.to} file has no place for {one_line(others)}; convert {alone} to "
                 "'orbax', 'manager' or 'v1', which keep every item",
                 path=self.opened.path,
             )
@@ -130,11 +130,10 @@ class Output:
         """Return the names of all items in the result; '' for one that becomes the whole result."""
         if len(names) == 1 and self.to not in TO_STEPS and not any((self.job.items or {}).values()):
             (only,) = names
-            kind = self.kinds.get(only, ItemKind.TREE)
-            is_chosen_json = (
-                kind is ItemKind.JSON and self.job.items is not None
-            )  # else a restore gives a dict of the item
-            if not only or kind in (ItemKind.TREE, ItemKind.ARRAY) or is_chosen_json:
+            kinds = {ItemKind.TREE, ItemKind.ARRAY}
+            if self.job.items is not None:  # else a restore of JSON gives a dict of the item
+                kinds.add(ItemKind.JSON)
+            if not only or self.kinds.get(only, ItemKind.TREE) in kinds:
                 return {only: ""}
         found = {name: self.name_of_result(name) for name in names}
         if len(set(found.values())) < len(found):
@@ -143,10 +142,7 @@ class Output:
 
 
 def output_of(opened: Opened, job: Job) -> Output:
-    """Return what a job writes of an open checkpoint.
-
-    Raise MissingLeavesError if the target has other leaves, and UnsupportedLeafError for an item that the layout has no
-    place for."""
+    """Return what a job writes of an open checkpoint; raise for what the target, or the layout, has no place for."""
     found = Output(opened, job)
     if job.to in FILES:
         found.check_all_are_leaves()
@@ -188,11 +184,10 @@ def _stored(found: Output) -> dict[str, Node]:
     opened, job = found.opened, found.job
     trees = {name: opened.reader(name).tree for name in opened.trees if name not in found.opaque}
     if job.target is not None:
-        from flax_ckpt_compat._restore import items  # they import jax
-        from flax_ckpt_compat._trees import state_dict
+        from flax_ckpt_compat._trees import state_dict  # it imports jax
 
         target = state_dict.describe(job.target)
-        is_each = isinstance(target, Branch) and items.names_items(opened, job.target)
+        is_each = _names_items(found, target, trees)
         for name in found.rewritten:
             like = target.children.get(name) if is_each else target
             trees[name] = _like_target(trees[name], like, opened.path)
@@ -205,6 +200,17 @@ def _stored(found: Output) -> dict[str, Node]:
             note = "dicts of 0, 1, … are written as lists, which msgpack stores like that; give a target if not"
             found.notes.append(f"{note}: {one_line(map(show_path, guessed))}")
     return trees
+
+
+def _names_items(found: Output, target: Node, trees: dict[str, Node]) -> bool:
+    """Return whether a target has the items by their names, and is not that of the only tree."""
+    if not isinstance(target, Branch) or "" in trees:
+        return False
+    if len(found.rewritten) != 1:
+        return True
+    (name,) = found.rewritten
+    own = trees[name].children if isinstance(trees[name], Branch) else ()
+    return name in target.children and name not in own and target.children.keys() <= found.kinds.keys()
 
 
 def _like_target(tree: Node, target: Node, path: str) -> Node:
@@ -243,9 +249,8 @@ def _arrange(found: Output, trees: dict[str, Node]) -> None:
         if name in trees:
             found.copied[new] = trees[name]
         found.files |= {f"{new}/{path}" if new else path: one for path, one in _files_of_copy(found, name).items()}
-    if unknown := [
-        new or "all of it" for name, new in found.names.items() if found.kinds.get(name) is ItemKind.UNKNOWN
-    ]:
+    unknown = [new or "all of it" for name, new in found.names.items() if found.kinds.get(name) is ItemKind.UNKNOWN]
+    if unknown:
         found.notes.append(f"copied byte for byte, as only their own handlers read them: {one_line(unknown)}")
 
 
@@ -279,11 +284,10 @@ def files_below(folder: Location, above: str = "") -> Iterator[tuple[str, Locati
     """Yield the relative path of each file below a folder, also by links, with its location; of folders with None."""
     for name in sorted(folder.listdir()):
         path = folder / name
-        if path.isdir():
-            yield f"{above}{name}", None
+        is_folder = path.isdir()
+        yield f"{above}{name}", None if is_folder else path
+        if is_folder:
             yield from files_below(path, f"{above}{name}/")
-        else:
-            yield f"{above}{name}", path
 
 
 def _add_beside(found: Output) -> None:

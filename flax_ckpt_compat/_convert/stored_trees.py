@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, read_all
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, batches, read_all
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
 
-# Bytes. Small arrays are read together, and kept, if all of them are not too large.
-_SMALL, _ALL_SMALL = 256 << 10, 32 << 20
+# Bytes. Neighbouring small arrays are read together.
+_SMALL, _BATCH = 256 << 10, 2 << 20
 
 
 def kind_of(leaf: Any) -> LeafKind | None:
@@ -21,17 +22,21 @@ def kind_of(leaf: Any) -> LeafKind | None:
     return leaf.kind if isinstance(leaf, LeafHandle) else None
 
 
-def to_write(node: Node, count: Callable[[int], None], *, keep_shardings: bool) -> Node:
-    """Return a tree of leaf handles as one to write: `StoredArray`s, and the values of all other leaves.
+def to_write(trees: dict[str, Node], count: Callable[[int], None], *, keep_shardings: bool) -> dict[str, Node]:
+    """Return trees of leaf handles as those to write: `StoredArray`s, and the values of all other leaves.
 
     ``count`` takes the bytes of arrays, or parts of them, as they are read. Without their shardings, arrays need no
     device when real Orbax restores them: it gives numpy arrays, and keys on all devices."""
-    handles = [leaf for _, leaf in iter_leaves(node) if isinstance(leaf, LeafHandle)]
+    handles = [leaf for tree in trees.values() for _, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle)]
+    others = [leaf for leaf in handles if leaf.kind is not LeafKind.ARRAY]
+    values = dict(zip(others, read_all(others), strict=True))
     small = [leaf for leaf in handles if leaf.kind is LeafKind.ARRAY and leaf.nbytes <= _SMALL]
-    if sum(leaf.nbytes for leaf in small) > _ALL_SMALL:
-        small = []
-    together = [*small, *(leaf for leaf in handles if leaf.kind is not LeafKind.ARRAY)]
-    values = dict(zip(together, read_all(together), strict=True))
+    together = list(batches(small, _BATCH))
+    batch_of = {leaf: number for number, batch in enumerate(together) for leaf in batch}
+
+    @functools.lru_cache(4)  # a few, because formats order dicts differently
+    def read_batch(number: int) -> dict[LeafHandle, Any]:
+        return dict(zip(together[number], read_all(together[number]), strict=True))
 
     def counted(array: Any) -> Any:
         count(array.nbytes)
@@ -55,12 +60,12 @@ def to_write(node: Node, count: Callable[[int], None], *, keep_shardings: bool) 
             leaf.shape,
             leaf.dtype,
             leaf.sharding if keep_shardings else None,
-            lambda: counted(np.asarray(values[leaf] if leaf in values else leaf.read())),
+            lambda: counted(np.asarray(read_batch(batch_of[leaf])[leaf] if leaf in batch_of else leaf.read())),
             chunks if is_split else None,
             lambda box: counted(leaf.reader.read([ArraySlice(leaf, box)])[0]),
         )
 
-    return map_leaves(leaf_to_write, node)
+    return {item: map_leaves(leaf_to_write, tree) for item, tree in trees.items()}
 
 
 def with_containers_of(node: Node, like: Node) -> Node:

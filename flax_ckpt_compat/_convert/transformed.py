@@ -26,7 +26,7 @@ from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 
-_KINDS = {**KIND_OF_TYPE, bytes: LeafKind.BYTES}
+_KINDS = {**KIND_OF_TYPE, bytes: LeafKind.BYTES, np.ndarray: LeafKind.ARRAY, KeyData: LeafKind.PRNG_KEY}
 
 
 def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[str]) -> tuple[dict[str, Node], bool]:
@@ -92,12 +92,10 @@ class _Computed(Reader):
         if is_stored or (isinstance(source, Derived) and is_array(source)):
             return self._handle(LeafKind.ARRAY, source.shape, np.dtype(leaf.cast or source.dtype), compute)
         value = compute()  # only now, its shape is known
-        if isinstance(value, np.ndarray):
-            return self._handle(LeafKind.ARRAY, value.shape, value.dtype, compute)
-        if isinstance(value, KeyData):
-            return self._handle(LeafKind.PRNG_KEY, value.data.shape, value.data.dtype, lambda: value)
         kind = LeafKind.NUMPY_SCALAR if isinstance(value, np.generic) else _KINDS.get(type(value))
-        return value if kind is None else self._handle(kind, (), getattr(value, "dtype", None), lambda: value)
+        read = compute if kind is LeafKind.ARRAY else lambda: value
+        data = value.data if isinstance(value, KeyData) else value
+        return value if kind is None else self._handle(kind, np.shape(data), getattr(data, "dtype", None), read)
 
     def _handle(self, kind: LeafKind, shape: tuple[int, ...], dtype: Any, compute: Callable[[], Any]) -> LeafHandle:
         nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize

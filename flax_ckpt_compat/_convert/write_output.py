@@ -43,7 +43,7 @@ def prepare(output: Output, progress: Progress, *, keep_shardings: bool) -> Any:
     for item in output.handlers if output.has_items else ():
         if item in (os.curdir, os.pardir) or not item or "/" in item or "\0" in item:
             raise UnsupportedLeafError(f"{item!r} cannot be the name of an item, a directory of the step; rename it")
-    trees = {item: to_write(tree, progress, keep_shardings=keep_shardings) for item, tree in output.trees.items()}
+    trees = to_write(output.trees, progress, keep_shardings=keep_shardings)
     return {item: (tree, _writer(output).prepare(tree)) for item, tree in trees.items()}
 
 
@@ -164,10 +164,9 @@ def copy_root_metadata(jobs: Iterable[Job]) -> None:
     """Copy the root metadata of the managers that these steps are of, where there is none yet."""
     for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
         found, final = (of_text(one) / layout.ROOT_METADATA for one in (source, folder))
-        if not found.isfile() or final.exists():
-            continue
-        final.parent.prepare_directory()
-        with final.temporary() as temporary:
-            with translated(final.path, "written"):
-                write_file(temporary, found.read())
-            final.publish(temporary, new=True)
+        if found.isfile() and not final.exists():
+            final.parent.prepare_directory()
+            with final.temporary() as temporary:
+                with translated(final.path, "written"):
+                    write_file(temporary, found.read())
+                final.publish(temporary, new=True)

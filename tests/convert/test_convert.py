@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import stat
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -301,6 +302,24 @@ def test_a_target_gives_the_containers(tmp_path: Path) -> None:
     other = {"layers": {"0": np.ones(2)}, "pair": (np.ones(1), np.zeros(1)), "more": 1}
     with pytest.raises(errors.ConversionError, match="not in the checkpoint: more; not in the target: layers/1"):
         flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "c", "orbax", target=other)
+
+
+def test_small_arrays_are_read_together_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is read alone, however many there are, and of all trees together a few MiB are in memory."""
+    sizes = {"a": 140, "b": 120, "c": 120, "d": 120}  # numbers of 250 KiB
+    trees = {name: {f"{n:03}": np.full(250 << 10, n, np.uint8) for n in range(size)} for name, size in sizes.items()}
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
+        manager.save(1, args=ocp.args.Composite(**items))
+    monkeypatch.delattr("flax_ckpt_compat._core.backend.LeafHandle.read")
+    tracemalloc.start()
+    try:
+        flax_ckpt_compat.convert(tmp_path / "src" / "1", tmp_path / "dst", "manager")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 80 << 20
+    assert_same(flax_ckpt_compat.restore(tmp_path / "dst" / "1"), trees)
 
 
 @pytest.mark.parametrize("wrong", ["a", "b"])

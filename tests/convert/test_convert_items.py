@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from etils import epath
-from flax import serialization
+from flax import serialization, struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 import flax_ckpt_compat
@@ -474,6 +474,7 @@ def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path:
     result = CliRunner().invoke(main, ["convert", str(tmp_path / "run"), str(tmp_path / "dst"), "--to", to])
     assert result.exit_code == 1
     assert name in result.output and "--item state" in result.output and "'manager'" in result.output
+    assert "or all to 'orbax'" in " ".join(result.output.split())
     assert not list((tmp_path / "dst").glob("*"))
     arguments = ["convert", str(tmp_path / "run" / "5"), str(tmp_path / "file"), "--to", to, "--item", "state"]
     result = CliRunner().invoke(main, arguments)
@@ -484,6 +485,43 @@ def test_what_a_file_has_no_place_for_is_an_error_that_says_what_to_do(tmp_path:
         else safetensors.numpy.load_file(tmp_path / "file")["params.w"]
     )
     assert bits(found) == bits(STATE["params"]["w"])
+
+
+class Both(NamedTuple):
+    """A target of two items that is no dict."""
+
+    params: Any
+    opt: Any
+
+
+@struct.dataclass
+class BothInFlax:
+    """Likewise."""
+
+    params: Any
+    opt: Any
+
+
+@pytest.mark.parametrize("target", [Both, BothInFlax, dict])
+def test_a_target_names_the_items_also_by_its_fields(tmp_path: Path, target: Any) -> None:
+    """Each tree gets the containers of its part."""
+    trees = {"params": {"w": np.ones(2)}, "opt": {"mu": {"0": np.zeros(2)}}}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        manager.save(5, args=ocp.args.Composite(**items))
+    wanted = {"params": {"w": 0}, "opt": {"mu": [0]}}
+    result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=target(**wanted))
+    assert bits(flax_ckpt_compat.restore(result)) == bits({**trees, "opt": {"mu": [np.zeros(2)]}})
+
+
+def test_a_target_of_the_only_tree_that_has_the_name_of_its_item(tmp_path: Path) -> None:
+    """The tree has a child of that name, too, so the target is of the tree alone."""
+    tree = {"state": {"w": np.ones(2)}}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        items = {"state": ocp.args.StandardSave(tree), "rng": KINDS["key"].saved}
+        manager.save(5, args=ocp.args.Composite(**items))
+    result = converted(tmp_path / "run" / "5", tmp_path / "dst", "manager", target=tree)
+    assert bits(flax_ckpt_compat.restore(result, item="state")) == bits(tree)
 
 
 def test_a_file_has_trees_arrays_and_keys_by_their_names(tmp_path: Path) -> None:
