@@ -56,6 +56,7 @@ class KindDifference:
     hint: str = ""  # a remedy, or empty
     is_leaf: bool = True  # the target has an array, a number, text or bytes there
     is_longer: bool = False  # a longer sequence is stored, which is cut
+    is_mappable: bool = False  # an array or a subtree is stored, which rules may make fit
 
 
 def target_kind(leaf: Any) -> TargetKind:
@@ -92,9 +93,9 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     is_leaf = wanted is not TargetKind.OTHER
     if is_leaf and _fits(stored, target, wanted, cast):
         return None
-    return KindDifference(
-        path, _show_stored(stored), _show_target(target, wanted), _hint(path, stored, target), is_leaf
-    )
+    texts = _show_stored(stored), _show_target(target, wanted), _hint(path, stored, target)
+    is_mappable = isinstance(stored, Branch) or is_array(stored)
+    return KindDifference(path, *texts, is_leaf, is_mappable=is_mappable)
 
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:

@@ -78,14 +78,13 @@ def proposal(plan: TreePlan) -> str:
     found = plan.suggest()
     if found is None or found.keeps_all or (found.doubts and not found.is_about_layout):
         return ""
-    if plan.kinds and not plan.missing and (not found.confident or any(one.is_longer for one in plan.kinds)):
+    if plan.kinds and not plan.missing and not (found.confident and all(one.is_mappable for one in plan.kinds)):
         return ""  # what it leaves would raise again
     if len(str(found)) > _MAX_TEXT:
         return "Rules would map it: print the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""
     but = f", but {found.doubts[0]}: check the result" if found.doubts else ""
-    where = f"{after} (orbax_transforms= in restore_checkpoint)"
-    return f"These rules would map it to the target{where}{but}:\n{found}"
+    return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint){but}:\n{found}"
 
 
 def of_layers(plan: TreePlan) -> str:

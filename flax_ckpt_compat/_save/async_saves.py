@@ -266,16 +266,11 @@ def wait(manager: Any) -> None:
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         _raise_once(future)  # Flax's own manager drops the failure of a save that has already ended
-    try:
-        manager.wait_previous_save()
-    except BaseException as error:
-        known = _failure_of(future) if isinstance(future, Future) and manager.save_future is future else None
-        is_same = isinstance(error, CancelledError) and isinstance(known, CancelledError)
-        if known is None or not (is_same or known in (error, error.__cause__, error.__context__)):
-            raise
-        # It raises what was raised before, and would at each call.
-        manager.save_future = finished = Future[Any]()
-        finished.set_result(None)
+        if _failure_of(future) is not None and manager.save_future is future:
+            # It was raised before, and the manager would raise it at each call, in words of its own.
+            manager.save_future = finished = Future[Any]()
+            finished.set_result(None)
+    manager.wait_previous_save()
 
 
 def _failure_of(future: Future[Any]) -> BaseException | None:

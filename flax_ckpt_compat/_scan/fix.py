@@ -1,4 +1,4 @@
-"""Change the imports of a program to those of flax_ckpt_compat; every other character stays."""
+"""Change the imports of a program to those of flax_ckpt_compat; all else stays, but for odd comments within them."""
 
 from __future__ import annotations
 

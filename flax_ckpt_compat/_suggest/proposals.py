@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from flax_ckpt_compat import rules
@@ -253,7 +254,9 @@ def typed_keys(pairing: Pairing, state: State) -> State:
     steps = []
     for path, leaf in leaves_at(state.tree):
         shape, kind = pairing.goal.get(path, EMPTY)
-        if kind == "key" and is_array(leaf) and (leaf.shape, leaf.dtype) == ((*shape, 2), np.uint32):
+        if kind != "key" or not is_array(leaf) or (leaf.shape, leaf.dtype) != ((*shape, 2), np.uint32):
+            continue
+        if jax.eval_shape(jax.random.key_data, node_at(pairing.target, path)).shape == leaf.shape:  # not rbg's
             steps.append(ProposedRule(rules.wrap_key_data(f"^{literal(joined(path))}$"), "the target has a typed key"))
     return pairing.tried(state, steps) or state
 

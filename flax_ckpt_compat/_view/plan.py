@@ -344,8 +344,8 @@ def _verdict(plan: Plan) -> Iterator[Line]:
         for tree in (tree for tree in trees if tree.shapes and plan.raises == "ShapeMismatchError"):
             yield Line(printable(str([*tree.problems, messages.shape_remedies(tree, tree.shapes)][0])))
     elif not (found.doubts and is_explained):
-        is_longer = any(one.is_longer for tree in trees for one in tree.kinds)
-        sure = "These rules would map it" if found.confident and not is_longer else "These rules would map a part of it"
+        is_all = found.confident and all(one.is_mappable for tree in trees for one in tree.kinds)
+        sure = "These rules would map it" if is_all else "These rules would map a part of it"
         if found.keeps_all:
             sure = "Nothing that is stored fits there. Where the target's own values are wanted"
         if found.doubts:

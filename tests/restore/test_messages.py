@@ -308,7 +308,9 @@ def test_an_array_of_one_value_for_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "target"), [("text", np.ones((4, 3))), ([np.ones(2)] * 2, [np.ones(2)])], ids=["text", "longer"]
+    ("stored", "target"),
+    [("text", np.ones((4, 3))), ("text", 5), (5, np.ones(())), ([np.ones(2)] * 2, [np.ones(2)])],
+    ids=["text", "text for a number", "a number", "longer"],
 )
 def test_rules_that_leave_another_kind(stored: Any, target: Any, tmp_path: Path) -> None:
     """They do not map the checkpoint: restored with them, it is the same error again."""

@@ -81,6 +81,11 @@ def test_raw_keys_become_typed_ones() -> None:
     given = rules.rename("rng", "key").apply(rules.wrap_key_data("rng").apply(as_stored(old["net"]), None), None)
     suggestion = suggest(given, state_dict.describe({"v": old["net"]["w"], "key": new["model"]["rng"]}))
     assert suggestion is not None
+    # Of another implementation, whose data are four numbers.
+    assert (
+        suggest(as_stored(old["net"]), state_dict.describe({**old["net"], "rng": jax.random.key(0, impl="rbg")}))
+        is None
+    )
 
 
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
