@@ -6,6 +6,7 @@ Look-ups include more: see `flax_ckpt_compat._discovery.step_lookup`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Container, Iterable, Iterator
@@ -92,8 +93,8 @@ def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[s
     One that may not be listed counts as complete, and nothing that is foreign does."""
     checkpoint_dir, prefix = checkpoint_dir.listed(), checkpoint_dir.prefix
     ours = reversed(steps.in_order(names_in(checkpoint_dir), prefix))
-    names = (name for name in ours if name not in but and (steps.step_of(name, prefix) or 0) >= since)
-    found = _looked_at(checkpoint_dir, names)
+    ours = itertools.takewhile(lambda name: (steps.step_of(name, prefix) or 0) >= since, ours)
+    found = _looked_at(checkpoint_dir, (name for name in ours if name not in but))
     return next((name for name, one in found if one.is_complete or one.state is State.DENIED), None)
 
 
