@@ -138,7 +138,8 @@ def free_space(destination: str) -> tuple[int, str] | None:
     """Return the bytes that are free in the nearest folder above a result, and that folder; None if nothing tells."""
     if of_text(destination).is_remote:
         return None
-    folder = next(above for above in Path(os.path.abspath(destination)).parents if os.path.isdir(above))
+    place = Path(os.path.abspath(destination))
+    folder = next(above for above in (place, *place.parents) if os.path.isdir(above))
     with suppress(OSError):
         return shutil.disk_usage(folder).free, str(folder)
     return None

@@ -37,7 +37,7 @@ _V1_JSON = "data.json"
 
 
 class Output:
-    """What a job writes of an open checkpoint; an item called '' is the whole result."""
+    """The parts of an open checkpoint that a job writes; an item called '' is the whole result."""
 
     def __init__(self, opened: Opened, job: Job):
         """Tell the kinds of the source's items; raise CheckpointError if one does not decode."""
@@ -55,8 +55,7 @@ class Output:
         recorded = recorded_handlers(opened.location, names_in(opened.location))
         handlers = {"": recorded} if isinstance(recorded, str) else recorded
         unread = opened.contents.unread
-        # What this library does not read.
-        self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]
+        self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]  # not read here
         self.recorded = {name: handlers.get(name, "") for name in (*opened.items, *self.opaque)}
         self.kinds = {name: kind_of_item(item, self.recorded[name]) for name, item in opened.items.items()}
         self.kinds |= dict.fromkeys(self.opaque, ItemKind.UNKNOWN)

@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import flax_arrays, foreign, layouts, orbax_directory
+from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_directory
 from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.orbax_items import Item, check_record
 from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
@@ -264,7 +264,7 @@ def _file(path: Location) -> Contents:
             return Contents(path, State.FOREIGN, "something that is not a regular file")
         return whole  # a restore tells why it cannot be read
     if look is None:
-        lost = flax_arrays.missing_array(path, head)
+        lost = gda_arrays.missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
     if (read_by := layouts.of_file(path, look)) is not None:
         item = Item(Format.MSGPACK, path, layout=read_by.name)

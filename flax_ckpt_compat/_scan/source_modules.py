@@ -73,7 +73,7 @@ def _cell_code(lines: list[str]) -> str:
 
 
 class Project:
-    """What its modules share."""
+    """Hold what the modules of a program share: values of names, parameters, prefixes."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[ast.expr]] = defaultdict(list)  # of names, of functions' results and of options

@@ -23,7 +23,7 @@ _DEPTH = 3  # of the levels in which a collection is looked for
 
 
 class _Outcome:
-    """What rules made of a checkpoint's tree."""
+    """Effects of rules on a checkpoint: leaves that they use, move, keep initial or leave unused."""
 
     def __init__(self, stored: Node, target: Node, tree: Node):
         self.from_t5x = leaf_features.is_t5x(stored)

@@ -22,7 +22,7 @@ from flax_ckpt_compat._restore import pipeline
 from flax_ckpt_compat.errors import CheckpointNotFoundError
 from tests.support.interpreters import devices
 from tests.support.peers import nnx
-from tests.support.samples import SAMPLES, fingerprint, train_state_sample
+from tests.support.samples import SAMPLES, fingerprint, nnx_model, train_state_sample
 from tests.support.saves import Save, run_python, use_flag
 
 
@@ -71,24 +71,12 @@ def test_targets_of_eval_shape(flag: bool, tmp_path: Path) -> None:
     assert fingerprint(restored["key"]) == fingerprint(jax.random.key(1)) and restored["n"] == 3
 
 
-def model(seed: int) -> Any:
-    """A layer with weights, running averages and random numbers."""
-    # A module only where there is nnx.
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: Any):
-            self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    return Model(nnx.Rngs(seed))
-
-
 def test_nnx_idioms(flag: bool, tmp_path: Path) -> None:
     """The state of a module restores into that of an abstract one, and as a pure dict without a target."""
     if not hasattr(nnx, "to_pure_dict"):
         pytest.skip("this Flax has no nnx.to_pure_dict")
-    state = nnx.split(model(0))[1]
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: model(1)))
+    state = nnx.split(nnx_model(0))[1]
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: nnx_model(1)))
     checkpoints.save_checkpoint(tmp_path / "state", state, 1)
     merged = nnx.merge(graph, checkpoints.restore_checkpoint(tmp_path / "state", abstract))
     assert fingerprint(nnx.split(merged)[1]) == fingerprint(state)

@@ -83,6 +83,17 @@ def _empty_containers() -> Any:
     return {**plain, "d": optax.EmptyState(), "e": optax.MaskedNode()}
 
 
+def nnx_model(seed: int) -> Any:
+    """A layer with weights, running averages and random numbers."""
+
+    class Model(nnx.Module):  # here, as there may be no nnx
+        def __init__(self, rngs: Any):
+            self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    return Model(nnx.Rngs(seed))
+
+
 def _nnx_state() -> Any:
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
