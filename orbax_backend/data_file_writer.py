@@ -1,7 +1,7 @@
 """Write the values of a new OCDBT database to its data files, on several threads.
 
-Each thread appends to a file of its own, so that the system writes and syncs several at once. Bytes are written from
-the memory that they are in, and their checksums are computed by the thread that writes them.
+Each batch of values becomes a file of its own, so that the system writes and syncs several at once. Bytes are written
+from the memory that they are in, and their checksums are computed by the thread that writes them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,37 +16,33 @@ import numpy as np
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.array_boxes import Shape, full_box
 from flax_ckpt_compat._core.local import new_file
-from flax_ckpt_compat._core.local.syncing import sync_directory
-from flax_ckpt_compat._core.local.temporaries import create_directory
-from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.thread_pools import Pool, Task, in_parallel
+from flax_ckpt_compat._core.thread_pools import Pool, Task
 
 from .chunk_codecs import checksum_of, compressed
-from .files import ByteRange
-from .ocdbt_encode import INLINE_BYTES
+from .files import ByteRange, sync_directory, write_file
+from .ocdbt_encode import INLINE_BYTES, encode_index
+from .ocdbt_nodes import Entry
 from .zarr import Encoding
 
 _THREADS = min(8, os.cpu_count() or 1)
-# A file that has so many bytes gets no more values: it is synced, and uploaded, beside the next.
-FILE_BYTES = 64 << 20
-# Values are handed to a thread in batches of about this size.
-BATCH_BYTES = 16 << 20
+# Values of about this size are a batch; of a large checkpoint, later ones have more, to make fewer files.
+BATCH_BYTES, _LATER_BATCH_BYTES, _FIRST_BATCHES = 16 << 20, 64 << 20, 16
 _BUFFERED_BYTES = 4 << 20
 _PART_BYTES = 16 << 20  # of a large value, which is copied, summed and counted part by part; blocks of checksums
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-    """One chunk of an array, and where it is once it is written."""
+    """One chunk of an array, and what the index says of it once it is written."""
 
     key: str
     data: Any  # bytes, or an array in C order; None once it is written
     encoding: Encoding
     shape: Shape = ()  # of an array as it is stored: at the edge of a larger one, with zeros behind it on some axes
     may_change: bool = False  # whether other threads of the program may write to the array meanwhile
-    place: ByteRange | None = None  # relative to the database, or None if it became small enough for the index
-    inline: bytes = b""
+    entry: bytes | ByteRange = b""  # place relative to the database, or the value itself, if it became small enough
 
     @property
     def nbytes(self) -> int:
@@ -80,79 +74,63 @@ class DataFiles:
         """Write to a database in an existing directory.
 
         ``sums`` gets key → checksums of the blocks of each value that has none of its own."""
-        self.names: list[str] = []  # relative to the database
         self._path, self._sums, self._meter, self._past_cache = path, sums, meter, past_cache
+        self._batch, self._batch_nbytes, self._n_batches = list[Value](), 0, 0
         self._pool, self._tasks = Pool(_THREADS), collections.deque[tuple[Task, int]]()
-        self._free = collections.deque[_DataFile]()  # files that no thread is writing to
-        self._abandoned = False
 
-    def submit(self, values: list[Value], nbytes: int) -> None:
-        """Write values, of so many bytes, in the background."""
-        self._tasks.append((self._pool.submit(self._write, values), nbytes))
+    def add(self, value: Value) -> None:
+        """Add a value, to be written in the background."""
+        self._batch.append(value)
+        self._batch_nbytes += value.nbytes
+        if self._batch_nbytes >= (BATCH_BYTES if self._n_batches < _FIRST_BATCHES else _LATER_BATCH_BYTES):
+            self.submit()
 
-    def wait(self, nbytes: int = 0) -> None:
+    def make_room(self, nbytes: int) -> None:
+        """Wait until little memory is held besides an array of ``nbytes`` that is read next."""
+        if self._batch_nbytes + nbytes > BATCH_BYTES:
+            self.submit()
+        self._wait(max(0, 2 * BATCH_BYTES - nbytes))
+
+    def submit(self) -> None:
+        """Begin to write what was added."""
+        if self._batch:
+            if not self._n_batches:
+                os.makedirs(os.path.join(self._path, DATA_DIRECTORY), exist_ok=True)
+            self._tasks.append((self._pool.submit(self._write, self._batch), self._batch_nbytes))
+            self._batch, self._batch_nbytes, self._n_batches = [], 0, self._n_batches + 1
+
+    def finish(self) -> None:
+        """Write and sync everything; the directory of the files remains to be synced."""
+        self.submit()
+        self._wait()
+
+    def abandon(self, *, wait: bool) -> None:
+        """Begin nothing more; ``wait`` for what the threads are writing."""
+        self._pool.cancel(wait=wait)
+
+    def _wait(self, nbytes: int = 0) -> None:
         """Wait until at most so many bytes are left to be written; raise a failure."""
         while self._tasks and (sum(size for _, size in self._tasks) > nbytes or self._tasks[0][0].done):
             self._tasks[0][0].result()
             self._tasks.popleft()
 
-    def append(self, data: bytes) -> ByteRange:
-        """Write a node of the index, once all values are written; return its place."""
-        file = self._take()
-        try:
-            return file.append([memoryview(data)])
-        finally:
-            self._free.append(file)
-
-    def finish(self) -> None:
-        """Sync and close all files once everything is written."""
-        in_parallel(_DataFile.close, list(self._free), _THREADS)
-        self._free.clear()
-        if self.names:
-            sync_directory(os.path.join(self._path, DATA_DIRECTORY))
-
-    def abandon(self, *, wait: bool) -> None:
-        """Begin nothing more, and close the files; ``wait`` for what the threads are writing."""
-        self._abandoned = True
-        self._pool.cancel(wait=wait)
-        self._close_abandoned()
-
-    def _close_abandoned(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._free.popleft().discard()
-
     def _write(self, values: list[Value]) -> None:
-        file = self._take()
+        """Write a batch to a new file, and sync it."""
+        file = _DataFile(self._path, past_cache=self._past_cache)
         try:
             for value in values:
                 self._put(file, value)
             file.flush()
-        finally:
-            self._free.append(file)
-            if self._abandoned:
-                self._close_abandoned()
-
-    def _take(self) -> _DataFile:
-        """Return a file for more values."""
-        with suppress(IndexError):
-            while True:
-                file = self._free.popleft()
-                if file.size < FILE_BYTES:
-                    return file
-                file.close()
-        if not self.names:
-            with suppress(FileExistsError):  # another thread makes it
-                create_directory(os.path.join(self._path, DATA_DIRECTORY))
-        file = _DataFile(self._path, f"{DATA_DIRECTORY}/{os.urandom(16).hex()}", past_cache=self._past_cache)
-        self.names.append(file.name)
-        return file
+        except BaseException:
+            file.discard()
+            raise
+        file.close()
 
     def _put(self, file: _DataFile, value: Value) -> None:
         """Write a value, and drop its data; what may change meanwhile is copied, to store what is summed."""
         data, encoding = value.stored(), value.encoding
         if not encoding.splits:
-            value.place = self._append(file, value, data)
+            value.entry = self._append(file, value, data)
         else:
             if value.may_change:
                 data = memoryview(bytes(data))
@@ -162,9 +140,9 @@ class DataFiles:
             end = checksum_of(encoded)
             self._count(value, len(data))
             if encoding.codec is not None and len(encoded) + len(end) <= INLINE_BYTES:
-                value.inline = bytes(encoded) + end
+                value.entry = bytes(encoded) + end
             else:
-                value.place = file.append([encoded, memoryview(end)])
+                value.entry = file.append(encoded, memoryview(end))
         value.data = None
 
     def _append(self, file: _DataFile, value: Value, data: memoryview) -> ByteRange:
@@ -176,7 +154,7 @@ class DataFiles:
             if self._sums is not None:
                 part = memoryview(bytes(part)) if value.may_change else part
                 sums.append(checksums.of_blocks(part))
-            file.append([part])
+            file.append(part)
             self._count(value, len(part))
         if self._sums is not None:
             self._sums[value.key] = b"".join(sums)
@@ -188,15 +166,16 @@ class DataFiles:
 
 
 class _DataFile:
-    """A new data file, to which one thread at a time appends."""
+    """A new data file, written by one thread."""
 
-    def __init__(self, folder: str, name: str, *, past_cache: bool) -> None:
-        self.name, self.size = name, 0  # relative to the folder; bytes, with those that are not written yet
-        self._file = new_file.create(os.path.join(folder, name), past_cache=past_cache)
+    def __init__(self, folder: str, *, past_cache: bool) -> None:
+        self.name, self.size = new_name(), 0  # relative to the folder; bytes, with those that are not written yet
+        self._file = new_file.create(os.path.join(folder, self.name), past_cache=past_cache)
         self._pieces: list[memoryview] = []
         self._buffered = 0
+        self.close, self.discard = self._file.close, self._file.discard
 
-    def append(self, pieces: Sequence[memoryview]) -> ByteRange:
+    def append(self, *pieces: memoryview) -> ByteRange:
         """Add a value, which must not change before `flush`; return its place."""
         place = ByteRange(self.name, self.size, sum(map(len, pieces)))
         self._pieces += pieces
@@ -209,22 +188,25 @@ class _DataFile:
     def make_room_for(self, data: memoryview) -> None:
         """Add zeros, less than a page, so that a large value that comes next begins as far into a page as in memory."""
         if self._file.is_past_cache and len(data) >= memory.PAGED_FROM:
-            self.append([memoryview(bytes((memory.address_of(data) - self.size) % memory.PAGE))])
+            self.append(memoryview(bytes((memory.address_of(data) - self.size) % memory.PAGE)))
 
     def flush(self) -> None:
         """Write what was added."""
         self._file.write(self._pieces)
         self._buffered = 0
 
-    def close(self) -> None:
-        """Write and sync everything, and close the file."""
-        try:
-            self.flush()
-        except BaseException:
-            self.discard()
-            raise
-        self._file.close()
 
-    def discard(self) -> None:
-        """Close the file as it is."""
-        self._file.discard()
+def new_name() -> str:
+    """Return the name of a new data file, relative to its database."""
+    return f"{DATA_DIRECTORY}/{os.urandom(16).hex()}"
+
+
+def write_index(path: str, entries: list[Entry]) -> None:
+    """Write the index of a database, whose data files are written, and sync all names of these and the index itself."""
+    file, folder = new_name(), os.path.join(path, DATA_DIRECTORY)
+    with memory.pause_gc():
+        nodes, manifest = encode_index(entries, file)
+    os.makedirs(folder, exist_ok=True)
+    write_file(os.path.join(path, file), nodes)
+    sync_directory(folder)
+    write_file(os.path.join(path, MANIFEST), manifest)

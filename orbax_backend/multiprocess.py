@@ -23,11 +23,10 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
 from . import writer
-from .data_file_writer import DataFiles
+from .data_file_writer import write_index
 from .encode_leaves import EncodedLeaf
 from .files import AT_ONCE, make_directory, sync_directory, write_file, write_files
 from .ocdbt import read_entries
-from .ocdbt_encode import write_index
 from .ocdbt_nodes import Entries
 from .ocdbt_writer import metadata_of
 from .open_index import Index
@@ -191,14 +190,8 @@ def merge(path: str, names: Sequence[str], location: Location) -> Entries:
     parts = in_parallel(lambda name: _entries_of(location, name), written, AT_ONCE if location.is_remote else 1)
     entries = [entry for part in parts for entry in part.items()]
     if entries:
-        files = DataFiles(path, None)
-        try:
-            with translated(path, "written", TENSORSTORE_ERRORS):
-                manifest = write_index(entries, files.append)
-                files.finish()
-        finally:
-            files.abandon(wait=True)
-        write_file(os.path.join(path, MANIFEST), manifest)
+        with translated(path, "written", TENSORSTORE_ERRORS):
+            write_index(path, entries)
     return dict(entries)
 
 

@@ -7,18 +7,14 @@ measured), and its key-value store does not tell where values lie.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, list_names, read_existing
+from .files import AT_ONCE, ByteRange, CheckpointFiles, corrupt, read_existing
 from .ocdbt_nodes import MAX_DECODED_BYTES, Entries, NodeRef, children_of, entries_of, newest_root
-
-_NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 
 def read_entries(location: Location, base: str = "") -> Entries:
@@ -51,18 +47,9 @@ class _Database:
 
     def roots(self) -> list[NodeRef]:
         """Return the root of the newest version; none where that has no keys."""
-        roots = self._roots(MANIFEST)
-        if roots is None:
-            names = list_names(self._location / self._base)
-            roots = self._roots(max(filter(_NUMBERED_MANIFEST.fullmatch, names), default=MANIFEST))
-        if roots is None:
-            raise self._corrupt(self._base + MANIFEST, "its versions are missing")
-        return roots
-
-    def _roots(self, manifest: str) -> list[NodeRef] | None:
-        name = self._base + manifest
-        data = self._read(name, 0, None)
-        with self.decoding(name):
+        manifest = self._base + MANIFEST
+        data = self._read(manifest, 0, None)
+        with self.decoding(manifest):
             return newest_root(data, self._base)
 
     def read(self, nodes: list[NodeRef]) -> list[bytes]:
@@ -90,8 +77,5 @@ class _Database:
         try:
             yield
         except ValueError as error:
-            raise self._corrupt(file, error, f" at byte {offset}") from error
-
-    def _corrupt(self, file: str, problem: object, at: str = "") -> CorruptCheckpointError:
-        what = f"the array database does not decode{at}: {problem}"
-        return corrupt(self._location / file, what, "restore the files from a backup")
+            what = f"the array database does not decode at byte {offset}: {error}"
+            raise corrupt(self._location / file, what, "restore the files from a backup") from error

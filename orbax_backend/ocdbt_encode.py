@@ -1,16 +1,16 @@
 """Encode a new OCDBT database of one version: its manifest and B-tree nodes, format version 0.
 
-The format is TensorStore's, as its documentation and `ocdbt_nodes`, which decodes it, have it.
+The format is TensorStore's, as its documentation and `ocdbt`, which decodes it, have it. It lets keys share their
+beginnings; here each is written whole, and zstd finds what a large index repeats.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .chunk_codecs import CHECKSUM_NBYTES, ZSTD_LEVEL, compressed, with_checksum
@@ -38,38 +38,39 @@ _NODE_BYTES = 8 << 20
 _COMPRESS_FROM_BYTES = 4 << 20
 # Of an entry, besides its key and its inline value: its columns of numbers (worked out for files below 4 GiB).
 _ENTRY_BYTES = 16
-Append = Callable[[bytes], ByteRange]
-_number_of = functools.partial(int.from_bytes, byteorder="big")
 
 
 class _Node(NamedTuple):
-    """A node that was written."""
+    """An encoded node."""
 
-    first: bytes  # its first key, and its last
-    last: bytes
+    first: bytes  # its first key
     place: ByteRange
-    height: int
     statistics: tuple[int, int, int]  # of it and all below it: keys, bytes of nodes, bytes of values in files
 
 
-def write_index(entries: Sequence[Entry], append: Append) -> bytes:
-    """Write the B-tree of entries by ``append``, which returns the place of a node; return the manifest.
+def encode_index(entries: Sequence[Entry], file: str) -> tuple[bytes, bytes]:
+    """Return the content of a ``file`` with the B-tree of entries, and the manifest.
 
-    The files of values are relative to the database. Raise ValueError if two entries have one key."""
+    Files are relative to the database. Raise ValueError if two entries have one key."""
     entries = sorted(entries, key=operator.itemgetter(0))
     for (one, _), (other, _) in itertools.pairwise(entries):
         if one == other:
             raise ValueError(f"the key {one.decode('utf-8', 'backslashreplace')!r} would be in the index twice")
     sizes = [len(key) + _ENTRY_BYTES + (type(value) is bytes and len(value)) for key, value in entries]
-    is_large, leaves = sum(sizes) >= _COMPRESS_FROM_BYTES, list(_groups(sizes))
-    nodes = [_append_leaf(entries[some], append, is_root=len(leaves) == 1, compress=is_large) for some in leaves]
-    while len(nodes) > 1:
-        groups = list(_groups([len(node.first) + 2 * _ENTRY_BYTES for node in nodes]))
-        if len(groups) == len(nodes):  # names of which a node holds one: a taller tree would never end
-            groups = [slice(None)]
-        is_root = len(groups) == 1
-        nodes = [_append_parent(nodes[some], append, is_root=is_root, compress=is_large) for some in groups]
-    return _manifest(nodes[0])
+    compress = sum(sizes) >= _COMPRESS_FROM_BYTES
+    content, nodes = bytearray(), list[_Node]()
+    for some in _groups(sizes):
+        node = _framed(NODE_MAGIC, _leaf(entries[some]), compress=compress)
+        outside = [value.length for _, value in entries[some] if type(value) is ByteRange]
+        place = ByteRange(file, len(content), len(node))
+        nodes.append(_Node(entries[some.start][0], place, (some.stop - some.start, len(node), sum(outside))))
+        content += node
+    if len(nodes) == 1:
+        return bytes(content), _manifest(nodes[0], height=0)
+    node = _framed(NODE_MAGIC, _parent(nodes), compress=compress)
+    n_keys, n_bytes, n_outside = map(sum, zip(*(node.statistics for node in nodes), strict=True))
+    root = _Node(b"", ByteRange(file, len(content), len(node)), (n_keys, n_bytes + len(node), n_outside))
+    return bytes(content) + node, _manifest(root, height=1)
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:
@@ -83,52 +84,43 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _append_leaf(entries: Sequence[Entry], append: Append, *, is_root: bool, compress: bool) -> _Node:
-    first, last = entries[0][0], entries[-1][0]
-    prefix = 0 if is_root else _n_common(first, last)
-    inline = [value for _, value in entries if type(value) is bytes]
+def _leaf(entries: Sequence[Entry]) -> bytes:
     outside = [value for _, value in entries if type(value) is ByteRange]
     names = sorted({value.file for value in outside})
     numbers = {name: number for number, name in enumerate(names)}
     body = [
+        b"\0",  # height
         _file_table(names),
         varints([len(entries)]),
-        *_front_coded([key[prefix:] for key, _ in entries]),
+        _unshared([key for key, _ in entries]),
+        *[key for key, _ in entries],
         varints([value.length if type(value) is ByteRange else len(value) for _, value in entries]),
         varints([INDIRECT if type(value) is ByteRange else INLINE for _, value in entries]),
         varints([numbers[value.file] for value in outside]),
         varints([value.offset for value in outside]),
-        *inline,
+        *[value for _, value in entries if type(value) is bytes],
     ]
-    place = append(_framed(NODE_MAGIC, bytes([0]) + b"".join(body), compress=compress))
-    statistics = len(entries), place.length, sum(value.length for value in outside)
-    return _Node(first, last, place, 0, statistics)
+    return b"".join(body)
 
 
-def _append_parent(nodes: Sequence[_Node], append: Append, *, is_root: bool, compress: bool) -> _Node:
-    first, last, height = nodes[0].first, nodes[-1].last, nodes[0].height + 1
-    prefix = 0 if is_root else _n_common(first, last)
-    shared, own, suffixes = _front_coded([node.first[prefix:] for node in nodes])
-    names = sorted({node.place.file for node in nodes})
-    columns = list(zip(*(node.statistics for node in nodes), strict=True))
+def _parent(nodes: Sequence[_Node]) -> bytes:
+    """Encode the root over leaf nodes, whose keys are whole: they leave out no beginning that all have."""
     body = [
-        _file_table(names),
+        b"\1",  # height
+        _file_table([nodes[0].place.file]),
         varints([len(nodes)]),
-        shared,
-        own,
-        varints([_n_common(node.first, node.last) - prefix for node in nodes]),
-        suffixes,
-        varints([names.index(node.place.file) for node in nodes]),
+        _unshared([node.first for node in nodes]),
+        bytes(len(nodes)),  # lengths of the beginnings
+        *[node.first for node in nodes],
+        bytes(len(nodes)),  # numbers of the file
         varints([node.place.offset for node in nodes]),
         varints([node.place.length for node in nodes]),
-        *map(varints, columns),
+        *map(varints, zip(*(node.statistics for node in nodes), strict=True)),
     ]
-    place = append(_framed(NODE_MAGIC, bytes([height]) + b"".join(body), compress=compress))
-    n_keys, n_bytes, n_outside = map(sum, columns)
-    return _Node(first, last, place, height, (n_keys, n_bytes + place.length, n_outside))
+    return b"".join(body)
 
 
-def _manifest(root: _Node) -> bytes:
+def _manifest(root: _Node, height: int) -> bytes:
     body = [
         os.urandom(16),  # the database's own identifier
         varints([SINGLE, INLINE_BYTES, _CONFIG_NODE_BYTES]),
@@ -137,7 +129,7 @@ def _manifest(root: _Node) -> bytes:
         ZSTD_LEVEL.to_bytes(4, "little"),
         _file_table([root.place.file]),
         varints([1, 1]),  # one version, and its generation number
-        bytes([root.height]),
+        bytes([height]),
         varints([0, root.place.offset, root.place.length, *root.statistics]),
         max(time.time_ns(), 0).to_bytes(8, "little"),
         varints([0]),  # no nodes of older versions
@@ -157,22 +149,13 @@ def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
 def _file_table(names: Sequence[str]) -> bytes:
     """Encode files, whose names end in a directory and a name; what is before belongs to the database below."""
     paths = [os.fsencode(name) for name in names]
-    bases = [path[: path.rfind(b"/", 0, path.rfind(b"/")) + 1] for path in paths]
-    shared = [0] if paths else []
-    for at in range(1, len(paths)):
-        common = _n_common(paths[at - 1], paths[at])
-        # What is shared may not go beyond a base, unless both have the same.
-        shared.append(common if bases[at] == bases[at - 1] else min(common, len(bases[at]), len(bases[at - 1])))
-    suffixes = [path[start:] for path, start in zip(paths, shared, strict=True)]
-    columns = [[len(paths)], shared[1:], list(map(len, suffixes)), list(map(len, bases))]
-    return b"".join([*map(varints, columns), *suffixes])
+    bases = [path.rfind(b"/", 0, path.rfind(b"/")) + 1 for path in paths]
+    return varints([len(paths)]) + _unshared(paths) + varints(bases) + b"".join(paths)
 
 
-def _front_coded(keys: Sequence[bytes]) -> tuple[bytes, bytes, bytes]:
-    """Encode keys: how many bytes each shares with the one before, the lengths of the rest, and the rest."""
-    shared = [0, *_all_common(keys, keys[1:])]
-    suffixes = [key[start:] for key, start in zip(keys, shared, strict=True)]
-    return varints(shared[1:]), varints(list(map(len, suffixes))), b"".join(suffixes)
+def _unshared(names: Sequence[bytes]) -> bytes:
+    """Encode the lengths of names, each of which but the first shares 0 bytes with the one before."""
+    return bytes(max(len(names) - 1, 0)) + varints(list(map(len, names)))
 
 
 def varints(numbers: Sequence[int]) -> bytes:
@@ -187,16 +170,3 @@ def varints(numbers: Sequence[int]) -> bytes:
             rest >>= 7
         encoded.append(rest)
     return bytes(encoded)
-
-
-def _n_common(one: bytes, other: bytes) -> int:
-    """Return how many bytes two names begin with alike."""
-    return _all_common([one], [other])[0]
-
-
-def _all_common(ones: Sequence[bytes], others: Sequence[bytes]) -> list[int]:
-    """Return `_n_common` of pairs of names, without Python code for each; there may be one more of ``ones``."""
-    lengths = list(map(min, map(len, ones), map(len, others)))
-    first, second = (map(_number_of, map(operator.getitem, names, map(slice, lengths))) for names in (ones, others))
-    n_bits = map(int.bit_length, map(operator.xor, first, second))
-    return [length - (differ + 7) // 8 for length, differ in zip(lengths, n_bits, strict=True)]

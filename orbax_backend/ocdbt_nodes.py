@@ -15,7 +15,7 @@ from .files import ByteRange
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 VERSION = 0
 PLAIN, ZSTD = 0, 1  # kinds of compression
-SINGLE, _NUMBERED = 0, 1  # kinds of manifests
+SINGLE = 0  # kind of manifest: with the versions in it
 INLINE, INDIRECT = 0, 1  # kinds of values
 HEADER_NBYTES = 14  # magic, length, version, compression
 _NOWHERE = 2**64 - 1
@@ -40,21 +40,17 @@ class NodeRef(NamedTuple):
     height: int  # number of levels below it
 
 
-def newest_root(manifest: bytes, base: str) -> list[NodeRef] | None:
-    """Return the root of the newest version, none where that has no keys; raise ValueError if it does not decode.
-
-    Return None for a manifest with settings alone, of a database whose versions are in numbered manifests."""
+def newest_root(manifest: bytes, base: str) -> list[NodeRef]:
+    """Return the root of the newest version, none where that has no keys; raise ValueError if it does not decode."""
     columns = _Columns(manifest, MANIFEST_MAGIC)
     columns.take(16)  # the database's own identifier
     kind = columns.varint()
     columns.varints(2)  # sizes of inline values and of nodes, for writers
     columns.take(1)  # arity of the tree of versions
     compression = columns.varint()
-    if kind not in (SINGLE, _NUMBERED) or compression not in (PLAIN, ZSTD):
+    if kind != SINGLE or compression not in (PLAIN, ZSTD):
         raise ValueError(f"its settings are unknown: kind {kind}, compression {compression}")
     columns.take(4 * (compression == ZSTD))  # its level
-    if kind == _NUMBERED:
-        return None
     names, bases = columns.files(base)
     count = columns.varint()
     if not count:
@@ -69,40 +65,36 @@ def newest_root(manifest: bytes, base: str) -> list[NodeRef] | None:
 
 def children_of(data: bytes, node: NodeRef) -> list[NodeRef]:
     """Return the nodes below an inner node; raise ValueError if it does not decode."""
-    columns, (names, bases) = _open(data, node)
+    columns, (files, bases) = _open(data, node)
     count = columns.varint()
-    shared, own = columns.lengths(count, len(node.prefix))
-    common = columns.varints(count)
-    keys = _ascending(columns.names(shared, own))
-    if any(map(operator.gt, common, map(len, keys))):
-        raise ValueError("the common beginning of keys was expected to be no longer than the first of them")
+    keys, prefixes = columns.names(count, len(node.prefix), have_beginnings=True)
     numbers, offsets, lengths = (columns.varints(count) for _ in range(3))
     columns.varints(3 * count)  # statistics
-    columns.finish()
-    extents = _ranges(names, numbers, offsets, lengths)
+    columns.finish(keys)
+    extents = _ranges(files, numbers, offsets, lengths)
     return [
-        NodeRef(extent, bases[number], node.prefix + key[:length], node.height - 1)
-        for extent, number, key, length in zip(extents, numbers, keys, common, strict=True)
+        NodeRef(extent, bases[number], node.prefix + prefix, node.height - 1)
+        for extent, number, prefix in zip(extents, numbers, prefixes, strict=True)
     ]
 
 
 def entries_of(data: bytes, node: NodeRef) -> Entries:
     """Return the keys of a leaf node with their values; raise ValueError if it does not decode."""
-    columns, (names, _) = _open(data, node)
+    columns, (files, _) = _open(data, node)
     count = columns.varint()
-    keys = _ascending(columns.names(*columns.lengths(count, len(node.prefix))))
+    keys, _ = columns.names(count, len(node.prefix))
     lengths, kinds = columns.varints(count), columns.varints(count)
     if max(kinds, default=0) > INDIRECT:
         raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
     indirect = [row for row, kind in enumerate(kinds) if kind]
     numbers, offsets = columns.varints(len(indirect)), columns.varints(len(indirect))
-    ranges = _ranges(names, numbers, offsets, [lengths[row] for row in indirect])
+    ranges = _ranges(files, numbers, offsets, [lengths[row] for row in indirect])
     for row in indirect:
         lengths[row] = 0
     text = columns.take(sum(lengths))
     ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
     values: list[bytes | ByteRange] = [text[start:end] for start, end in ends]
-    columns.finish()
+    columns.finish(keys)
     for row, extent in zip(indirect, ranges, strict=True):
         values[row] = extent
     return dict(zip([node.prefix + key for key in keys] if node.prefix else keys, values, strict=True))
@@ -125,12 +117,6 @@ def _ranges(files: Sequence[str], numbers: list[int], offsets: list[int], length
     rows = zip(map(files.__getitem__, numbers), offsets, lengths, strict=True)
     # Without Python code for each: a checkpoint of many hosts has millions.
     return list(map(tuple.__new__, itertools.repeat(ByteRange), rows))
-
-
-def _ascending(keys: list[bytes]) -> list[bytes]:
-    if any(map(operator.ge, keys, keys[1:])):
-        raise ValueError("keys in ascending order were expected, found others")
-    return keys
 
 
 class _Columns:
@@ -166,50 +152,40 @@ class _Columns:
         self._at -= count
         return [self.varint() for _ in range(count)]
 
-    def lengths(self, count: int, prefix: int) -> tuple[list[int], list[int]]:
-        """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest.
+    def names(self, count: int, prefix: int = 0, *, have_beginnings: bool = False) -> tuple[list[bytes], list[bytes]]:
+        """Return names, of which each shares its beginning with the one before, and a beginning of each, if there are.
 
         The caller puts a prefix of so many bytes before each."""
         shared, own = [0, *self.varints(count - 1)] if count else [], self.varints(count)
+        ends = self.varints(count) if have_beginnings else []
         lengths = list(map(operator.add, shared, own))
         if max(lengths, default=0) > _MAX_NAME:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found one of {max(lengths)}")
-        if any(map(operator.gt, shared[1:], lengths)):
-            raise ValueError("a name was expected to share no more bytes than the one before has")
+        if any(map(operator.gt, shared[1:], lengths)) or any(map(operator.gt, ends, lengths)):
+            raise ValueError("a name was expected to share no more bytes than it, and the one before, have")
         self._room -= count * (_BYTES_PER_NAME + prefix) + sum(lengths)
         if self._room < 0:
             raise ValueError("names in proportion to the size of the node were expected, found far longer ones")
-        return shared, own
-
-    def names(self, shared: Sequence[int], own: Sequence[int]) -> list[bytes]:
-        """Return the names of which these are the lengths."""
         names, before, at = list[bytes](), b"", 0
         text = self.take(sum(own))
-        for count, more in zip(shared, own, strict=True):
-            before = before[:count] + text[at : at + more]
-            at += more
+        for n_shared, n_own in zip(shared, own, strict=True):
+            before = before[:n_shared] + text[at : at + n_own]
+            at += n_own
             names.append(before)
-        return names
+        return names, [name[:end] for name, end in zip(names, ends, strict=False)]
 
     def files(self, base: str) -> tuple[list[str], list[str]]:
         """Return the paths of the table of files, and what of each is the directory of the paths in nodes there."""
-        count = self.varint()
-        shared, own = self.lengths(count, 2 * len(base))
-        ends = self.varints(count)
-        names = self.names(shared, own)
-        if any(map(operator.gt, ends, map(len, names))):
-            raise ValueError("the part of a file's path was expected to be no longer than the path")
-        folders = [name[:end] for name, end in zip(names, ends, strict=True)]
-        return [base + _text(name) for name in names], [base + _text(folder) for folder in folders]
+        found = self.names(self.varint(), 2 * len(base), have_beginnings=True)
+        paths, folders = ([base + name.decode("utf-8", "surrogateescape") for name in names] for names in found)
+        return paths, folders
 
-    def finish(self) -> None:
-        """Raise ValueError if bytes are left."""
+    def finish(self, keys: list[bytes]) -> None:
+        """Raise ValueError if bytes are left, or the keys are not in order."""
         if self._at != len(self._data):
             raise ValueError(f"the end was expected at byte {self._at}, found {len(self._data) - self._at} more bytes")
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
+        if any(map(operator.ge, keys, keys[1:])):
+            raise ValueError("keys in ascending order were expected, found others")
 
 
 def _body(data: bytes, magic: int) -> bytes:
@@ -217,28 +193,24 @@ def _body(data: bytes, magic: int) -> bytes:
     if len(data) < HEADER_NBYTES + 4:
         raise ValueError(f"at least {HEADER_NBYTES + 4} bytes were expected, found {len(data)}")
     found, length = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:12], "little")
-    if found != magic:
-        raise ValueError(f"the magic number {magic:#010x} was expected, found {found:#010x}")
-    if length != len(data):
-        raise ValueError(f"{length} bytes were expected by its header, found {len(data)}")
+    if (found, length) != (magic, len(data)):
+        raise ValueError(f"{magic:#010x} and {len(data)} bytes were expected, found {found:#010x} and {length}")
     try:
         body = bytes(checked(memoryview(data))[HEADER_NBYTES:])
     except ChunkChecksumError as error:
         raise ValueError(f"it {error}") from error
     version, compression = data[12:HEADER_NBYTES]
-    if version != VERSION:
-        raise ValueError(f"the format version {VERSION} was expected, found {version} of a newer TensorStore")
-    if compression not in (PLAIN, ZSTD):
-        raise ValueError(f"the compression {PLAIN} or {ZSTD} was expected, found {compression}")
+    if version != VERSION or compression not in (PLAIN, ZSTD):
+        raise ValueError(
+            f"version {VERSION} was expected, found {version} with compression {compression}, of a newer one"
+        )
     return _decompressed(body) if compression == ZSTD else body
 
 
 def _decompressed(frame: bytes) -> bytes:
-    """Decompress exactly one frame, of a length that its header may lack."""
+    """Decompress a frame, of a length that its header may lack."""
     limit = min(MAX_DECODED_BYTES, len(frame) * MAX_RATIO)
     try:
-        if zstandard.frame_content_size(frame) > limit:
-            raise ValueError(f"at most {limit} decompressed bytes were expected, found more")
         data = zstandard.ZstdDecompressor().stream_reader(frame).read(limit + 1)
     except zstandard.ZstdError as error:
         raise ValueError(f"a Zstandard frame does not decompress: {error}") from error

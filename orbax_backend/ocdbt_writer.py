@@ -9,7 +9,6 @@ import errno
 import functools
 import json
 import math
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -17,15 +16,14 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.jax_shards import Memo
-from flax_ckpt_compat._core.orbax_layout import MANIFEST, key_prefix
+from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .chunk_codecs import CHECKSUM_NBYTES, with_checksum
-from .data_file_writer import BATCH_BYTES, DataFiles, Value, padded
+from .data_file_writer import DataFiles, Value, padded, write_index
 from .encode_leaves import EncodedLeaf
-from .files import write_file
-from .ocdbt_encode import INLINE_BYTES, write_index
+from .ocdbt_encode import INLINE_BYTES
 from .ocdbt_nodes import Entry
 from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
@@ -35,7 +33,7 @@ _COPY_BELOW_BYTES = 16 << 10
 _REFUSED = {r"\\": "has a backslash", r"\.__lock(/|$)": "ends in .__lock", "[\ud800-\udfff]": "is not UTF-8"}
 
 
-class Database:
+class Database(DataFiles):
     """A new OCDBT database."""
 
     def __init__(
@@ -57,18 +55,11 @@ class Database:
                 )
                 remedy = "rename the directory, or save as msgpack"
                 raise StorageError(f"{message}; {remedy}", path=path, errno=errno.EILSEQ)
-        self._path, self._files = path, DataFiles(path, sums, meter, past_cache=past_cache)
-        self._inline: list[tuple[str, bytes]] = []  # keys and values of what lies in the index
+        super().__init__(path, sums, meter, past_cache=past_cache)
+        self._inline: list[Entry] = []  # what lies in the index
         self._values: list[Value] = []  # what does not
-        self._batch, self._batch_nbytes = list[Value](), 0
         self._forms = Memo(functools.partial(_form, encoding))
         self._known_cells: dict[Any, list[_Cells]] = {}
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait until little memory is held besides an array of ``nbytes`` that is read next."""
-        if self._batch_nbytes + nbytes > BATCH_BYTES:
-            self.submit()
-        self._files.wait(max(0, 2 * BATCH_BYTES - nbytes))
 
     def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the database is finished.
@@ -79,7 +70,7 @@ class Database:
         form, prefix = self._forms[stored.shape, stored.write_shape, stored.dtype], key_prefix(name)
         encoding, info = form.encoding, form.info
         if is_primary:
-            self._inline.append((prefix + encoding.metadata_file, form.text))
+            self._inline.append(((prefix + encoding.metadata_file).encode(), form.text))
         if not form.nbytes:
             return
         if form.is_small and info.chunks == stored.shape and not stored.spans_processes:
@@ -95,25 +86,11 @@ class Database:
                 else:
                     self._put_outside(Value(prefix + key, data, encoding, info.chunks, may_change))
 
-    def submit(self) -> None:
-        """Begin to write what was added."""
-        if self._batch:
-            self._files.submit(self._batch, self._batch_nbytes)
-            self._batch, self._batch_nbytes = [], 0
-
     def finish(self) -> None:
         """Write all values and the index, and sync them; the directory itself remains to be synced."""
-        self.submit()
-        self._files.wait()
+        super().finish()
         if self._inline or self._values:
-            with memory.pause_gc():
-                manifest = write_index(self._entries(), self._files.append)
-            self._files.finish()
-            write_file(os.path.join(self._path, MANIFEST), manifest)
-
-    def abandon(self, *, wait: bool) -> None:
-        """Stop its threads; ``wait`` for what they are writing."""
-        self._files.abandon(wait=wait)
+            write_index(self._path, self._inline + [(value.key.encode(), value.entry) for value in self._values])
 
     def _cells(self, stored: EncodedLeaf, info: ArrayInfo, shards: list[Shard]) -> list[_Cells]:
         """Return the chunks of each shard; those of jax arrays of one shape and sharding are the same."""
@@ -129,21 +106,11 @@ class Database:
         if len(data) + encoding.checksums * CHECKSUM_NBYTES > INLINE_BYTES:
             self._put_outside(Value(key, data, encoding))
         else:
-            self._inline.append((key, with_checksum(data) if encoding.checksums else data))
+            self._inline.append((key.encode(), with_checksum(data) if encoding.checksums else data))
 
     def _put_outside(self, value: Value) -> None:
         self._values.append(value)
-        self._batch.append(value)
-        self._batch_nbytes += value.nbytes
-        if self._batch_nbytes >= BATCH_BYTES:
-            self.submit()
-
-    def _entries(self) -> list[Entry]:
-        """Return the entries of the index."""
-        inside: list[Entry] = [(key.encode(), value) for key, value in self._inline]
-        return inside + [
-            (value.key.encode(), value.inline if value.place is None else value.place) for value in self._values
-        ]
+        self.add(value)
 
 
 class _Form(NamedTuple):

@@ -140,7 +140,7 @@ BODIES = {
     ),
     "one key twice": (made.leaf({b"a": b"1", b"b": b"2"}, keys=b"aa"), "ascending"),
     "endless files": (made.leaf(VALUES, files=made.varint(2**40)), "expected"),
-    "base too long": (made.leaf(VALUES, files=made.files([b"d/x"], [9])), "no longer than the path"),
+    "base too long": (made.leaf(VALUES, files=made.files([b"d/x"], [9])), "share no more bytes"),
 }
 
 
@@ -157,9 +157,9 @@ def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
 
 ENVELOPES = {
     "newer version": (made.envelope(made.NODE, ROOT, version=1), "version 0 was expected, found 1"),
-    "another compression": (made.envelope(made.NODE, ROOT, compression=2), "compression 0 or 1 was expected, found 2"),
+    "another compression": (made.envelope(made.NODE, ROOT, compression=2), "found 0 with compression 2"),
     "no zstd": (made.envelope(made.NODE, ROOT, compression=1), "does not decompress"),
-    "a manifest": (made.envelope(made.MANIFEST, ROOT), "0x0cdb20de was expected, found 0x0cdb3a2a"),
+    "a manifest": (made.envelope(made.MANIFEST, ROOT), "0x0cdb20de and .* expected, found 0x0cdb3a2a"),
     "foreign": (b"<html>" * 9, "found 0x3c68746d"),
     "short": (b"\x0c\xdb\x20\xde", "18 bytes were expected, found 4"),
     "flipped": (made.envelope(made.NODE, ROOT)[:-20] + b"\xff" + made.envelope(made.NODE, ROOT)[-19:], "CRC-32C"),
@@ -178,7 +178,7 @@ def test_what_is_no_node_or_manifest_is_refused(tmp_path: Path, case: str, where
         if swapped is not None and len(data) > 4:
             data = swapped.to_bytes(4, "big") + data[4:-4]
             data += (made.crc32c(data) ^ (case == "flipped")).to_bytes(4, "little")
-        told = "0x0cdb3a2a was expected, found 0x0cdb20de" if case == "a manifest" else told
+        told = "0x0cdb3a2a and .* expected, found 0x0cdb20de" if case == "a manifest" else told
         path, file = made.write(tmp_path, [made.envelope(made.NODE, ROOT)], first=data), "manifest.ocdbt"
     with pytest.raises(CorruptCheckpointError, match=told) as caught:
         read_entries(location_of(path))
@@ -228,21 +228,14 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
         read_entries(location_of(path))
 
 
-def test_versions_in_files_of_their_own(tmp_path: Path) -> None:
-    """The manifest of the largest number is the newest; links do not lead out."""
+def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+    """The files of a database are its own."""
     path = tmp_path / "c"
-    _database(path, VALUES, manifest_kind="numbered")
-    found = open_index.open_database(location_of(path))
-    assert {key: found.get(key.decode()) for key in VALUES} == VALUES
-    assert found.get("absent") is None
-    manifests = sorted(path.glob("manifest.0*"))
-    for file in (path / "manifest.ocdbt", manifests[-1], *(path / "d").iterdir()):
+    _database(path, VALUES)
+    for file in (path / "manifest.ocdbt", *(path / "d").iterdir()):
         file.rename(tmp_path / "outside")
         file.symlink_to(tmp_path / "outside")
         with pytest.raises(StorageError, match="is a link"):
             open_index.open_database(location_of(path))
         (tmp_path / "outside").replace(file)
-    for file in manifests:
-        file.unlink()
-    with pytest.raises(CorruptCheckpointError, match="its versions are missing"):
-        open_index.open_database(location_of(path))
+    assert open_index.open_database(location_of(path)).get("absent") is None

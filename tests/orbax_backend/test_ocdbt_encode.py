@@ -38,14 +38,9 @@ def write(path: Path, values: dict[bytes, bytes]) -> None:
         (key, ByteRange("d/values", next(ends), len(value)) if len(value) > 1024 else value)
         for key, value in values.items()
     ]
-    nodes = path / "d" / "nodes"
-
-    def append(node: bytes) -> ByteRange:
-        with open(nodes, "ab") as file:
-            file.write(node)
-            return ByteRange("d/nodes", file.tell() - len(node), len(node))
-
-    (path / "manifest.ocdbt").write_bytes(ocdbt_encode.write_index(entries, append))
+    nodes, manifest = ocdbt_encode.encode_index(entries, "d/nodes")
+    (path / "d" / "nodes").write_bytes(nodes)
+    (path / "manifest.ocdbt").write_bytes(manifest)
 
 
 def dumped(path: Path) -> Any:
@@ -115,7 +110,7 @@ def test_a_key_twice_is_refused(node_bytes: int) -> None:
         pytest.raises(ValueError, match="'b/0' would be in the index twice"),
     ):
         entries = [(key, b"1") for key in (b"b/0", b"a/0", b"b/0")]
-        ocdbt_encode.write_index(entries, lambda node: ByteRange("d/x", 0, len(node)))
+        ocdbt_encode.encode_index(entries, "d/x")
 
 
 def _merged(path: Path, parts: Sequence[dict[bytes, bytes]]) -> dict[bytes, bytes]:
