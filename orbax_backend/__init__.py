@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
@@ -46,11 +45,12 @@ class OrbaxBackend:
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
-        return self._open(location, verify=verify)
-
-    def open_arrays(self, location: Location, separator: str) -> Reader:
-        """Open a directory of arrays without a tree, whose names are key paths joined with a separator."""
-        return self._open(location, separator=separator)
+        listed = location.listed()
+        try:
+            with pause_gc(enabled=not location.is_remote):
+                return OrbaxReader(listed, self._open_msgpack, verify=verify)
+        finally:
+            listed.forget_contents()
 
     def missing_file(self, location: Location) -> str | None:
         """Return a file that a directory with an array database needs and lacks; None if it does not decode."""
@@ -62,11 +62,3 @@ class OrbaxBackend:
             lost = os.path.relpath(str(error.path), location.path)
             return lost if isinstance(error.__cause__, MissingPathError) else None
         return next((file for file in files if not (location / file).isfile()), None)
-
-    def _open(self, location: Location, **options: Any) -> Reader:
-        listed = location.listed()
-        try:
-            with pause_gc(enabled=not location.is_remote):
-                return OrbaxReader(listed, self._open_msgpack, **options)
-        finally:
-            listed.forget_contents()

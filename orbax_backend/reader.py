@@ -40,18 +40,15 @@ class OrbaxReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(
-        self, location: Location, open_msgpack: OpenMsgpack, *, verify: bool = False, separator: str | None = None
-    ) -> None:
+    def __init__(self, location: Location, open_msgpack: OpenMsgpack, *, verify: bool = False) -> None:
         """Open a directory and read its structure; see `Backend.open`.
 
-        ``open_msgpack`` opens the msgpack file of old releases. ``separator`` joins the key paths in the names of
-        arrays without a tree."""
+        ``open_msgpack`` opens the msgpack file of old releases."""
         self.location, self._is_closed, path = location.unlisted(), False, location.path
         recorded = self._recorded = Checksums(location) if verify else None
         check = None if recorded is None else recorded.check_file
         with contextlib.ExitStack() as on_failure:
-            structure = self._structure = read_structure(location, open_msgpack, check, on_failure, separator)
+            structure = self._structure = read_structure(location, open_msgpack, check, on_failure)
             entries, self._aggregate = structure.entries, structure.aggregate
             names = [entry.name for entry in entries if not entry.skipped and entry.value_type != layout.STRING]
             self._index: Index | None = open_index(location, names, structure.use_ocdbt) if names else None

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
-from .open_index import holds_array, open_database, process_databases
+from .open_index import holds_array, process_databases
 from .shardings import read_shardings
 from .type_annotations import ContainerType, TypeAnnotations, parse_annotations, parse_rich_types
 
@@ -87,11 +87,9 @@ def read_structure(
     open_msgpack: OpenMsgpack,
     check: Check | None,
     on_failure: contextlib.ExitStack,
-    separator: str | None = None,
 ) -> Structure:
     """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
 
-    With a ``separator``, there is none, and that joins the key paths in the names of the arrays.
     ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
     ``_METADATA`` lacks, and is not read.
     """
@@ -106,14 +104,7 @@ def read_structure(
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(location)
-    if metadata is not None:
-        entries = _parse_entries(file, metadata)
-    elif separator is not None:
-        paths = {name: tuple(name.split(separator)) for name in _names_of_arrays(location)}
-        kinds = (layout.DICT_KEY,)
-        entries = [_untyped_entry(path, kinds * len(path), None, name) for name, path in paths.items()]
-    else:
-        entries = _infer_entries(location, aggregate, use_ocdbt)
+    entries = _infer_entries(location, aggregate, use_ocdbt) if metadata is None else _parse_entries(file, metadata)
     has_array = (
         len(entries) == 1 and entries[0][:2] == ((layout.SINGLE_ARRAY,), (layout.DICT_KEY,)) and aggregate is None
     )
@@ -236,20 +227,6 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
             if strings is not None:
                 return strings
     return None
-
-
-def _names_of_arrays(location: Location) -> list[str]:
-    """Return the names of all arrays, which spell key paths: keys of the directory's database, or paths of folders."""
-    try:
-        if (location / layout.MANIFEST).isfile():
-            files = list(map(bytes.decode, open_database(location).keys()))
-        else:
-            files = location.files_below()
-            "".join(files).encode()
-    except UnicodeError as error:
-        raise corrupt(location, f"its arrays have names that no tree can have ({error!r:.200})") from error
-    split = (file.rpartition("/") for file in files)
-    return sorted({folder for folder, _, file in split if folder and file in layout.ARRAY_METADATA_FILES})
 
 
 def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:

@@ -266,8 +266,8 @@ def _file(path: Location) -> Contents:
     if look is None:
         lost = gda_arrays.missing_array(path, head)
         return whole if lost is None else dataclasses.replace(whole, state=State.INCOMPLETE, why=lost)
-    if (read_by := layouts.of_file(path, look)) is not None:
-        item = Item(Format.MSGPACK, path, layout=read_by.name)
+    if read_by := layouts.of_file(path, look):
+        item = Item(Format.MSGPACK, path, layout=read_by)
         return Contents(path, State.FOREIGN, look, Layout.READ_ONLY, {"": item}, is_one_checkpoint=True)
     return Contents(path, State.FOREIGN, look, Layout.FILE)
 
@@ -278,8 +278,6 @@ def _directory(path: Location, names: set[str]) -> Contents:
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
-    if (read_by := layouts.of_folder(path, names)) is not None:
-        return _of_another_program(path, names, *read_by)
     found = orbax_directory.describe(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
     upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
@@ -298,15 +296,3 @@ def _directory(path: Location, names: set[str]) -> Contents:
         is_marked=bool(names.intersection(MARKERS)),
         is_one_checkpoint=orbax_directory.is_one_checkpoint(path, names, found),
     )
-
-
-def _of_another_program(
-    path: Location, names: set[str], layout: layouts.ReadOnlyLayout, places: Mapping[str, Location]
-) -> Contents:
-    format = Format.MSGPACK if layout.reads_msgpack else Format.ORBAX
-    items = {
-        name: Item(None, place) if name == layouts.JSON_ITEM else Item(format, place, layout=layout.name)
-        for name, place in places.items()
-    }
-    state, look = (State.COMPLETE, "") if layout.is_step else (State.FOREIGN, foreign.names_look_like(names))
-    return Contents(path, state, look, Layout.READ_ONLY, items, is_one_checkpoint=layout.is_step)

@@ -28,11 +28,6 @@ def open_stream(location: Location) -> Reader:
     return cast(Reader, _imported(_LEGACY).open_stream(location))
 
 
-def open_arrays(location: Location, separator: str) -> Reader:
-    """Open a folder of zarr arrays, or their OCDBT database, whose names are key paths joined with a separator."""
-    return cast(Reader, cast(Any, backend_for(Format.ORBAX)).open_arrays(location, separator))
-
-
 def missing_file(location: Location) -> str | None:
     """Return a file that a directory with an array database needs and lacks; None if none is, or it does not decode."""
     return cast(str | None, cast(Any, backend_for(Format.ORBAX)).missing_file(location))

@@ -20,9 +20,8 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import contents, foreign
+from flax_ckpt_compat._discovery import contents, foreign, layouts
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts import LAYOUTS
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind, kind_of_handler, recorded_handlers
 from flax_ckpt_compat._discovery.orbax_trees import arrays_below, names_in
 
@@ -102,7 +101,7 @@ class Opened:
 
     @property
     def format(self) -> str:
-        """Return ``msgpack``, ``orbax``, or the name of a `ReadOnlyLayout`; JSON items are of the others' format."""
+        """Return ``msgpack``, ``orbax``, or the name of one of `layouts`; JSON items are of the others' format."""
         for item in self.items.values():
             if item.layout:
                 return item.layout
@@ -203,7 +202,7 @@ def open_item(item: Item, *, verify: bool = False) -> Reader:
         if item.format is None:
             return JsonReader(item.location)
         if item.layout:
-            return LAYOUTS[item.layout].open(item.location)
+            return layouts.open_file(item.layout, item.location)
         return backend_for(item.format).open(item.location, verify=verify)
 
 

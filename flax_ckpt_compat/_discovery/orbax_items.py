@@ -47,7 +47,7 @@ class Item:
     location: Location  # the file or directory of this item
     # In that directory, if they were listed.
     names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
-    layout: str = ""  # name of its `layouts.ReadOnlyLayout`; leaves are restored by the rules of the format
+    layout: str = ""  # name of its layout, of those of `layouts`; leaves are restored by the rules of the format
 
     def unlisted(self) -> Item:
         """Return this item without a listing."""

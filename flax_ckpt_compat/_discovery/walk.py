@@ -9,10 +9,9 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import contents, foreign, layouts, not_found
+from flax_ckpt_compat._discovery import contents, foreign, not_found
 from flax_ckpt_compat._discovery.contents import State, contents_of, is_step_of_manager
 from flax_ckpt_compat._discovery.orbax_directory import Layout
-from flax_ckpt_compat._discovery.orbax_trees import names_in
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -27,7 +26,7 @@ def checkpoints_below(root: Location) -> list[Location]:
     listed = root.listed()
     if not listed.exists():
         raise not_found.of_directory(root).error(root)
-    if not listed.isdir() or contents.is_certainly_orbax(listed) or layouts.of_folder(listed, names_in(listed)):
+    if not listed.isdir() or contents.is_certainly_orbax(listed):
         return [root]
     denied: list[StorageError] = []
     found = [path.unlisted() for _, inside in folders_below(listed, denied) for path in inside]

@@ -356,21 +356,6 @@ def _array(path: Path, value: np.ndarray[Any, Any]) -> None:
     ts.open({**spec, "metadata": {"shape": value.shape}}, create=True).result().write(value).result()
 
 
-def _pax(path: Path) -> None:
-    """Pax's layout without OCDBT: a JSON item, and arrays that are named by their key paths."""
-    (path / "metadata").mkdir(parents=True)
-    (path / "metadata" / "metadata").write_text('{"version": 1.1}')
-    _array(path / "state" / "mdl_vars.params.w", PARAMS["w"])
-    _array(path / "state" / "step", np.array(6, np.int32))
-
-
-def _levanter(path: Path) -> None:
-    """levanter's layout: arrays in folders that spell their key paths, and metadata.json."""
-    _array(path / "model" / "w", PARAMS["w"])
-    _array(path / "opt_state" / "0" / "m", EMA["w"])
-    (path / "metadata.json").write_text('{"step": 6, "timestamp": "2024-05-01T12:00:00"}')
-
-
 def _msgpack(path: Path, tree: Any = TREE) -> None:
     path.write_bytes(serialization.to_bytes(tree))
 
@@ -565,8 +550,6 @@ BASES: dict[str, Callable[[Path], Any]] = {
     "T5X": _t5x,
     "T5X, gfile": lambda path: _t5x(path, {"driver": "gfile"}),
     "T5X, gcs": lambda path: _t5x(path, {"driver": "gcs", "bucket": "t5-data"}),
-    "Pax": _pax,
-    "levanter": _levanter,
     "stream": _several_objects,
     **FOREIGN,
     **{name: functools.partial(_folder, files=files) for name, files in FOLDERS.items()},
@@ -616,8 +599,6 @@ def values() -> dict[str, dict[str, Any]]:
         "stream": {"this": {"params": {"w": PARAMS["w"], "b": np.ones(3, np.float32)}}},
         "safetensors": {"this": {"w": np.ones(2, np.float32)}},
         "npz": {"this": {"w": PARAMS["w"]}},
-        "Pax": {"this": {"mdl_vars": {"params": {"w": PARAMS["w"]}}, "step": np.array(6, np.int32)}},
-        "levanter": {"this": {"model": {"w": PARAMS["w"]}, "opt_state": {"0": {"m": EMA["w"]}}}},
         "msgpack, one array": bare,
         "orbax, small": {"this": SMALL},
         "gda": {"this": _gda_values("two_processes_tree")},

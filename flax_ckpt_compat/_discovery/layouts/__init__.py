@@ -1,32 +1,44 @@
-"""Layouts of other programs that are read and never written.
+"""Files of other programs that are read by their own path and never written; look-ups take them for something else.
 
-To add one: a `ReadOnlyLayout` in a file here, its name among those below, rows in ``tests/data/path_kinds.toml``, and a
-row in the table of ``migration_guide/formats.md``. Readers take nothing in the files for granted, and execute none of
-it.
+To add a layout: its reader in a file here, its recognition and reader below, rows in ``tests/data/path_kinds.toml``,
+and a row in the table of ``migration_guide/formats.md``. Readers take nothing in the files for granted, and execute
+none of it; their leaves are restored by the rules of msgpack files. Recognition imports neither numpy nor a backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.backend import Reader
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._discovery.layouts import flax_shards, folders, npz, safetensors
-from flax_ckpt_compat._discovery.layouts.layout import JSON_ITEM, ReadOnlyLayout
+from flax_ckpt_compat._discovery import foreign, formats
 
-__all__ = ["JSON_ITEM", "LAYOUTS", "ReadOnlyLayout", "of_file", "of_folder"]
-_OF_FILES = (safetensors.LAYOUT, flax_shards.LAYOUT, folders.EASYLM, npz.LAYOUT)
-_OF_FOLDERS = (folders.CLU, folders.PAX, folders.LEVANTER)
-LAYOUTS: Mapping[str, ReadOnlyLayout] = {layout.name: layout for layout in (*_OF_FILES, *_OF_FOLDERS)}
-
-
-def of_file(path: Location, look: str) -> ReadOnlyLayout | None:
-    """Return the layout of a file whose first bytes look like this; None if it is not read."""
-    return next((layout for layout in _OF_FILES if layout.is_file(path, look)), None)
+SAFETENSORS, SHARDS, STREAM, NPZ = "safetensors", "flax shards", "stream", "npz"  # as `CheckpointView.format` says
+_INDEXES = {".safetensors.index.json": SAFETENSORS, ".msgpack.index.json": SHARDS}  # of Hugging Face
+# Files of safetensors that `convert` wrote, now and before: read under any name.
+_WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')
+_LENGTH = 8  # bytes of the header's length, before it
 
 
-def of_folder(path: Location, names: Set[str]) -> tuple[ReadOnlyLayout, Mapping[str, Location]] | None:
-    """Return the layout of a folder with these names, and the items in it; None if it is not read."""
-    for layout in _OF_FOLDERS:
-        if found := layout.in_folder(path, names):
-            return layout, found
-    return None
+def of_file(path: Location, look: str) -> str:
+    """Return the name of the layout of a file that looks like this (see `foreign.file_looks_like`); '' if none is."""
+    name = path.name
+    for suffix, layout in _INDEXES.items():
+        if name.endswith(suffix):
+            return layout if path.head()[:1] == b"{" else ""
+    if look == foreign.SAFETENSORS:
+        is_ours = name.endswith(".safetensors") or path.read(_LENGTH, foreign.FIRST_BYTES).startswith(_WRITTEN_HERE)
+        return SAFETENSORS if is_ours else ""
+    if look == foreign.STREAM:  # under a step's name it is none of Flax's checkpoints
+        return "" if name.isdecimal() or steps.step_of(name, "checkpoint_") is not None else STREAM
+    return NPZ if look == foreign.ZIP and name.endswith(".npz") else ""
+
+
+def open_file(layout: str, path: Location) -> Reader:
+    """Open a file of a layout."""
+    if layout == STREAM:
+        return formats.open_stream(path)
+    from flax_ckpt_compat._discovery.layouts import flax_shards, npz, safetensors  # numpy, which look-ups do without
+
+    if layout == NPZ:
+        return npz.NpzReader(path)
+    return safetensors.SafetensorsReader(path) if layout == SAFETENSORS else flax_shards.FlaxShardsReader(path)

@@ -13,9 +13,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, Reade
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._discovery.layouts.layout import ReadOnlyLayout, damaged, files_of
-
-SUFFIX, INDEX_SUFFIX = ".msgpack", ".msgpack.index.json"
+from flax_ckpt_compat._discovery.layouts.layout import damaged, files_of
 
 
 class FlaxShardsReader(Reader):
@@ -29,7 +27,7 @@ class FlaxShardsReader(Reader):
         self.location = location.unlisted()
         self.tree: Node = Branch({})
         with ExitStack() as on_failure:
-            for file in files_of(self.location, SUFFIX):
+            for file in files_of(self.location, ".msgpack"):
                 reader = on_failure.enter_context(closing(backend_for(Format.MSGPACK).open(file)))
                 _join(self.tree, reader.tree, file)
             self._files = on_failure.pop_all()
@@ -55,8 +53,3 @@ def _join(tree: Node, part: Node, file: Location) -> None:
                 pending.append(((*path, name), into.children[name], child))
             else:
                 into.children[name] = child
-
-
-LAYOUT = ReadOnlyLayout(
-    "flax shards", FlaxShardsReader, lambda path, _: path.name.endswith(INDEX_SUFFIX) and path.head()[:1] == b"{"
-)

@@ -1,42 +1,22 @@
-"""Define `ReadOnlyLayout`, what is known of a layout that another program writes, and what several readers share."""
+"""What the readers of other programs' layouts share: their errors, and the files that an index names."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
-JSON_ITEM = "metadata"
 _MAX_INDEX = 100_000_000  # bytes, as of a header of safetensors
 DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadOnlyLayout:
-    """A layout that is read, and never written.
-
-    No save evicts, counts or replaces it without need. Recognizing it decodes no more than a small JSON file, and
-    imports neither numpy nor a backend.
-    """
-
-    name: str  # as `CheckpointView.format` says it
-    open: Callable[[Location], Reader]  # opens what `is_file` accepts, or `in_folder` returns
-    # Whether a file is one, by its name and by what its first bytes look like (see `foreign.file_looks_like`).
-    is_file: Callable[[Location, str], bool] = lambda _, look: False  # noqa: ARG005
-    # Name of an item → the file or folder to open, in a folder with these names; empty if that is something else. The
-    # only item, or tree, is ''; the item `JSON_ITEM` is JSON.
-    in_folder: Callable[[Location, Set[str]], Mapping[str, Location]] = lambda _, names: {}  # noqa: ARG005
-    # Its folders are named like steps, and look-ups take it for one. All others are read by their own path alone, and
-    # are something else than a checkpoint for look-ups.
-    is_step: bool = False
-    reads_msgpack: bool = True  # leaves are restored by the rules of msgpack files: numpy arrays, on the host
 
 
 def damaged(
@@ -52,13 +32,6 @@ def raise_for_unsupported(leaves: Iterable[LeafHandle]) -> None:
     for leaf in leaves:
         if leaf.kind is LeafKind.UNSUPPORTED:
             raise leaf.locator[0]
-
-
-def is_step(name: str) -> bool:
-    """Return whether a name is that of a step of Flax's checkpoints, by its default prefix, or of a manager.
-
-    Files of other programs under such names are none of their checkpoints."""
-    return name.isdecimal() or steps.step_of(name, "checkpoint_") is not None
 
 
 def check_depth(file: Location, levels: int) -> None:
@@ -88,3 +61,11 @@ def files_of(index: Location, suffix: str) -> list[Location]:
             path=index.path,
         )
     return files
+
+
+def nbytes_of(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """Return the bytes of an array; raise ValueError if numpy has none of this shape."""
+    np.empty((1,) * len(shape), np.uint8)
+    if min(shape, default=0) < 0 or math.prod(side or 1 for side in shape) * dtype.itemsize > sys.maxsize:
+        raise ValueError(f"the shape {tuple(shape)!r:.100}")
+    return math.prod(shape) * dtype.itemsize

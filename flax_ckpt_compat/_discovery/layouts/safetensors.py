@@ -8,23 +8,26 @@ own.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
-from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.byte_reads import Read, neighbours, read_runs
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
-from flax_ckpt_compat._discovery import foreign
 from flax_ckpt_compat._discovery.layouts.layout import (
     DECODE_ERRORS,
-    ReadOnlyLayout,
     check_depth,
     damaged,
     files_of,
+    nbytes_of,
     raise_for_unsupported,
 )
 
@@ -37,8 +40,6 @@ DTYPE_NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA, OURS, PATHS = "__metadata__", "flax_ckpt_compat", "flax_ckpt_compat.paths"
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_WRITTEN_HERE = (b'{"__metadata__":{"flax_ckpt_compat', b'{"__metadata__": {"flax_ckpt_compat')  # now; before
 _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
 
@@ -53,7 +54,7 @@ class SafetensorsReader(Reader):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
         self.location = location.unlisted()
         leaves: dict[Path, Any] = {}
-        files = files_of(self.location, SUFFIX) if location.name.endswith(INDEX_SUFFIX) else [self.location]
+        files = files_of(self.location, ".safetensors") if location.name.endswith(".json") else [self.location]
         self._sources: list[Source] = []
         for file, source, header in in_parallel(self._open, files):
             for path, leaf in self._leaves(file, source, header):
@@ -110,9 +111,6 @@ class SafetensorsReader(Reader):
         return None if value is None else LeafHandle(path, KIND_OF_TYPE[type(value)], (), None, 0, None, self, value)
 
     def _array(self, file: Location, source: Source, path: Path, name: str, entry: Any, data: int) -> LeafHandle:
-        from flax_ckpt_compat._core.dtypes import dtype_from_name
-        from flax_ckpt_compat._discovery.layouts.raw_arrays import nbytes_of
-
         shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or any(type(one) is not int for one in (*shape, start, stop)):
             raise damaged(file, f"{name} has the shape {shape!r:.100}, or offsets, that are no integers", name)
@@ -129,13 +127,26 @@ class SafetensorsReader(Reader):
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
-        from flax_ckpt_compat._discovery.layouts import raw_arrays  # numpy, which look-ups do without
-
-        leaves = list(map(handle_of, handles))
-        raise_for_unsupported(leaves)
-        arrays = [(*leaf.locator, one) for leaf, one in zip(leaves, handles, strict=True) if leaf.dtype is not None]
-        found = iter(raw_arrays.read_all(arrays, self.meter))
-        return [leaf.locator if leaf.dtype is None else next(found) for leaf in leaves]
+        raise_for_unsupported(map(handle_of, handles))
+        found, reads = list[Any](), list[Read]()
+        for one in handles:
+            leaf = handle_of(one)
+            if leaf.dtype is None:
+                found.append(leaf.locator)
+                continue
+            source, offset = leaf.locator
+            if source.is_closed:
+                raise StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
+            first, rows = 0, leaf.shape  # of a slice, the rows that it lies in
+            if isinstance(one, ArraySlice) and one.index:
+                first, rows = one.index[0].start, (one.index[0].stop - one.index[0].start, *leaf.shape[1:])
+            array = memory.empty(rows, leaf.dtype)
+            offset += first * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+            if array.nbytes:
+                reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array), leaf))
+            found.append(array)
+        read_runs(neighbours(reads), lambda _: None, _ended, self.meter)
+        return [_columns(one, value) for one, value in zip(handles, found, strict=True)]
 
     def close(self) -> None:
         """Close the files."""
@@ -150,15 +161,15 @@ def _key_path(file: Location, names: Any) -> Path:
     return tuple(names)
 
 
-def _is_readable(path: Location, look: str) -> bool:
-    """Return whether a file is read: under its own suffix, or if `convert` wrote it.
-
-    Under a checkpoint's name it is something else than a checkpoint."""
-    if path.name.endswith(INDEX_SUFFIX):
-        return path.head()[:1] == b"{"
-    if look != foreign.SAFETENSORS:
-        return False
-    return path.name.endswith(SUFFIX) or path.read(_LENGTH, foreign.FIRST_BYTES).startswith(_WRITTEN_HERE)
+def _columns(one: LeafHandle | ArraySlice, rows: Any) -> Any:
+    """Cut a slice out of the rows that it lies in."""
+    if isinstance(one, LeafHandle) or one.handle.dtype is None or not one.index:
+        return rows
+    index = (slice(None), *one.index[1:])
+    return rows if rows[index].shape == rows.shape else ArraySlice(one.handle, index).cut(rows)
 
 
-LAYOUT = ReadOnlyLayout("safetensors", SafetensorsReader, _is_readable)
+def _ended(read: Read | None) -> Exception:
+    assert read is not None  # no run goes on behind its reads
+    leaf = read.content
+    return damaged(of_text(read.source.path), f"it ends within the {leaf.nbytes} bytes of {leaf.name}", leaf.name)
