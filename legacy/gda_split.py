@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import math
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -14,8 +13,8 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import ProcessInfo
+from flax_ckpt_compat._core.dtypes import zarr_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.tree import (
@@ -23,7 +22,6 @@ from flax_ckpt_compat._core.tree import (
     KeyData,
     Node,
     Path,
-    Shard,
     is_jax_array,
     iter_leaves,
     map_leaves,
@@ -32,6 +30,7 @@ from flax_ckpt_compat._core.tree import (
 )
 
 from . import format
+from .gda_read import ZSTD_LEVEL
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -40,36 +39,47 @@ class DistributedArray:
 
     subpath: str  # path within the folder of arrays
     value: Any  # a ``jax.Array`` or `HostCopy`
-    metadata: bytes  # content of its ``.zarray``
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole array."""
-        return cast(tuple[int, ...], self.value.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the dtype of the array."""
         return cast(np.dtype[Any], self.value.dtype)
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield the shards that this process writes; none if the array has no elements."""
-        return (shard for shard in shards_of(self.value) if math.prod(shard.data.shape))
+    @property
+    def _chunks(self) -> array_boxes.Shape:
+        shape = tuple(self.value.shape)
+        return tuple(max(1, size) for size in self.value.sharding.shard_shape(shape))
 
-    def chunk_names(self) -> Iterator[str]:
-        """Yield the names of its chunks; none if it has no elements."""
-        return self._names_in(array_boxes.full_box(self.shape))
+    def metadata(self) -> dict[str, Any]:
+        """Return its ``.zarray``, as TensorStore writes it for the spec that jax uses."""
+        return {
+            "chunks": self._chunks,
+            "compressor": {"id": "zstd", "level": ZSTD_LEVEL},
+            "dimension_separator": ".",
+            "dtype": zarr_name(self.dtype),
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": tuple(self.value.shape),
+            "zarr_format": 2,
+        }
 
-    def chunk_name(self, index: array_boxes.Box) -> str:
-        """Return the name of the chunk of a shard with this index."""
-        return next(self._names_in(index))
+    def file(self, name: str) -> str:
+        """Return the path of one of its files in the folder of arrays."""
+        return f"{self.subpath}/{name}" if self.subpath else name
 
-    def chunk(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the chunk of a shard, in C order: jax has no shards of different shapes."""
-        return np.ascontiguousarray(data).reshape(_chunks(self.value))
+    def files(self) -> list[str]:
+        """Return the paths of its metadata and of all its chunks, of which there are none without elements."""
+        return [self.file(ZARR2_METADATA), *self._chunk_files(array_boxes.full_box(tuple(self.value.shape)))]
 
-    def _names_in(self, box: array_boxes.Box) -> Iterator[str]:
-        return (".".join(map(str, cell)) or "0" for cell, _ in array_boxes.cells(box, _chunks(self.value)))
+    def chunks(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        """Yield path and content of the chunks that this process writes: jax has no shards of different shapes."""
+        for shard in shards_of(self.value):
+            for file in self._chunk_files(shard.index):
+                yield file, np.ascontiguousarray(shard.data).reshape(self._chunks)
+
+    def _chunk_files(self, box: array_boxes.Box) -> list[str]:
+        return [self.file(".".join(map(str, cell)) or "0") for cell, _ in array_boxes.cells(box, self._chunks)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +100,7 @@ def split(tree: Node, process: ProcessInfo) -> SharedTree:
         path: array for path, leaf in iter_leaves(tree) if (array := _distributed(path, leaf, process)) is not None
     }
     names = choose_subpaths(sorted(found))
-    arrays = {path: DistributedArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
+    arrays = {path: DistributedArray(names[path], found[path]) for path in sorted(found)}
 
     def replaced(path: Path, leaf: Any) -> Any:
         array = arrays.get(path, leaf)
@@ -107,14 +117,16 @@ def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
     sharding = array.sharding
     if sharding.is_fully_addressable:
         return None
-    owners = {device.process_index for device in sharding.device_set}
+    owners, name = {device.process_index for device in sharding.device_set}, array.dtype.name
     if len(owners) == 1 and owners != {process.index}:
-        raise UnsupportedLeafError(
-            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {process.index} has "
-            "no shard of it; shard or replicate it over the processes before saving",
-            leaf=show_path(path),
-        )
-    return array
+        why = f"lies wholly on the devices of process {owners.pop()}, and process {process.index} has no shard of it; "
+        why += "shard or replicate it over the processes before saving"
+    elif not isinstance(array.dtype, np.dtype) or zarr_name(array.dtype) is None:
+        why = f"is an array of several processes, of which a msgpack checkpoint cannot hold the dtype {name}; "
+        why += "convert it, or save in Orbax's format"
+    else:
+        return array
+    raise UnsupportedLeafError(f"{show_path(path)} {why}", leaf=show_path(path))
 
 
 def _with_reference(leaf: Any, prefix: str) -> Any:
@@ -125,49 +137,17 @@ def _with_reference(leaf: Any, prefix: str) -> Any:
     return leaf
 
 
-def _chunks(array: Any) -> tuple[int, ...]:
-    return tuple(max(1, size) for size in array.sharding.shard_shape(tuple(array.shape)))
-
-
-def _metadata(path: Path, array: Any) -> bytes:
-    name = array.dtype.name
-    try:
-        return _zarray(tuple(array.shape), _chunks(array), name)
-    except ValueError as error:
-        raise UnsupportedLeafError(
-            f"{show_path(path)}: an array of several processes in a msgpack checkpoint cannot be of dtype {name} "
-            f"({error}); convert it, or save in Orbax's format",
-            leaf=show_path(path),
-        ) from error
-
-
-@functools.lru_cache(maxsize=1024)
-def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> bytes:
-    """Return the zarr metadata that TensorStore writes for the spec that jax uses."""
-    tensorstore = load_tensorstore()
-
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "memory"},
-        "dtype": dtype,
-        "metadata": {"compressor": {"id": "zstd"}, "shape": shape, "chunks": chunks},
-    }
-    store = tensorstore.open(spec, create=True, open=True, context=tensorstore.Context()).result()
-    assert store.kvstore is not None
-    return bytes(store.kvstore.read(ZARR2_METADATA).result().value)
-
-
-# Bytes: the limit of most file systems for one name, and a subpath that fits into a path.
-_MAX_NAME, _MAX_SUBPATH = 255, 1024
+# Characters: as UTF-8, fewer bytes than most file systems take for one name, and for a path.
+_MAX_SUBPATH = 256
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0]{1,63}(?<!\.__lock)")  # TensorStore takes some for its locks
 _NUMBERED = "arrays"  # folder of those with a number for a name
 
 
 def choose_subpaths(paths: Sequence[Path]) -> dict[Path, str]:
     """Choose a subpath for each array: its key path joined with ``/``, as in Flax, or a number if that is unsafe.
 
-    Readers take the subpath from the file's text, so any unique one works. A key path is unsafe if it leaves the
-    folder (``..``), is not a valid path, or differs from another one only by what some file systems do not distinguish,
-    such as ``A`` and ``a``. All processes pass the paths in one order."""
+    Readers take the subpath from the file's text, so any unique one works. Paths that differ only by what some file
+    systems do not distinguish, such as ``A`` and ``a``, are unsafe. All processes pass the paths in one order."""
     alike = collections.Counter(map(_folded, {path[:end] for path in paths for end in range(1, len(path) + 1)}))
 
     def is_safe(path: Path) -> bool:
@@ -178,17 +158,8 @@ def choose_subpaths(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _is_plain(path: Path) -> bool:
     """Return whether a key path is the same to the file system and to TensorStore."""
-    if path and (temporaries.is_generation(path[0]) or _folded(path)[0] == _NUMBERED):
-        return False
-    if len("/".join(path).encode()) > _MAX_SUBPATH:
-        return False
-    return not any(
-        name in ("", ".", "..")
-        or {"/", "\\", "\0"} & set(name)
-        or name.endswith(".__lock")
-        or len(name.encode()) > _MAX_NAME
-        for name in path
-    )
+    is_reserved = bool(path) and (temporaries.is_generation(path[0]) or _folded(path)[0] == _NUMBERED)
+    return not is_reserved and len("/".join(path)) <= _MAX_SUBPATH and all(map(_PLAIN_NAME.fullmatch, path))
 
 
 def _folded(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 
 import numpy as np
@@ -12,14 +13,12 @@ from flax_ckpt_compat._core.backend import ProcessSave
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence
 from flax_ckpt_compat._core.local.syncing import sync_descriptor, sync_directory
-from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Shard
 
-from . import gda_read
 from .encode import write_tree
+from .gda_read import ZSTD_LEVEL, with_sum
 from .gda_split import DistributedArray
 
 # Syncing and requests mostly wait.
@@ -28,119 +27,75 @@ _THREADS = 16
 
 def begin(save: ProcessSave) -> None:
     """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
-    prepared, upload = save.prepared, save.upload
-    if not prepared.arrays:
+    arrays: tuple[DistributedArray, ...] = save.prepared.arrays
+    if not arrays:
         return
-    if upload is None:
+    if save.upload is None:
         gda_folder.begin(save.path)
-    metadata = {_subpath(array, ZARR2_METADATA): _metadata(array, save) for array in prepared.arrays}
-    if upload is not None:
-        in_parallel(lambda name: upload.write(f"{upload.tag}/{name}", metadata[name]), metadata)
-        return
-    base = _base(save)
 
-    def write(name: str) -> None:
-        file = (base / name).path
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        _write_file(file, metadata[name])
+    def write(array: DistributedArray) -> None:
+        if save.upload is None:
+            os.makedirs(os.path.join(gda_folder.folder_of(save.path), _prefix(save), array.subpath), exist_ok=True)
+        fields = array.metadata()
+        text = json.dumps(with_sum(fields) if save.options.checksums else fields)
+        _write_file(save, array.file(ZARR2_METADATA), text.encode())
 
-    in_parallel(write, metadata, _THREADS)  # each is synced
+    in_parallel(write, arrays, _THREADS)
 
 
 def write_process_part(save: ProcessSave) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
-    upload = save.upload
-    written = _write_shards(save)
-    if upload is not None:
-        upload.check_active([f"{upload.tag}/{name}" for name in written])
+    # Their end is waited for: none may continue into a folder that is about to be removed.
+    written = in_parallel(lambda array: _write_chunks(save, array), save.prepared.arrays, _THREADS)
+    if save.upload is not None:
+        save.upload.check_active([_prefix(save) + name for name in itertools.chain.from_iterable(written)])
     if save.process.index == 0:
-        prefix = gda_folder.generation_prefix(save.path) if upload is None else f"{upload.tag}/"
-        write_tree(save.path, save.prepared.document(prefix), save.options)
+        write_tree(save.path, save.prepared.document(_prefix(save)), save.options)
 
 
 def finish(save: ProcessSave) -> None:
-    """Check that all chunks exist; sync the metadata and all names, or write the commit file of ``gs://``."""
-    prepared, upload = save.prepared, save.upload
-    if not prepared.arrays:
+    """Check that all chunks exist; sync all names, or write the commit file of ``gs://``."""
+    arrays, upload, prefix = save.prepared.arrays, save.upload, _prefix(save)
+    if not arrays:
         return
-    base = _base(save)
-    if upload is not None:
-        written = set(upload.written())
-        for array in prepared.arrays:
-            wanted = [ZARR2_METADATA, *array.chunk_names()]
-            lost = [name for name in wanted if f"{upload.tag}/{_subpath(array, name)}" not in written]
-            _require(base, array, lost)
-        if upload.needs_commit_file:  # real Flax and jax look for the file before they read arrays
-            upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
-        return
-    folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(save.path))}
-    in_parallel(lambda array: _check_chunks(base, array), prepared.arrays, _THREADS)
-    in_parallel(sync_directory, folders, _THREADS)
+    folder = gda_folder.folder_of(save.path) if upload is None else upload.folder
+    there = set(presence.files_below(folder) if upload is None else upload.written())
+    lost = [file for array in arrays for file in array.files() if prefix + file not in there]
+    if upload is None:  # on network file systems a listing may be stale
+        lost = [file for file in lost if not presence.exists(os.path.join(folder, prefix, file))]
+    if lost:
+        shown = ", ".join([*lost[:3], *(["…"] if len(lost) > 3 else [])])
+        message = f"{folder}: {len(lost)} files of arrays were not written ({shown}); do all processes save the same "
+        raise StorageError(message + "tree, and into a directory that they share?", path=folder)
+    if upload is None:
+        in_parallel(sync_directory, [inner for inner, _, _ in os.walk(folder)], _THREADS)
+    elif upload.needs_commit_file:  # real Flax and jax look for the file before they read arrays
+        upload.write(COMMIT_FILE, f"Checkpoint commit was successful to {upload.folder}".encode())
 
 
-def _base(save: ProcessSave) -> Location:
-    """Return the folder that the arrays' subpaths are relative to."""
+def _prefix(save: ProcessSave) -> str:
+    """Return what precedes the arrays' subpaths in the folder, and in references to them."""
+    return gda_folder.generation_prefix(save.path) if save.upload is None else f"{save.upload.tag}/"
+
+
+def _write_chunks(save: ProcessSave, array: DistributedArray) -> list[str]:
+    """Encode and write this process's chunks of an array, one after another, so that few are in memory at once."""
+    written = []
+    for name, chunk in array.chunks():
+        compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=save.options.checksums)
+        _write_file(save, name, compressor.compress(chunk.reshape(-1).view(np.uint8).data))
+        save.options.meter.add(chunk.nbytes, array.subpath)
+        written.append(name)
+    return written
+
+
+def _write_file(save: ProcessSave, name: str, data: bytes) -> None:
+    """Write a file of an array, and sync it; `finish` syncs its name."""
     if save.upload is not None:
-        return of_text(save.upload.folder) / save.upload.tag
-    return LocalLocation(gda_folder.folder_of(save.path)) / gda_folder.generation_prefix(save.path).rstrip("/")
-
-
-def _subpath(array: DistributedArray, name: str) -> str:
-    return f"{array.subpath}/{name}" if array.subpath else name
-
-
-def _metadata(array: DistributedArray, save: ProcessSave) -> bytes:
-    return gda_read.with_sum(array.metadata) if save.options.checksums else array.metadata
-
-
-def _write_shards(save: ProcessSave) -> list[str]:
-    """Write and sync this process's shards with bounded memory; return their paths relative to the folder.
-
-    `finish` syncs their names, once a folder."""
-
-    def write(array: DistributedArray) -> list[str]:  # one after another, so that few are in memory at once
-        return [_write_shard(save, array, shard) for shard in array.shards()]
-
-    # Their end is waited for: none may continue into a folder that is about to be removed.
-    return list(itertools.chain.from_iterable(in_parallel(write, save.prepared.arrays, _THREADS)))
-
-
-def _write_shard(save: ProcessSave, array: DistributedArray, shard: Shard) -> str:
-    """Encode a shard and write it as a chunk; return its path relative to the folder."""
-    name = _subpath(array, array.chunk_name(shard.index))
-    compressor = zstandard.ZstdCompressor(level=gda_read.LEVEL, write_checksum=save.options.checksums)
-    encoded = compressor.compress(array.chunk(shard.data).reshape(-1).view(np.uint8).data)
-    if (upload := save.upload) is not None:
-        upload.write(f"{upload.tag}/{name}", encoded)
-    else:
-        path = (_base(save) / name).path
-        with translated(path, "written"):
-            _write_file(path, encoded)
-    save.options.meter.add(shard.data.nbytes, array.subpath)
-    return name
-
-
-def _write_file(path: str, data: bytes) -> None:
-    with open(path, "xb") as file:
+        save.upload.write(_prefix(save) + name, data)
+        return
+    path = os.path.join(gda_folder.folder_of(save.path), _prefix(save), name)
+    with translated(path, "written"), open(path, "xb") as file:
         file.write(data)
         file.flush()
         sync_descriptor(file.fileno(), path)
-
-
-def _check_chunks(base: Location, array: DistributedArray) -> None:
-    folder = (base / array.subpath).path
-    with translated(folder, "listed"):
-        listed = set(os.listdir(folder))
-    # On network file systems a listing may be stale, so check unlisted names directly too.
-    missing = [name for name in [ZARR2_METADATA, *array.chunk_names()] if name not in listed]
-    _require(base, array, [name for name in missing if not presence.exists(os.path.join(folder, name))])
-
-
-def _require(base: Location, array: DistributedArray, missing: list[str]) -> None:
-    """Raise if chunks, or the metadata, of an array are missing."""
-    if missing:
-        folder = base / array.subpath
-        message = f"{folder}: {len(missing)} of the chunks of {array.subpath or 'the array'} were not written"
-        shown = ", ".join([*missing[:3], *(["…"] if len(missing) > 3 else [])])
-        message += f" ({shown}); do all processes save the same tree, and into a directory that "
-        raise StorageError(message + "they share?", path=folder.path)

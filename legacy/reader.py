@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import BATCH_BYTES, ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import Read
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import local_file
@@ -101,7 +101,7 @@ class MsgpackReader(Reader):
         in_memory: list[tuple[int, LeafHandle, bytes]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
-        folders = gda_read.BatchedReads(self.meter, verify=self._verify)
+        folders: list[tuple[int, LeafHandle]] = []
         for index, handle in enumerate(wanted):
             if index in is_read:
                 continue
@@ -111,9 +111,10 @@ class MsgpackReader(Reader):
             locator = handle.locator
             if type(locator) is bytes and handle.dtype is not None:
                 in_memory.append((index, handle, locator))
+            elif type(locator) is gda_read.FolderArray:
+                folders.append((index, handle))
             elif type(locator) is not FileRanges:  # Python values are their own locator
-                is_folder = isinstance(locator, gda_read.FolderArray)
-                values[index] = folders.begin(locator, handle.path) if is_folder else locator
+                values[index] = locator
             elif handle.nbytes < _SMALL and handle.dtype is not None and len(locator.ranges) == 1:
                 ((offset, nbytes),) = locator.ranges
                 reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
@@ -121,7 +122,9 @@ class MsgpackReader(Reader):
                 values[index] = _begin(source, handle, reads)
         _pack(in_memory, values)
         self._read(reads, values)
-        folders.finish()
+        arrays = [(handle.locator, handle.path) for _, handle in folders]
+        for (index, _), array in zip(folders, gda_read.read(arrays, self.meter, verify=self._verify), strict=True):
+            values[index] = array
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
         return values
@@ -157,8 +160,12 @@ class MsgpackReader(Reader):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:
-            data = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
-            return gda_read.verify(data.locator, handle.path)
+            data: LeafHandle = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
+            has_checksums = data.locator.is_sound is not None
+            self.read([data] if has_checksums and not data.nbytes else [])  # which verifies the metadata
+            for box in self.boxes(data, BATCH_BYTES) if has_checksums else ():
+                self.read([ArraySlice(data, box)])
+            return has_checksums
         with translated(self.path, "read"):
             sums = self._sums = self._sums or open_checksums(self._source)
             ranges = [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size)

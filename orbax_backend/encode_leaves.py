@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
+from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.memory import view_as
@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.tree import (
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
-from .zarr import MAX_RANK, typestr
+from .zarr import MAX_RANK
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
@@ -123,7 +123,7 @@ class Encoder:
 
 
 def _is_plain(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and typestr(dtype) is not None
+    return isinstance(dtype, np.dtype) and zarr_name(dtype) is not None
 
 
 def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
@@ -231,7 +231,7 @@ def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> En
         raise _unsupported(keystr, "a masked array")
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
     annotation, stored, view = None, shape, dtype
-    if typestr(dtype) is None:
+    if zarr_name(dtype) is None:
         _refuse_unstorable(dtype, keystr)
         annotation, unsigned = LeafType(dtype=dtype_name(dtype)), _unsigned_dtype(dtype)
         stored, view = (shape, unsigned) if unsigned is not None else ((*shape, dtype.itemsize), _BYTE)

@@ -11,19 +11,12 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.array_boxes import cells, full_box
-from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.dtypes import ZARR_ML_DTYPES, ZARR_TYPESTRS, dtype_from_name, zarr_name
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 from .chunk_codecs import ChunkCodec, DriverCodec, codec_of
 
-# The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
-_NAMED = frozenset([
-    "bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
-    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int2", "int4",
-])  # fmt: skip
-_WIDE = ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-_TYPESTRS = frozenset(["|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)])
-_V3_NAMES = _NAMED | frozenset([
+_V3_NAMES = ZARR_ML_DTYPES | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
 ])  # fmt: skip
@@ -116,13 +109,6 @@ class UnsupportedArrayError(Exception):
     """An array is of a type that this release does not read; the text goes on after "it is"."""
 
 
-def typestr(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a dtype in zarr v2 (as TensorStore reads it), or None."""
-    if dtype.str in _TYPESTRS:
-        return dtype.str
-    return dtype.name if dtype.name in _NAMED and dtype.isnative else None
-
-
 def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, limit: int) -> list[int]:
     """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
@@ -162,7 +148,7 @@ def _dump_v2(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
         "chunks": chunks,
         "compressor": codec,
         "dimension_separator": ".",
-        "dtype": typestr(dtype),
+        "dtype": zarr_name(dtype),
         "fill_value": None,
         "filters": None,
         "order": "C",
@@ -209,7 +195,7 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
 
 def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
     name = metadata["dtype"]
-    if isinstance(name, list) or (name not in _NAMED and name not in _TYPESTRS):
+    if isinstance(name, list) or (name not in ZARR_ML_DTYPES and name not in ZARR_TYPESTRS):
         raise _unknown("dtype", name)
     if metadata.get("filters"):
         raise _unknown("filters", metadata["filters"])
@@ -238,12 +224,14 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
     default, dtype = encoding["name"] == "default", dtype_from_name(name)
     chunks = _lengths(grid["configuration"]["chunk_shape"])
     codec, is_big = codec_of(metadata["codecs"], chunks)
-    if is_big and name in _NAMED and dtype.itemsize > 1:  # numpy has no other byte order of it: TensorStore reads it
+    if (
+        is_big and name in ZARR_ML_DTYPES and dtype.itemsize > 1
+    ):  # numpy has no other byte order of it: TensorStore reads it
         codec = None
     raw = codec == ChunkCodec()
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
-        dtype=dtype.newbyteorder(">") if is_big and name not in _NAMED else dtype,
+        dtype=dtype.newbyteorder(">") if is_big and name not in ZARR_ML_DTYPES else dtype,
         chunks=chunks,
         driver="zarr3",
         raw=raw,

@@ -20,6 +20,13 @@ _SIZED = re.compile(r"(str|bytes)(\d+)")
 # ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
 # Not numpy's deprecated alias ``a`` for bytes: it warns, and no file has it.
 _PLAIN = re.compile(r"(?![<>|=]?a\d)[<>|=]?([A-Za-z]+|\?)\d*(\[\d*[A-Za-z]+\])?")
+# The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
+ZARR_ML_DTYPES = frozenset([
+    "bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int2", "int4",
+])  # fmt: skip
+_WIDE = ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+ZARR_TYPESTRS = frozenset(["|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)])
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
@@ -74,3 +81,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     (``>i4``) correctly, because it passes the name to ``np.dtype``.
     """
     return dtype.name if dtype.isnative else dtype.str
+
+
+def zarr_name(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a dtype in zarr v2 (as TensorStore reads it), or None."""
+    if dtype.str in ZARR_TYPESTRS:
+        return dtype.str
+    return dtype.name if dtype.name in ZARR_ML_DTYPES and dtype.isnative else None

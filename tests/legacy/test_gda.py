@@ -53,7 +53,7 @@ def test_missing_folder(case, tmp_path):
     """A checkpoint that came without its folder of arrays is an error that names the folder."""
     path = _copy(case, tmp_path)
     shutil.rmtree(f"{path}_gda")
-    with pytest.raises(CorruptCheckpointError, match=f"{path}_gda.*copy that folder"):
+    with pytest.raises(CorruptCheckpointError, match=f"{path}_gda.*copy the folder {path}_gda"):
         BACKEND.open(location_of(path))
 
 

@@ -128,7 +128,7 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
     prepared = BACKEND.prepare(to_branches({"a": {"b": half(np.arange(4), 0)}}), ProcessInfo(0, 2))
     BACKEND.begin_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     BACKEND.write_process_part(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
-    with pytest.raises(StorageError, match="1 of the chunks of a/b were not written"):
+    with pytest.raises(StorageError, match=r"1 files of arrays were not written \(a/b/1\)"):
         BACKEND.finish_multiprocess(ProcessSave(temporary, prepared, OPTIONS, ProcessInfo(0, 2)))
     atomic.remove_temporary(temporary)
     assert names(tmp_path) == []
@@ -143,7 +143,7 @@ def test_after_a_failure_no_more_is_written(tmp_path: Path, monkeypatch: pytest.
         time.sleep(0.05)  # meanwhile all others are waiting for a thread
         raise StorageError("full")
 
-    monkeypatch.setattr(gda_write, "_write_shard", failing)
+    monkeypatch.setattr(gda_write, "_write_chunks", failing)
     with pytest.raises(StorageError, match="full"):
         save(tmp_path / "c_1", {f"a{number}": Spread(np.arange(4)) for number in range(200)})
     assert 0 < len(tried) < 100

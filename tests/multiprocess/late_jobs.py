@@ -51,7 +51,7 @@ def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
     """Calls this when all is there that the values of the arrays are going to be written to."""
     name = "flax_ckpt_compat.orbax_backend.ocdbt_writer" if orbax else "flax_ckpt_compat.legacy.gda_write"
     module: Any = importlib.import_module(name)
-    holder, attribute = (module.Database, "submit") if orbax else (module, "_write_shard")
+    holder, attribute = (module.Database, "submit") if orbax else (module, "_write_chunks")
     own = getattr(holder, attribute)
 
     def opened(*args: Any) -> Any:
