@@ -552,26 +552,6 @@ def test_a_file_system_without_hard_links(final: str, monkeypatch: pytest.Monkey
     assert read(final) == "first"
 
 
-def test_what_is_published_over_a_void_meanwhile_stays(kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer's, between a look at an empty file and its removal, is never removed; nor lost by a crash then."""
-    ours, theirs, real = temporaries.temporary_path(final), temporaries.temporary_path(final), atomic.is_empty
-
-    def publish_then(path: str) -> bool:
-        found = real(path)
-        if path == final and not os.path.lexists(theirs + "done"):
-            Path(theirs + "done").touch()
-            make(theirs, "theirs", kind)
-            atomic.publish(theirs, final)
-        return found
-
-    Path(final).touch()
-    make(ours, "ours", kind)
-    monkeypatch.setattr(atomic, "is_empty", publish_then)
-    with pytest.raises(StorageError, match="another process has saved"):
-        atomic.publish(ours, final, new=True)
-    assert read(final) == "theirs"
-
-
 def test_a_probe_of_the_clock_that_is_killed_is_a_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without nameless files, too; the user's directory keeps no name that nothing cleans."""
     monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
@@ -585,16 +565,12 @@ def test_a_probe_of_the_clock_that_is_killed_is_a_temporary(tmp_path: Path, monk
     assert left(tmp_path) and all(map(temporaries.is_temporary, left(tmp_path)))
 
 
-@pytest.mark.parametrize("folder", ["c_1", "c_1/d/inner"])
-def test_what_cannot_be_emptied_is_not_renamed(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stay, half of it, under a hidden name."""
+def test_what_cannot_be_emptied_is_not_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's would stay, half of it, under a hidden name."""
     make(tmp_path / "c_1", "x", "directory")
-    (tmp_path / "c_1" / "d").mkdir()
-    make(tmp_path / "c_1" / "d" / "inner", "x", "directory")
-    refused = str(tmp_path / folder)
-    monkeypatch.setattr(os, "access", lambda path, *_, **__: path != refused)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
     assert isinstance(atomic.discard(str(tmp_path), ["c_1"])["c_1"], PermissionDeniedError)
-    assert left(tmp_path) == ["c_1"] and read(refused) == "x"
+    assert left(tmp_path) == ["c_1"] and read(tmp_path / "c_1") == "x"
 
 
 def test_macos_exchanges_names_too(kind: str, final: str, monkeypatch: pytest.MonkeyPatch) -> None:

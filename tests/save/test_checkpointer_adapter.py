@@ -39,7 +39,7 @@ class Gated(ocp.PyTreeCheckpointHandler):
         super().finalize(directory)
 
 
-def failing_sync(path: str) -> None:
+def failing_sync(path: str, *_: Any) -> None:
     """A disk that cannot be written any more."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
@@ -281,7 +281,7 @@ def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
     checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
     settle(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(syncing, "sync_file", failing_sync)
+        patch.setattr(syncing, "_sync", failing_sync)
         with pytest.raises(StorageError, match="Input/output error"):
             checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1, overwrite=True, orbax_checkpointer=checkpointer)
             settle(tmp_path)

@@ -288,7 +288,7 @@ def test_saving_inside_of_jit_is_refused(flag: bool, tmp_path: Path, function: s
 def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) -> None:
     """A checkpoint directory that is a file cannot be saved into."""
     (tmp_path / "file").write_text("x")
-    with pytest.raises(errors.StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$"):
+    with pytest.raises(errors.StorageError, match=f"^{tmp_path}/file: .*check the path"):
         ours.save_checkpoint(tmp_path / "file", tree(), 1)
     assert (tmp_path / "file").read_text() == "x"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +21,6 @@ from flax_ckpt_compat._core.local.syncing import delete_tree, exchange, is_taken
 from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, temporary_path, writer_of
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
-_TRIES = 3
-_BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _LOCK_SECONDS, _SWAP_SECONDS, _POLL_SECONDS = 5.0, 1.0, 0.005
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -34,10 +33,11 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
     with translated(final):
         replaced = None
         with gda_folder.moved(temporary, final):
-            if new:
-                _publish_new(temporary, final)
-            else:
+            if not new or is_empty(final):
                 replaced = _replace(temporary, final)
+            elif not rename_new(temporary, final):
+                message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was"
+                raise StorageError(f"{message} not saved; pass overwrite=True", path=final, errno=errno.EEXIST)
         release(temporary)
         if replaced is not None:
             try:
@@ -45,33 +45,6 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
                 sync_directory(os.path.dirname(final))
             except OSError as error:  # the new one is in place
                 _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
-
-
-def _publish_new(temporary: str, final: str) -> None:
-    """Rename a finished temporary to its final name, replacing only an empty file or directory."""
-    for _ in range(_TRIES):
-        if rename_new(temporary, final):
-            return
-        if not _clear(final):
-            break
-    message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
-    raise StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
-
-
-def _clear(final: str) -> bool:
-    """Remove an empty file or directory; return False if it is not empty.
-
-    It is renamed first, because another process may publish under the name; after a crash, it is put back."""
-    if not is_empty(final):
-        return False
-    aside = temporary_path(final, "old")
-    with suppress(*GONE):
-        os.rename(final, aside)
-        if not is_empty(aside):
-            rename_new(aside, final)
-            return False
-        (os.rmdir if presence.isdir(aside) else os.unlink)(aside)
-    return True
 
 
 def _replace(temporary: str, final: str) -> str | None:
@@ -104,13 +77,10 @@ def _replace_in_two_steps(temporary: str, final: str) -> str:
 
 def is_empty(path: str) -> bool:
     """Return whether a local path is an empty directory or file; False for links."""
-    if presence.islink(path):
-        return False
+    mode = presence.mode(path, follow=False)
     try:
-        if presence.isdir(path):
-            return not os.listdir(path)
-        return presence.isfile(path) and os.path.getsize(path) == 0
-    except (FileNotFoundError, NotADirectoryError):  # another writer removed or replaced it
+        return not os.listdir(path) if stat.S_ISDIR(mode) else stat.S_ISREG(mode) and not os.path.getsize(path)
+    except GONE:  # another writer removed or replaced it
         return False
 
 
@@ -135,13 +105,11 @@ def discard(directory: str, names: Iterable[str]) -> dict[str, StorageError]:
     for name in names:
         path = os.path.join(directory, name)
         try:
-            hidden[name] = _hide(path)
-        except GONE:
-            pass
-        except OSError as error:
-            # Arrays of a checkpoint may have a name that leaves no room for their suffix.
-            if error.errno != errno.ENAMETOOLONG:
-                failures[name] = storage_error(path, error)
+            with translated(path), suppress(*GONE):
+                if presence.lexists(path):  # of arrays the name may be one that no file system takes
+                    hidden[name] = _hide(path)
+        except StorageError as error:
+            failures[name] = error
     try:
         if hidden:
             sync_directory(directory)
@@ -161,25 +129,17 @@ def _hide(path: str) -> str | None:
     if presence.islink(path) or not presence.isdir(path):
         os.unlink(path)
         return None
-    for folder, folders, files in os.walk(path):
-        # Another user's folder could be renamed and not emptied: it would take space under a hidden name.
-        if (folders or files) and not os.access(folder, os.W_OK | os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
-            os.lstat(folder)  # another process may have deleted it, which `os.access` does not tell
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    # Another user's could be renamed and not emptied: it would take space under a hidden name.
+    may_empty = os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+    if not may_empty and os.listdir(path):  # which raises if it is gone
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     aside = temporary_path(path)
     os.rename(path, aside)
     return aside
 
 
 def delete(path: str) -> None:
-    """Delete a file or directory whose name counts for nothing, such as a temporary of this process."""
-    try:
-        _delete(path)
-    finally:
-        release(path)
-
-
-def _delete(path: str) -> None:
+    """Delete a file or directory whose name counts for nothing, once what has that name instead is on disk."""
     directory, name = os.path.split(path)
     doomed = path
     with translated(path), suppress(*GONE):
@@ -193,12 +153,11 @@ def _delete(path: str) -> None:
 
 
 def remove_temporary(temporary: str) -> None:
-    """Remove what a failed save wrote, with its arrays; a later save removes what this cannot."""
+    """Remove a temporary of this process, with its arrays; a later save removes what this cannot."""
     for path in (temporary, gda_folder.folder_of(temporary)):
-        with suppress(StorageError, OSError):
+        with suppress(OSError):
             if presence.lexists(path):
-                # If the save failed while it was published, this may be what it replaced.
-                sync_directory(os.path.dirname(path))
+                sync_directory(os.path.dirname(path))  # a failed publish may have exchanged it
                 delete(path)
         release(path)
 
@@ -211,17 +170,12 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
         with translated(directory):
             names = os.listdir(directory)
     restore_set_aside(directory, names)
-    certain = ("dead", "perhaps") if force else ("dead",)
-    matches = {os.path.join(directory, name): match for name in names if (match := parse(name))}
-    there = [path for path in matches if presence.lexists(path)]
-    stale = [os.path.basename(path) for path in there if writer_of(matches[path], path) in certain]
-    try:
-        if stale:  # one may be what a rename replaced that its dead writer did not sync
-            sync_directory(directory)
-    except OSError as error:
-        _log.warning("Cannot remove %s in %s, left by interrupted saves: %s", stale, directory, error)
-        return []
-    return [name for name in stale if _remove_leftover(os.path.join(directory, name))]
+    certain, removed = ("dead", "perhaps") if force else ("dead",), list[str]()
+    for name in names:
+        path, match = os.path.join(directory, name), parse(name)
+        if match and writer_of(match, path) in certain and _remove_leftover(path):
+            removed.append(name)
+    return removed
 
 
 def _remove_leftover(path: str) -> bool:
@@ -229,9 +183,11 @@ def _remove_leftover(path: str) -> bool:
     try:
         with temporaries.locked_if_free(path) as is_free:
             if is_free is not False:
+                # It may be what a rename replaced that its dead writer did not sync.
+                sync_directory(os.path.dirname(path))
                 with suppress(*GONE):  # other writers remove it too
                     gda_folder.settle(path)
-                _delete(path)  # a thread of this process may have made it anew by now, and locked it
+                delete(path)
                 return True
     except OSError as error:
         _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)

@@ -8,6 +8,7 @@ there is something to do, and the file shows which arrays count.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
-from flax_ckpt_compat._core.local.syncing import delete_tree, is_taken, sync_directory
+from flax_ckpt_compat._core.local.syncing import delete_tree, rename_new, sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 
@@ -49,14 +50,14 @@ def moved(temporary: str, final: str) -> Iterator[None]:
     """Move a finished temporary's arrays to where its file refers to them, for a block that renames the file.
 
     After it, the arrays that were replaced are removed; if it fails, the move is undone."""
-    own, folder, written = folder_of(temporary), folder_of(final), os.lstat(temporary)
-    has_arrays, generation = presence.isdir(own), generation_prefix(temporary).rstrip("/")
+    own, folder, generation = folder_of(temporary), folder_of(final), generation_prefix(temporary).rstrip("/")
+    is_new = not generation and presence.isdir(own)
     try:
         if generation:
             os.makedirs(folder, exist_ok=True)
             os.rename(os.path.join(own, generation), os.path.join(folder, generation))
             sync_directory(folder)
-        elif has_arrays:
+        elif is_new:
             _rename_folder(own, folder)
         elif presence.isdir(folder):
             temporaries.create_directory(own)
@@ -64,18 +65,14 @@ def moved(temporary: str, final: str) -> Iterator[None]:
             sync_directory(os.path.dirname(final))
         yield
     except BaseException:
-        if not temporaries.is_at(final, written):  # else interrupted after the rename
-            with suppress(OSError):  # `settle` removes the rest later
-                if generation:
-                    _remove_generation(folder, generation)
-                elif has_arrays and not presence.isdir(own) and not presence.lexists(final):
-                    os.rename(folder, own)
+        with suppress(OSError):  # the next save does the rest
+            if is_new and not presence.isdir(own) and not presence.lexists(final):
+                os.rename(folder, own)
+            settle(temporary, final)
         raise
     try:
-        if generation or (not has_arrays and presence.isdir(folder)):
-            names = _replaced_generations(final, generation)
-            if temporaries.is_at(final, written):  # else the arrays may be those of another writer
-                _remove(folder, names)
+        if not is_new:
+            settle(temporary, final)
             _remove_empty(own)
     except OSError as error:  # the checkpoint itself is complete
         _log.warning("Cannot remove replaced arrays in %s: %s", folder, error)
@@ -84,28 +81,27 @@ def moved(temporary: str, final: str) -> Iterator[None]:
 
 
 def _rename_folder(own: str, folder: str) -> None:
-    try:
-        os.rename(own, folder)
-    except OSError as error:
-        if not is_taken(error):
-            raise
+    if not rename_new(own, folder):
         message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
-        raise StorageError(message, path=folder, errno=error.errno) from error
+        raise StorageError(message, path=folder, errno=errno.ENOTEMPTY)
 
 
-def settle(temporary: str) -> None:
-    """Complete or undo the move of a dead writer's arrays, given its file, its folder or its marker of old releases."""
-    if temporary.endswith(2 * ARRAYS_POSTFIX):
-        temporary = temporary.removesuffix(ARRAYS_POSTFIX)
-    final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
-    if final is None or generation is None or not presence.isdir(folder_of(final)):
+def settle(temporary: str, final: str | None = None) -> None:
+    """Complete or undo the move of arrays, given the file or folder of a temporary, as the published file says."""
+    final, generation = final or temporaries.destination(temporary), temporaries.generation_of(temporary)
+    if final is None or generation is None or not presence.isdir(folder := folder_of(final)):
         return
-    is_moved = presence.isdir(os.path.join(folder_of(final), generation))
-    names = _replaced_generations(final, generation)
+    moved_to, replaced = os.path.join(folder, generation), _replaced_generations(final, generation)
+    is_moved = presence.isdir(moved_to)
     if is_moved and not _refers(final, generation):
-        _remove_generation(folder_of(final), generation)
+        delete_tree(moved_to)
+        sync_directory(folder)  # before the temporary goes, by which it would be found again
     elif is_moved or (presence.lexists(final) and not _refers(final, ARRAYS_PLACEHOLDER)):
-        _remove(folder_of(final), names)
+        for name in replaced:
+            delete_tree(os.path.join(folder, name))
+        with suppress(*temporaries.GONE):
+            _remove_arrays(folder)
+    _remove_empty(folder)
 
 
 def _refers(file: str, text: str) -> bool:
@@ -128,21 +124,6 @@ def _replaced_generations(final: str, generation: str) -> list[str]:
     # Listed after the entries, so that a generation without a temporary is an old one.
     pending = {temporaries.generation_of(name) for name in os.listdir(os.path.dirname(final) or os.curdir)}
     return [name for name in entries if temporaries.is_generation(name) and name not in {*pending, generation}]
-
-
-def _remove(folder: str, generations: list[str]) -> None:
-    """Remove these generations, and the arrays outside of any."""
-    for name in generations:
-        delete_tree(os.path.join(folder, name))
-    with suppress(*temporaries.GONE):
-        _remove_arrays(folder)
-        _remove_empty(folder)
-
-
-def _remove_generation(folder: str, generation: str) -> None:
-    delete_tree(os.path.join(folder, generation))
-    sync_directory(folder)  # before the temporary goes, by which it would be found again
-    _remove_empty(folder)
 
 
 def remove_orphan(folder: str) -> None:

@@ -85,23 +85,13 @@ class LocalFile(Source):
         and all if the system cannot map the file. Writing to an array changes neither the file nor another range.
         Truncating the file while an array is alive kills the process that touches it."""
         views: list[np.ndarray[Any, Any] | None] = [None] * len(ranges)
-        size, last, chosen = os.fstat(self._fd).st_size, 0, list[int]()
-        for number in sorted(range(len(ranges)), key=ranges.__getitem__):
-            offset, length = ranges[number]
-            if length and last <= offset and offset + length <= size:
-                chosen.append(number)
-                last = offset + length
-        if not chosen:
-            return views
-        first = ranges[chosen[0]][0]
-        try:
-            with os.fdopen(self._fd, "rb", closefd=False) as file:
-                whole = np.asarray(np.memmap(file, np.uint8, "c", first, (last - first,)))
-        except (OSError, ValueError):
-            return views
-        for number in chosen:
-            offset, length = ranges[number]
-            views[number] = whole[offset - first : offset - first + length]
+        with suppress(OSError, ValueError), os.fdopen(self._fd, "rb", closefd=False) as file:
+            whole, last = np.asarray(np.memmap(file, np.uint8, "c")), 0
+            for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+                offset, length = ranges[number]
+                if length and last <= offset and offset + length <= whole.size:
+                    views[number] = whole[offset : offset + length]
+                    last = offset + length
         return views
 
     def close(self) -> None:

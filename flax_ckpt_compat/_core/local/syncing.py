@@ -43,14 +43,9 @@ def sync_directory(path: str) -> None:
     _sync(path or ".", _CANNOT_SYNC)
 
 
-def sync_file(path: str) -> None:
-    """Sync the bytes of a file; see `sync_descriptor`."""
-    _sync(path, _CANNOT_SYNC_FILES)
-
-
 def _sync(path: str, harmless: tuple[int, ...]) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
@@ -74,26 +69,20 @@ def sync_descriptor(descriptor: int, path: str) -> None:
 def _warn(path: str, device: int, refusal: OSError) -> None:
     if device not in _warned:
         _warned.add(device)
-        _log.warning(
-            "%s cannot be synced (%s): checkpoints on its file system are safe from crashes of a program, but a "
-            "power loss may undo the last saves; save to another file system to be safe from that, too",
-            path, refusal.strerror,
-        )  # fmt: skip
+        message = "%s cannot be synced (%s): a power loss may undo the last saves; save to another file system"
+        _log.warning(message, path, refusal.strerror)
 
 
 def make_directory(path: str) -> None:
     """Create a directory and its parents, and sync the new names."""
     with translated(path):
-        missing, head = [], path
-        while head and not presence.isdir(head):
-            if (dangling := presence.dangling_link(head)) is not None:
-                raise StorageError(dangling, path=head, errno=errno.ENOENT)
-            if presence.isfile(head):
-                message = f"{head} is a file; a directory was expected"
-                raise StorageError(message, path=head, errno=errno.ENOTDIR)
-            missing.append(head)
-            head = os.path.dirname(head)
+        missing = []
+        while path and not presence.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
         for new in reversed(missing):  # os.makedirs calls itself for each
+            if dangling := presence.dangling_link(new):
+                raise StorageError(dangling, path=new, errno=errno.ENOENT)
             with suppress(FileExistsError):
                 os.mkdir(new)
         for new in missing:
@@ -112,7 +101,7 @@ def sync_tree(path: str) -> None:
     """Sync all files and directories below a directory, and itself."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
-            sync_file(os.path.join(folder, name))
+            _sync(os.path.join(folder, name), _CANNOT_SYNC_FILES)
         sync_directory(folder)
 
 

@@ -119,34 +119,24 @@ def create_file(path: str) -> int:
     """Create a file that does not exist, and return a descriptor to write to; lock a temporary until `release`."""
     while True:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            if not is_temporary(os.path.basename(path)) or hold(path):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+        if not is_temporary(os.path.basename(path)) or hold(path):
+            return descriptor
         os.close(descriptor)
 
 
 def hold(path: str) -> bool:
-    """Lock what is at a path until `release`; return False if it is gone."""
-    is_held = False
-    try:
-        descriptor = _open(path)
-        if descriptor is None:
+    """Lock what is at a path until `release`, by a descriptor that forks close; return False if it is gone."""
+    with suppress(*GONE):
+        if (descriptor := _open(path)) is None:
             return True
-    except GONE:
-        return False
-    try:
         with suppress(OSError):  # a file system without locks: only time tells there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Only now: a thread that took it for a leftover releases its name, too.
-        if is_held := is_at(path, os.fstat(descriptor)):
+        if is_at(path, os.fstat(descriptor)):
             _held[path] = descriptor
-        return is_held
-    finally:
-        if not is_held:
-            os.close(descriptor)
+            return True
+        os.close(descriptor)
+    return False
 
 
 def release(temporary: str) -> None:
@@ -231,13 +221,11 @@ def _clock(directory: str) -> float:
     """Return the time by the clock that dates the files of a directory: this machine's may be hours off, or jump."""
     probe = temporary_path(os.path.join(directory, "clock"))
     try:
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return os.stat(probe).st_mtime
     except OSError:  # one who may only read; a full disk
         return time.time()
-    try:
-        return os.fstat(descriptor).st_mtime
     finally:
-        os.close(descriptor)
         with suppress(OSError):
             os.unlink(probe)
 

@@ -101,7 +101,7 @@ class Upload:
             if not save.has_begun:  # else the marker tells that what is there is not complete
                 self.abort()
             raise
-        atomic.delete(staged)
+        atomic.remove_temporary(staged)
 
     def _publish_gda(self, staged: str, new: bool) -> None:
         there = self._client.list(self.folder)

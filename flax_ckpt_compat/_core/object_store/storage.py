@@ -210,7 +210,7 @@ class ObjectLocation(Location):
             commit.publish_object(temporary, self.path, new=new, meter=meter)
         if not new:
             commit.remove_arrays_beside(self.path)
-        atomic.delete(temporary)
+        atomic.remove_temporary(temporary)
 
 
 def _versions(found: dict[str, Stat]) -> dict[str, str]:
