@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -26,12 +24,9 @@ if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and
     from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
-_QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
-_AT_EXIT_SECONDS = 1.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
 # Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
 _saves: list[BackgroundSave] = []
-commits: list[Commit] = []
 _raised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # whose outcome a caller has seen
 # Threads that hand a save to a pool: a signal handler that interrupts one would wait for its lock for ever.
 _submitting: list[int] = []
@@ -42,42 +37,22 @@ class BackgroundSave:
     """One background save that is running, or whose outcome nobody has seen yet."""
 
     directory: str  # real path of the checkpoint's directory
-    lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
     task: Task
-    future: Future[Any]  # the manager's, with the outcome
+    future: Future[Any] | None = None  # the manager's; None for a commit of a user's checkpointer
+    lookup_timeout: float | None = None  # seconds that look-ups wait for a multi-process save; None if they do not
+    checkpointer: Any = None  # a user's, which commits; the task waits for it, and no thread begins that one
 
-    def wait(self, timeout: float = math.inf, *, until_begun: float = math.inf) -> None:
-        """Wait until it has ended, unless this thread runs it: at most so many seconds, and so many till it begins."""
+    def wait(self) -> None:
+        """Wait for its end, unless this thread runs it; run it here if no thread has begun it."""
         if self.task.thread != threading.get_ident():  # also after the task, for which its manager may call hooks
-            end = time.monotonic() + timeout
-            _wait_for_future(self.future, min(timeout, until_begun))
-            if self.task.thread is not None:
-                _wait_for_future(self.future, max(0.0, end - time.monotonic()))
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Commit:
-    """A save that a user's checkpointer may still be committing; the next call for its directory finishes it."""
-
-    directory: Location
-    checkpointer: Any
-    then: Callable[[], Any]  # what follows the commit
-
-    def finish(self) -> None:
-        """Wait for the commit, and do what follows; raise a failure once."""
-        try:
-            self.checkpointer.wait_until_finished()
-        except Exception:  # not Ctrl-C, after which the save goes on
-            _drop(commits, self)
-            raise
-        if _drop(commits, self):
-            _run(self.then)
-
-
-def _wait_for_future(future: Future[Any], timeout: float = math.inf) -> None:
-    """Wait until a future is done or cancelled, at most so many seconds."""
-    with suppress(CancelledError, TimeoutError):
-        future.exception(None if math.isinf(timeout) else timeout)
+            if self.future is not None and self.future.cancelled():
+                self.task.withdraw()
+            try:
+                self.task.run()  # its pool may wait for this thread
+            except KeyboardInterrupt:
+                _drop(self)
+                raise
+            self.task.wait()
 
 
 class AsyncManager:
@@ -153,7 +128,19 @@ def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_
     if not isinstance(future, Future):
         future = getattr(manager, "save_future", None)
     if isinstance(future, Future):  # a manager without one alone raises its failures
-        _saves.append(BackgroundSave(real, lookup_timeout, work, future))
+        _saves.append(BackgroundSave(real, work, future, lookup_timeout))
+
+
+def start_commit(checkpointer: Any, directory: Location, then: Callable[[], Any]) -> None:
+    """Register a save that a user's checkpointer may still be committing; the next call for its directory finishes it.
+
+    That waits for the commit, and does what follows."""
+
+    def finish() -> None:
+        checkpointer.wait_until_finished()
+        then()
+
+    _saves.append(BackgroundSave(directory.resolve(), Task(_run, finish), checkpointer=checkpointer))
 
 
 def _run(task: Callable[[], Any]) -> None:
@@ -170,43 +157,42 @@ def _run(task: Callable[[], Any]) -> None:
 
 def saves_into(directory: Location) -> list[BackgroundSave]:
     """Return the registered saves into a directory."""
-    real = _resolved(directory) if _saves else None
-    return [save for save in list(_saves) if save.directory == real]
-
-
-def _resolved(directory: Location) -> str | None:
     with suppress(ValueError):  # no directory can have this name
-        return directory.resolve()
-    return None
+        real = directory.resolve() if _saves else None
+        return [save for save in list(_saves) if save.directory == real]
+    return []
 
 
 def _raise_once(future: Future[Any]) -> None:
-    """Wait for a save, and raise its failure unless somebody has seen it.
+    """Wait for a manager's save, and raise its failure unless somebody has seen it.
 
     The save stays the manager's, as in Flax, whose callers ask for its result after a wait."""
-    _wait_for_future(future)
-    for save in list(_saves):
-        if save.future is future:
-            _drop(_saves, save)
+    with suppress(CancelledError):
+        future.exception()
     if future not in _raised:
         _raised.add(future)
+        for save in list(_saves):
+            if save.future is future:
+                _drop(save)
         future.result()
 
 
-def _drop(registry: list[Any], save: Any) -> bool:
-    """Forget a save; return False if another thread did."""
+def _drop(save: BackgroundSave) -> bool:
+    """Forget a save, whose outcome somebody has seen; return False if another thread did."""
     try:
-        registry.remove(save)
+        _saves.remove(save)
     except ValueError:
         return False
+    if save.future is not None:
+        _raised.add(save.future)
     return True
 
 
-def _raise_failures(directory: Location) -> None:
-    """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
-    for save in saves_into(directory):
-        if save.future.done():
-            _raise_once(save.future)
+def _raise_failures(saves: list[BackgroundSave]) -> None:
+    """Raise the first failure of background saves that was not raised yet; never wait."""
+    for save in saves:
+        if save.task.done and _drop(save):
+            save.task.result()
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
@@ -226,12 +212,11 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
         _wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in saves_into(one)]
-    running = [save for save in saves if not save.future.done()]
+    running = [save for save in saves if not save.task.done]
     if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
         for save in running:
-            save.wait(until_begun=_QUEUED_SECONDS)
-    for directory in directories:
-        _raise_failures(directory)
+            save.wait()
+    _raise_failures(saves)
 
 
 def wait_for_multiprocess_saves(directory: Location) -> None:
@@ -239,22 +224,25 @@ def wait_for_multiprocess_saves(directory: Location) -> None:
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
     for save in saves_into(directory):
-        if save.lookup_timeout is not None:
-            save.wait(save.lookup_timeout)
+        if save.lookup_timeout is not None and not save.task.runs_here:
+            save.task.wait(save.lookup_timeout)
 
 
 def wait_for_async_saves(directory: Location) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    for save in saves_into(directory):
+    saves = saves_into(directory)
+    for save in saves:
         save.wait()
-    _raise_failures(directory)
+    _raise_failures(saves)
 
 
 def _wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
     """Finish the saves of this checkpointer, and of any other into this directory; raise a failure."""
-    for commit in list(commits):
-        if commit.checkpointer is checkpointer or commit.directory.resolve() == _resolved(directory):
-            commit.finish()
+    here = saves_into(directory)
+    for save in list(_saves):
+        if save.checkpointer is not None and (save.checkpointer is checkpointer or save in here):
+            save.wait()
+            _raise_failures([save])
     if hasattr(checkpointer, "wait_until_finished"):
         checkpointer.wait_until_finished()
 
@@ -266,15 +254,11 @@ def wait(manager: Any) -> None:
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         _raise_once(future)  # Flax's own manager drops the failure of a save that has already ended
-        if _failure_of(future) is not None and manager.save_future is future:
+        if (future.cancelled() or future.exception() is not None) and manager.save_future is future:
             # It was raised before, and the manager would raise it at each call, in words of its own.
             manager.save_future = finished = Future[Any]()
             finished.set_result(None)
     manager.wait_previous_save()
-
-
-def _failure_of(future: Future[Any]) -> BaseException | None:
-    return CancelledError("cancelled") if future.cancelled() else future.exception()
 
 
 def _is_within(manager: Any) -> bool:
@@ -286,7 +270,6 @@ def _is_within(manager: Any) -> bool:
 def _start_after_fork() -> None:
     # The threads of their pools exist in the parent only: tasks that these queue for them would never run here.
     _saves.clear()
-    commits.clear()
     for manager in list(_managers):
         manager._start()
 
@@ -299,13 +282,14 @@ def log_failures(*, running: bool = True) -> None:
     """Log failures that nothing has raised, and, with ``running``, saves that have not ended."""
     # At the exit, the interpreter has joined all pools, unless Ctrl-C interrupted it.
     for save in list(_saves):
-        if running or save.future.done():
-            not_ended = RuntimeError("it has not ended before the interpreter does")
-            error = _failure_of(save.future) if save.future.done() else not_ended
-            _drop(_saves, save)
-            if error is not None:
+        if save.task.done:
+            try:
+                _raise_failures([save])
+            except BaseException as error:  # noqa: BLE001  (nothing can catch it at exit)
                 message = "A background save of a checkpoint into %s failed: %r"
                 _log.error(message, save.directory, error, exc_info=error)
+        elif running:
+            _log.error("A background save of a checkpoint into %s has not ended before the interpreter", save.directory)
 
 
 def _finish_saves() -> None:
@@ -314,12 +298,7 @@ def _finish_saves() -> None:
         with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
             manager.executor.shutdown(wait=False)
     for save in list(_saves):
-        save.wait(until_begun=_AT_EXIT_SECONDS)
-    for commit in list(commits):
-        try:
-            commit.finish()
-        except Exception:  # noqa: BLE001  (nothing can catch it at exit)
-            _log.exception("A background save of a checkpoint into %s failed", commit.directory)
+        save.wait()
     log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 

@@ -53,7 +53,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, *, is_pr
         ) from error
     if in_background and written == request.path:
         then = functools.partial(_publish, request, written) if is_primary else bool
-        async_saves.commits.append(async_saves.Commit(request.directory, checkpointer, then))
+        async_saves.start_commit(checkpointer, request.directory, then)
     elif is_primary:
         _publish(request, written)
 

@@ -22,7 +22,6 @@ from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError
 BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
-_FIRST_WAIT_SECONDS = 1.0
 _READ_SECONDS = 2.0  # of one blocking read; Python handles no signal meanwhile
 _REPORTS, _ANSWERS = "flax_ckpt_compat/reports", "flax_ckpt_compat/answers"
 # By the clock, so that a process which was started anew takes no answer to the one before for its own.
@@ -37,10 +36,8 @@ class KeyValueStore:
         """Connect to the store of this job; ``path`` is the checkpoint's, for error messages."""
         self._path, self._client = path, _state().client
         if self._client is None:
-            raise MultiprocessSaveError(
-                f"jax counts {jax.process_count()} processes but has no connection between them; call "
-                "jax.distributed.initialize() in all of them first"
-            )
+            message = f"jax counts {jax.process_count()} processes but has no connection between them"
+            raise MultiprocessSaveError(f"{message}; call jax.distributed.initialize() in all of them first")
 
     def set(self, key: str, value: Mapping[str, Any]) -> None:
         """Set a key that has no value yet."""
@@ -134,6 +131,7 @@ class Coordinator:
         self.is_primary = self.process.index == 0
         self.is_aborted = False  # process 0 has answered that the save failed
         self._path, self.timeout, self._store = path, timeout, KeyValueStore(path)
+        self._grace = min(timeout, _GRACE_SECONDS)
         self._id = f"{self.process.index}-{next(_ids):020}"
         self._joined = dict[int, str]()  # in process 0: the identifiers of the others
         # Holds the failure of process 0 for processes that come to this path later.
@@ -178,18 +176,13 @@ class Coordinator:
             raise _decode_error(answer["error"], self._path) from failed
         return answer["value"]
 
-    def _bound(self, *, is_failed: bool) -> float:
-        return min(self.timeout, _GRACE_SECONDS) if is_failed else self.timeout
-
     def _wait_for_answer(self, stage: str, *, is_failed: bool) -> Mapping[str, Any]:
         """Return the answer of process 0, which may itself wait for the full timeout, or its earlier failure."""
         key, earlier = f"{_ANSWERS}/{stage}/{self._id}", None
-        answer = self._store.wait_for(key, _FIRST_WAIT_SECONDS)
-        if answer is None:
-            if stage == BEGIN:  # it counts unless process 0 tries again
-                earlier = self._store.read_folder(self._failures).get("answer")
-            is_short = is_failed or earlier is not None
-            answer = self._store.wait_for(key, (1 if is_short else 2) * self._bound(is_failed=is_short)) or earlier
+        if stage == BEGIN:  # it counts unless process 0 tries again
+            earlier = self._store.read_folder(self._failures).get("answer")
+        is_short = is_failed or earlier is not None
+        answer = self._store.wait_for(key, self._grace if is_short else 2 * self.timeout) or earlier
         if answer is None:
             raise self._timeout_error(stage, [0])
         self._store.delete(f"{_REPORTS}/{stage}/{self._id}")
@@ -233,7 +226,7 @@ class Coordinator:
             here = [report for report in reports.values() if report["path"] == self._path]
             is_failed = is_failed or any(report["error"] for report in here)
             # A report for another path may be of another thread of a process that still comes here.
-            bound = self._bound(is_failed=is_failed or len(here) < len(reports))
+            bound = self._grace if is_failed or len(here) < len(reports) else self.timeout
             is_complete = len(reports if is_failed else here) == wanted
             if is_complete or time.monotonic() > start + bound:
                 return reports
@@ -259,17 +252,14 @@ class Coordinator:
             if report["error"] is not None:
                 failure = f"process {index} failed at {stage!r}, so nothing was saved: {report['error']['message']}"
                 raise MultiprocessSaveError(f"{self._path}: {failure}", path=self._path)
-        missing = [index for index in range(1, self.process.count) if index not in reports]
-        if missing:
+        if missing := [index for index in range(1, self.process.count) if index not in reports]:
             raise self._timeout_error(stage, missing)
 
     def mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:
         """Return the error of a process that saves something else than process 0."""
-        return MultiprocessSaveError(
-            f"{self._path}: process {index} saves {theirs}, process 0 {mine}{hint}; call "
-            "save_checkpoint_multiprocess with the same arguments in all processes",
-            path=self._path,
-        )
+        remedy = "call save_checkpoint_multiprocess with the same arguments in all processes"
+        message = f"{self._path}: process {index} saves {theirs}, process 0 {mine}{hint}; {remedy}"
+        return MultiprocessSaveError(message, path=self._path)
 
     def _timeout_error(self, stage: str, missing: list[int]) -> ProcessTimeoutError:
         shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)

@@ -11,7 +11,6 @@ remembers no second copy of the values.
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,9 +28,6 @@ _THREADS = 4
 # Below so many bytes, starting threads takes longer than copying, and a transfer to locked pages than numpy's copy.
 _MIN_PARALLEL_BYTES, _MIN_LOCKED_BYTES = 4 * 2**20, 64 * 2**10
 _BLOCK_BYTES = 64 * 2**20
-# Advice that not every system has: huge pages; the kernel may take the pages until they are written to again.
-_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-_FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _PAGE_LOCKED = "pinned_host"
 # Bytes that one save may lock: three quarters of what jax may lock by default, as its own transfers need some, too.
 # Where jax finds no memory to lock, it waits for ten seconds: no save shall meet that twice.
@@ -44,12 +40,12 @@ _BYTE = np.dtype(np.uint8)
 
 
 class _Block:
-    """Pages of this process alone; `lend` gives them to one save at a time."""
+    """Memory that `lend` gives to one save at a time."""
 
     def __init__(self, nbytes: int):
-        self.pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes = memory.empty_pages(nbytes)
+        self.nbytes = nbytes
         self._lent: weakref.ref[_Array] | None = None
-        _advise(self.pages, _HUGE_PAGES)
 
     @property
     def is_free(self) -> bool:
@@ -57,17 +53,10 @@ class _Block:
         return self._lent is None or self._lent() is None
 
     def lend(self) -> _Array:
-        """Return the pages with undefined values."""
-        pages = self.pages
-        lent: _Array = np.frombuffer(pages, _BYTE)  # the base of views of it, and of views of these
-        self._lent = weakref.ref(lent, lambda _: _advise(pages, _FREE))
+        """Return the memory with undefined values."""
+        lent: _Array = np.frombuffer(self._bytes.data, _BYTE)  # the base of views of it, and of views of these
+        self._lent = weakref.ref(lent)
         return lent
-
-
-def _advise(pages: mmap.mmap, advice: int | None) -> None:
-    if advice is not None:
-        with suppress(OSError):
-            pages.madvise(advice)
 
 
 # Manager → the blocks of its last save. Changed by single operations only, as a signal handler may save, too.
@@ -111,13 +100,11 @@ class Copies:
         return copy
 
     def _next_block(self, nbytes: int) -> _Array:
-        block = next((block for block in self._free if len(block.pages) >= nbytes), None)
+        block = next((block for block in self._free if block.nbytes >= nbytes), None)
         if block is None:
-            try:
-                block = _Block(max(_BLOCK_BYTES, nbytes))
-            except OSError:
-                return memory.empty((nbytes,), _BYTE)
-        self._free = [other for other in self._free if other is not block]
+            block = _Block(max(_BLOCK_BYTES, nbytes))
+        else:
+            self._free.remove(block)
         self._used.append(block)
         return block.lend()
 

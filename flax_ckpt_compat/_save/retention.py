@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from jax import monitoring
 
@@ -26,7 +26,6 @@ from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
-_LOOKS, _PAUSE_SECONDS = 5, 0.02  # at what other writers change meanwhile
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 # Directory → name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. Retention
@@ -92,11 +91,10 @@ def _is_complete(location: Location) -> bool:
 def _counted_and_doomed(
     request: SaveRequest, listed: CheckpointDir, names: list[str]
 ) -> tuple[Collection[str], list[str]]:
-    """Return the steps that `saved_steps.counted_steps` counts, without those of other prefixes, and which to remove.
+    """Return the steps of this prefix that `saved_steps.counted_steps` counts, and which to remove.
 
     A look opens a file or lists a directory. So the first ones are at what decides if all count: the doomed; the step
-    before each, from which ``keep_every_n_steps`` counts; the last ones, of which ``keep`` stay; and newer ones, which
-    are told where something is wrong. Where nothing would go then, nothing goes if some do not count."""
+    before each, from which ``keep_every_n_steps`` counts; the last ones, of which ``keep`` stay; and newer ones."""
     others, with_items = saved_by_other_prefixes(listed), request.orbax_checkpointer is not None
     ordered = [name for name in steps.in_order(names, listed.prefix) if name not in others]
     doomed, first = _to_remove(request, ordered), 0
@@ -118,28 +116,17 @@ def _may_be_evicted(request: SaveRequest) -> bool:
     """Return whether another writer may have evicted, or is replacing, the checkpoint that was just saved.
 
     It has saved a newer step, or, with ``overwrite``, an older one since this save began, or it is saving one."""
-    checkpoint_dir, began = request.checkpoint_dir, request.start - _CLOCK_SECONDS
     if request.location.is_remote:
         return True
-    if request.location.exists() and not _is_complete(request.location):
-        return False
-    for _ in range(_LOOKS):  # that writer may be evicted itself meanwhile, and a listing may miss names that change
-        names = saved_steps.names_in(checkpoint_dir)
-        if any(map(temporaries.is_temporary, names)) or _is_complete(request.location):
-            return True
-        for name in steps.in_order(names, checkpoint_dir.prefix):
-            if request.is_newer(name) or _modified(checkpoint_dir.path(name).path) > began:
+    if request.location.exists():
+        return _is_complete(request.location)  # a listing may miss names that change
+    names = saved_steps.names_in(request.checkpoint_dir)
+    for name in steps.in_order(names, request.checkpoint_dir.prefix):
+        with suppress(OSError):  # it vanished
+            path, began = request.checkpoint_dir.path(name).path, request.start - _CLOCK_SECONDS
+            if request.is_newer(name) or os.path.getmtime(path) > began:
                 return True
-        time.sleep(_PAUSE_SECONDS)
-    return False
-
-
-def _modified(path: str) -> float:
-    """Return the time of the last change of a local path, in seconds since the epoch; 0 if it vanished."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+    return any(map(temporaries.is_temporary, names))
 
 
 def _removed_error(request: SaveRequest) -> ConcurrentWriteError:
@@ -153,19 +140,16 @@ def _removed_error(request: SaveRequest) -> ConcurrentWriteError:
 
 def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
-    prefix, saved = request.checkpoint_dir.prefix, request.name
-    number = steps.step_of(saved, prefix) or 0
-    removed, older, newer = list[str](), list[str](), list[str]()
+    saved, prefix, number = request.name, request.checkpoint_dir.prefix, request.number or 0
+    removed, kept = list[str](), list[str]()
     for name in ordered:
         step = steps.step_of(name, prefix) or 0
-        if step > number:
-            (removed if request.overwrite and not request.replace_only_checkpoints else newer).append(name)
-        elif step == number and name != saved and request.overwrite:
-            removed.append(name)  # two names can mean one step (7 and 7.0): overwriting replaces the other name too
-        elif name != saved:
-            older.append(name)
+        # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
+        is_replaced = step == number or (step > number and not request.replace_only_checkpoints)
+        (removed if request.overwrite and is_replaced and name != saved else kept).append(name)
+    kept.sort(key=lambda name: (steps.step_of(name, prefix) or 0, name == saved))
     # Never remove the one just saved, even if enough newer ones stay.
-    evicted = expired([*older, saved, *newer], prefix, request.keep, request.keep_every_n_steps)
+    evicted = expired(kept, prefix, request.keep, request.keep_every_n_steps)
     return removed + [name for name in evicted if name != saved]
 
 

@@ -120,10 +120,8 @@ def _reason_against(request: SaveRequest, path: Location) -> str | None:
     """Return why a path may not be replaced, looked for again while other writers replace what is there."""
     for _ in range(_ATTEMPTS):
         before = path.identity()
-        if before is None and not path.exists():
-            return None  # another writer has just removed it
         try:
-            reason = _why_not_replaced(request, path)
+            reason = _why_not_replaced(request, path) if path.exists() else None
             if reason is None or path.identity() == before:
                 return reason
         except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
@@ -192,11 +190,8 @@ def _check_overwrite(request: SaveRequest) -> None:
     if last is not None:
         state = "is newer" if request.is_newer(last) else "is the same step"
         removed = "" if request.replace_only_checkpoints else _removed(request, step, others)
-        raise _invalid(
-            request,
-            f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
-            f"pass overwrite=True to save it anyway{removed}.",
-        )
+        message = f"{checkpoint_dir.path(last)} {state}; pass overwrite=True to save it anyway{removed}."
+        raise _invalid(request, f"cannot save step {request.step}: {message}")
 
 
 def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:

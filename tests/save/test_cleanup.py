@@ -23,7 +23,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core import progress
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._save import pipeline, retention
+from flax_ckpt_compat._save import pipeline
 from tests.support.saves import names, tree, use_flag
 
 
@@ -311,26 +311,6 @@ def test_a_name_that_counts_no_step(flag: bool, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(pipeline, "retain", retain)
     with use_flag(flag), pytest.raises(errors.StorageError, match="is not there"):
         checkpoints.save_checkpoint(tmp_path, tree(), "best")
-
-
-def test_evicted_by_a_writer_that_was_evicted_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save of an older step with ``overwrite`` removes this one, and is removed by a third: nothing was lost."""
-    real_retain, real_modified = pipeline.retain, retention._modified
-
-    def retain(request: Any, *arguments: Any) -> None:
-        (tmp_path / "checkpoint_3").rename(tmp_path / "checkpoint_2")
-        real_retain(request, *arguments)
-
-    def modified(path: str) -> float:
-        if path.endswith("_2") and os.path.exists(path):
-            os.rename(path, path.replace("_2", "_1"))
-        return real_modified(path)
-
-    monkeypatch.setattr(pipeline, "retain", retain)
-    monkeypatch.setattr(retention, "_modified", modified)
-    with use_flag(False):
-        save(tmp_path, 3, overwrite=True)
-    assert names(tmp_path) == ["checkpoint_1"]
 
 
 def test_a_listing_that_misses_the_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import mmap
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ from tests.support.saves import use_flag
 
 MIB = 1 << 20
 SIZES = (1000, 3 * MIB, 20 * MIB, 70 * MIB)  # bytes of arrays in blocks, and of one with memory of its own
-needs_advice = pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="the system cannot mark pages as free")
 
 
 class Manager:
@@ -49,7 +45,6 @@ def addresses(arrays: list[np.ndarray]) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 
-@needs_advice
 def test_the_next_save_gets_the_same_memory() -> None:
     """Once nothing refers to the copies of the one before."""
     manager = Manager()
@@ -75,24 +70,6 @@ def test_what_something_refers_to_is_never_written_to() -> None:
         assert np.array_equal(np.asarray(view), np.frombuffer(before, np.uint8) if type(before) is bytes else before)
 
 
-@needs_advice
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="Linux counts such pages there")
-def test_the_kernel_may_take_what_is_kept() -> None:
-    """It counts the pages as free ones that it has not needed yet."""
-
-    def lazily_free() -> int:
-        with open("/proc/self/smaps_rollup") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("LazyFree"))
-
-    manager = Manager()
-    before, first = lazily_free(), copied(1, manager)
-    assert lazily_free() - before < 8 * MIB
-    del first
-    gc.collect()
-    assert lazily_free() - before > 0.9 * sum(SIZES)
-
-
-@needs_advice
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_a_slow_save_keeps_its_values(flag: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, other saves get other memory; what it used, once it has ended, also with an error."""
