@@ -72,7 +72,6 @@ def write(save: ProcessSave) -> None:
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
-        options.meter.begin_rest(sum(os.path.getsize(os.path.join(path, name)) for name in sent))
         done = os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path)
         upload.upload_files(path, sent, done, options.meter)
 

@@ -23,12 +23,9 @@ from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 
 _log = logging.getLogger("flax_ckpt_compat")
 _EVERY_SECONDS = 0.2
-# Of a save to a store: the part for writing the local files that are then uploaded.
-PART_BEFORE_UPLOAD = 0.5
-_TURN_SECONDS = 1.0  # how long the report of a failure waits for a call of the callback that is under way
 BAR = "bar"  # value of the setting ``progress``
 _NAME_WIDTH = 32
-_LOCKED_SECONDS = 1.0
+_LOCKED_SECONDS = 1.0  # how long a report waits for one that is under way, which may be waiting for what it reports
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,10 +62,6 @@ Callback = Callable[[Progress], object]
 class Stopped(BaseException):
     """The callback raised an error, which ends a restore; no handler of damage or lost requests may take it for one."""
 
-    def __init__(self, error: BaseException):
-        super().__init__(error)
-        self.error = error
-
 
 class Meter:
     """Counter of the bytes of one save or restore; without a callback it counts nothing.
@@ -77,41 +70,30 @@ class Meter:
     by a restore at once, and kept by a save until `settle`; it is not called again."""
 
     def __init__(self, callback: Callback | None = None, doing: Literal["save", "restore"] = "save"):
+        self.is_on = callback is not None  # somebody asked for reports
         self._callback, self._doing = callback, doing
         self._failure: BaseException | None = None  # of the callback
         self._path = ""
         self._total: int | None = None  # None until it begins
         self._start = self._due = 0.0  # when it began, and when the next report is due
-        self._done = self._counted = 0  # bytes that were reported, and those of the phase
-        self._added = collections.deque[int]()  # bytes of the phase that are not counted yet
-        self._phase = (0.0, 1.0, 1)  # where it begins and ends, as parts of the whole, and its bytes
+        self._done = self._counted = 0  # bytes that were reported, and those of all rounds
+        self._added = collections.deque[int]()  # bytes that are not counted yet
+        self._rounds = 1
         self._turn = threading.Lock()
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether anybody asked for reports."""
-        return self._callback is not None
-
-    def begin(self, path: str, total: int, *, until: float = 1.0) -> None:
-        """Begin a phase of all bytes of a checkpoint, or begin anew; it is this part of the whole."""
+    def begin(self, path: str, total: int, *, rounds: int = 1) -> None:
+        """Begin to count all bytes of a checkpoint, or begin anew; each is added so many times, as files are sent."""
         if self._total is None:
             self._start = time.monotonic()
             self._due = self._start + _EVERY_SECONDS
         if (path, total) != (self._path, self._total):
             self._path, self._total, self._done = path, total, 0
-        self._begin_phase(0.0, until, total)
-
-    def begin_rest(self, nbytes: int) -> None:
-        """Begin the rest, a phase of so many bytes."""
-        self._begin_phase(self._phase[1], 1.0, nbytes)
-
-    def _begin_phase(self, start: float, stop: float, nbytes: int) -> None:
         self._added.clear()
-        self._counted, self._phase = 0, (start, stop, max(1, nbytes))
+        self._counted, self._rounds = 0, rounds
 
     def add(self, nbytes: int, name: str | Path) -> None:
         """Count bytes of a leaf, or of a file, that were read or written."""
-        if self._callback is None:
+        if not self.is_on:
             return
         self._added.append(nbytes)
         if time.monotonic() >= self._due and self._turn.acquire(blocking=False):
@@ -125,10 +107,8 @@ class Meter:
             return
         while self._added:
             self._counted += self._added.popleft()
-        start, stop, nbytes = self._phase
-        part = start + (stop - start) * min(1.0, self._counted / nbytes)
         # Never less than before, though something is read or written again; all of it is reported by `_end` alone.
-        self._done = max(self._done, min(int(self._total * part), self._total - 1))
+        self._done = max(self._done, min(self._counted // self._rounds, self._total - 1))
         if self._done < self._total:
             self._call(self._done, name if isinstance(name, str) else show_path(name))
         self._due = time.monotonic() + _EVERY_SECONDS
@@ -144,7 +124,7 @@ class Meter:
             except (Exception, SystemExit) as failure:  # noqa: BLE001  (it is the user's)
                 self._failure = failure
         if self._failure is not None and self._doing == "restore" and error is None:
-            raise Stopped(self._failure)
+            raise Stopped
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -152,17 +132,18 @@ class Meter:
         try:
             yield
             self._end(None)
-        except Stopped as stopped:
-            raise stopped.error from None
+        except Stopped:
+            assert self._failure is not None
+            raise self._failure from None
         except BaseException as error:
             self._end(error)
             raise
 
     def _end(self, error: BaseException | None) -> None:
-        if self._callback is None or self._total is None:
+        if self._total is None or not self.is_on:
             return
         # After an interrupt, a thread may still be in the callback.
-        if self._turn.acquire(timeout=-1 if error is None else _TURN_SECONDS):
+        if self._turn.acquire(timeout=-1 if error is None else _LOCKED_SECONDS):
             try:
                 self._call(self._total if error is None else self._done, "", error)
             finally:
@@ -171,17 +152,16 @@ class Meter:
             _log.error("The progress callback failed, and so did the %s", self._doing, exc_info=self._failure)
 
     def settle(self, *, in_background: bool) -> None:
-        """Raise what the callback raised during a save, now that the checkpoint is complete.
+        """Raise what the callback raised during a save that is complete; in the background, log it.
 
-        Log it in the background, where it would be taken for a failure of the save."""
+        There, it would be taken for a failure of the save."""
         if self._failure is None:
             return
         saved = f"{self._path} is saved, and complete"
-        if in_background:
-            _log.error("%s, but its progress callback failed", saved, exc_info=self._failure)
-            return
-        self._failure.add_note(f"The progress callback raised this. {saved}.")
-        raise self._failure
+        if not in_background:
+            self._failure.add_note(f"The progress callback raised this. {saved}.")
+            raise self._failure
+        _log.error("%s, but its progress callback failed", saved, exc_info=self._failure)
 
 
 OFF = Meter()
@@ -249,7 +229,11 @@ class _Bars:
             if not ends:
                 self._show(key, report)
             while self._ended:
-                self._end(self._ended.popleft())
+                if (task := self._tasks.pop(self._ended.popleft(), None)) is not None:
+                    self._display.remove_task(task)
+            if self._display is not None and not self._tasks:
+                self._display.stop()
+                self._display = None
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -268,14 +252,6 @@ class _Bars:
         shown = f"{report.doing[:-1]}ing {os.path.basename(report.path)}  {_shortened(report.name)}"
         self._display.update(self._tasks[key], description=shown, completed=report.done, total=report.total)
         self._display.refresh()
-
-    def _end(self, key: tuple[str, str]) -> None:
-        if key not in self._tasks:
-            return
-        self._display.remove_task(self._tasks.pop(key))
-        if not self._tasks:
-            self._display.stop()
-            self._display = None
 
 
 def _shortened(name: str) -> str:
@@ -316,9 +292,5 @@ class Stopwatch:
 
 def nbytes_of(leaves: Iterable[Any]) -> int:
     """Return the bytes of arrays or leaf handles."""
-    return sum(map(_nbytes, leaves))
-
-
-def _nbytes(leaf: Any) -> int:
-    nbytes = getattr(leaf.data if isinstance(leaf, KeyData) else leaf, "nbytes", 0)
-    return nbytes if isinstance(nbytes, int) else 0
+    found = (getattr(leaf.data if isinstance(leaf, KeyData) else leaf, "nbytes", 0) for leaf in leaves)
+    return sum(nbytes for nbytes in found if isinstance(nbytes, int))

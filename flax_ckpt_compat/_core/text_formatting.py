@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import heapq
 import itertools
 import logging
 import re
@@ -23,8 +21,6 @@ MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.
 _NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
 _MAX_RUNS = 6
-# difflib is slow: of more names, compare only those that share the most pairs of letters.
-_MAX_COMPARED = 40
 # Such as attn and attention; encoder and Dense_0 are less alike.
 _AKIN = 0.6
 
@@ -125,53 +121,42 @@ def fold(rows: Iterable[Row]) -> list[Row]:
 
 def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
     """Like `fold`; return each row with those that it replaces."""
-    groups: dict[Any, list[Row]] = {}
+    alike: dict[Any, list[Row]] = {}
     for row in rows:
         literals = tuple(tuple(_NUMBER.split(name)[::2]) for name in row.names)
-        groups.setdefault((literals, row.detail), []).append(row)
-    return [pair for group in groups.values() for pair in _products(group)]
+        alike.setdefault((literals, row.detail), []).append(row)
+    return [pair for group in alike.values() for pair in _products(group)]
 
 
 def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
     """Cover rows that are alike but for numbers with products of sets of numbers; yield each with its rows."""
-    if len(group) == 1:
-        yield group[0], group
-        return
-    numbers = ([number for name in row.names for number in _NUMBER.findall(name)] for row in group)
-    columns = list(zip(*numbers, strict=True))
+    columns = list(zip(*(_NUMBER.findall("/".join(row.names)) for row in group), strict=True))
     # Equal columns, such as those of a leaf's path and its source's, count as one.
-    distinct = {column: at for at, column in enumerate(dict.fromkeys(columns))}
-    places = [distinct[column] for column in columns]
-    found: dict[tuple[frozenset[str], ...], list[int]] = {}
+    distinct = list(dict.fromkeys(columns))
+    products: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for row in range(len(group)):
-        found.setdefault(tuple(frozenset((column[row],)) for column in distinct), []).append(row)
+        products.setdefault(tuple((column[row],) for column in distinct), []).append(row)
     for at in reversed(range(len(distinct))):
-        joined: dict[Any, list[Any]] = {}  # products that differ only in this column
-        for product in found:
-            joined.setdefault((product[:at], product[at + 1 :]), []).append(product)
-        if len(joined) == len(found):
-            continue
-        merged: dict[tuple[frozenset[str], ...], list[int]] = {}
-        for (before, after), same in joined.items():
-            union = frozenset[str]().union(*(one[at] for one in same))
-            merged[(*before, union, *after)] = [row for one in same for row in found[one]]
-        found = merged
-    for product, members in found.items():
-        sets = list(map(_set, product))
-        texts = iter([sets[at] for at in places])
-        names = tuple(_filled(name, texts) for name in group[0].names)
+        joined: dict[Any, list[tuple[str, ...]]] = {}  # products that differ only in this column
+        for product in products:
+            joined.setdefault((product[:at], product[at + 1 :]), []).append(product[at])
+        products = {
+            (*before, tuple(itertools.chain(*sets)), *after): [
+                row for one in sets for row in products[(*before, one, *after)]
+            ]
+            for (before, after), sets in joined.items()
+        }
+    for product, members in products.items():
+        texts = dict(zip(distinct, map(_set, product), strict=True))
+        filled = iter([texts[column] for column in columns])
+        names = tuple(_NUMBER.sub(lambda _, filled=filled: next(filled), name) for name in group[0].names)
         yield Row(names, group[0].detail, len(members)), [group[row] for row in sorted(members)]
 
 
-def _filled(name: str, texts: Iterator[str]) -> str:
-    """Return a name with the next of the texts in place of each number."""
-    return _NUMBER.sub(lambda _: next(texts), name)
-
-
-def _set(numbers: frozenset[str]) -> str:
+def _set(numbers: tuple[str, ...]) -> str:
     """Format a set of numbers as ``7``, ``{0..23}`` or ``{0,2,4}``."""
     if len(numbers) == 1:
-        return next(iter(numbers))
+        return numbers[0]
     ordered = sorted(numbers, key=lambda text: (int(text), text))
     runs = [[text for _, text in run] for _, run in groupby(enumerate(ordered), lambda one: int(one[1]) - one[0])]
     words = [text for run in runs for text in ([f"{run[0]}..{run[-1]}"] if len(run) > 2 else run)]
@@ -180,36 +165,21 @@ def _set(numbers: frozenset[str]) -> str:
     return f"{{{','.join(words)}}}"
 
 
-class Names:
-    """An index of names, for several searches."""
-
-    def __init__(self, names: Sequence[str]):
-        self._names = names
-        self._by_last: dict[str, list[str]] = {}
-        for name in names:
-            self._by_last.setdefault(_last(name), []).append(name)
-        self._pairs = functools.cache(_pairs_of)
-
-    def nearest(self, wanted: str) -> list[str]:
-        """Return at most two names that are akin where they differ; with the same last part if any name has it."""
-        names = self._by_last.get(_last(wanted)) or self._names
-        if _last(wanted).isdecimal():  # an item of a list is like no other name
-            names = [name for name in names if _last(name).isdecimal()]
-        if len(names) > _MAX_COMPARED:
-            pairs = _pairs_of(wanted)
-            names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._similarity(name, pairs))
-        matches = difflib.get_close_matches(wanted, names, n=_MAX_COMPARED, cutoff=0.5)
-        akin = (printable(name, one_line=True) for name in matches if _are_akin(wanted, name))
-        return list(itertools.islice(akin, 2))
-
-    def _similarity(self, name: str, pairs: frozenset[str]) -> float:
-        own = self._pairs(name)
-        return len(own & pairs) / (len(own) + len(pairs) + 1)
+def nearest(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return at most two names that are akin to a key path where they differ; with its last part if any name has it."""
+    ours, paths = wanted.split("/"), {name: name.split("/") for name in names}
+    found = [name for name, path in paths.items() if path[-1] == ours[-1]] or [
+        # An item of a list is like no other name.
+        name
+        for name, path in paths.items()
+        if path[-1].isdecimal() or not ours[-1].isdecimal()
+    ]
+    akin = [name for name in found if _are_akin(ours, paths[name])]
+    return [printable(name, one_line=True) for name in difflib.get_close_matches(wanted, akin, 2, 0.5)]
 
 
-def _are_akin(one: str, other: str) -> bool:
+def _are_akin(ours: list[str], theirs: list[str]) -> bool:
     """Return whether two key paths, or their ends, differ in the first name or else little: misspelt, a level more."""
-    ours, theirs = one.split("/"), other.split("/")
     least = min(len(ours), len(theirs))
     if least > 2 and ours[1:] == theirs[1:]:
         return True
@@ -217,18 +187,10 @@ def _are_akin(one: str, other: str) -> bool:
         for end in (0, -1):
             while left and right and left[end] == right[end]:
                 del left[end], right[end]
-        first, second = "/".join(left), "/".join(right)
-        if not first or not second or difflib.SequenceMatcher(None, first, second).ratio() >= _AKIN:
+        matcher = difflib.SequenceMatcher(None, "/".join(left), "/".join(right))
+        if not left or not right or (matcher.quick_ratio() >= _AKIN and matcher.ratio() >= _AKIN):
             return True
     return False
-
-
-def _last(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def _pairs_of(name: str) -> frozenset[str]:
-    return frozenset(map(str.__add__, name, name[1:]))
 
 
 class _Printable(logging.Filter):

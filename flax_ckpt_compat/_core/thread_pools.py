@@ -119,22 +119,6 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def run_apart(function: Callable[[], Any]) -> Any:
-    """Call a function on a thread of its own, where Ctrl-C cannot interrupt it, and return its result.
-
-    It runs here if no thread begins. Ctrl-C waits for its end; a second one is raised at once."""
-    task = Task(function)
-    try:
-        if start_thread(task.run):
-            task.wait(_BEGIN_SECONDS)
-        return task.result()
-    except BaseException:
-        _end_all([task])
-        raise
-    finally:
-        del task  # it holds the error, whose traceback holds this frame
-
-
 class Pool:
     """Threads for tasks; a task that none of them has begun runs on the thread that wants its result.
 
@@ -147,13 +131,17 @@ class Pool:
     def submit(self, function: Callable[..., Any], *args: Any) -> Task:
         """Return a task to call ``function``, which begins as soon as a thread is free."""
         task = Task(function, *args)
-        self._tasks.append(task)
-        self._workers = [worker for worker in self._workers if not worker.done]
-        if len(self._workers) < self._n_threads:
-            worker = Task(self._work)
-            self._workers.append(worker)
-            start_thread(worker.run)
+        self.begin([task])
         return task
+
+    def begin(self, tasks: Collection[Task]) -> None:
+        """Begin tasks, as soon as threads are free."""
+        self._tasks.extend(tasks)
+        self._workers = [worker for worker in self._workers if not worker.done]
+        for _ in range(min(len(tasks), self._n_threads - len(self._workers))):
+            self._workers.append(Task(self._work))
+            if not start_thread(self._workers[-1].run):
+                return
 
     def _work(self) -> None:
         with suppress(IndexError):
@@ -173,6 +161,19 @@ class Pool:
         self.cancel(wait=True)
 
 
+def run_apart(function: Callable[[], Any]) -> Any:
+    """Call a function on a thread of its own, where Ctrl-C cannot interrupt it, and return its result.
+
+    It runs here if no thread begins. Ctrl-C waits for its end; a second one is raised at once."""
+    with Pool(1) as pool:
+        task = pool.submit(function)
+        try:
+            task.wait(_BEGIN_SECONDS)
+            return task.result()
+        finally:
+            del task  # it holds the error, whose traceback holds this frame
+
+
 def in_parallel(
     work: Callable[[_Item], _Result], items: Collection[_Item], at_once: int = 16, *, in_runs: bool = False
 ) -> list[_Result]:
@@ -187,47 +188,25 @@ def in_parallel(
         return [work(item) for item in ordered]
     n_shares = n_threads if in_runs else len(ordered)
     bounds = [len(ordered) * share // n_shares for share in range(n_shares + 1)]
-    shares = collections.deque(itertools.starmap(range, itertools.pairwise(bounds)))
-    results: list[Any] = [None] * len(ordered)
     failed = False
 
-    def drain() -> None:
+    def run(start: int, stop: int) -> list[_Result]:
         nonlocal failed
         try:
-            while not failed and (share := _next(shares)) is not None:
-                for number in share:
-                    if failed:
-                        return
-                    results[number] = work(ordered[number])
+            return [work(item) for item in ordered[start:stop] if not failed]
         except BaseException:
             failed = True
             raise
 
-    helpers = [Task(drain) for _ in range(n_threads - 1)]
-    try:
-        all(map(start_thread, [helper.run for helper in helpers]))  # as many as can be started
-        drain()
-        list(map(Task.result, helpers))
-    except BaseException:
-        failed = True
-        _end_all(helpers)
-        raise
-    finally:
-        helpers.clear()  # they hold the error, whose traceback holds this frame
-    return results
-
-
-def _end_all(tasks: list[Task]) -> None:
-    for task in tasks:
-        task.withdraw()
-        task.wait()
-
-
-def _next(shares: collections.deque[range]) -> range | None:
-    try:
-        return shares.popleft()
-    except IndexError:
-        return None
+    shares = [Task(run, *pair) for pair in itertools.pairwise(bounds)]
+    with Pool(n_threads - 1) as pool:
+        try:
+            pool.begin(shares)
+            list(map(Task.run, shares))
+            return list(itertools.chain.from_iterable(map(Task.result, shares)))
+        finally:
+            failed = True  # nothing begins any more
+            shares.clear()  # they hold the error, whose traceback holds this frame
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.steps import numbered
-from flax_ckpt_compat._core.text_formatting import Names, Row, fold, listed, literal, one_line, printable, shown
+from flax_ckpt_compat._core.text_formatting import Row, fold, listed, literal, nearest, one_line, printable, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, joined, node_at, show_path, topmost
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
@@ -29,14 +29,14 @@ def missing_leaves(plan: TreePlan) -> str:
     assert plan.target is not None
     lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
-    names = Names([show_path(path) for path, _ in iter_leaves(plan.tree)])
+    names = [show_path(path) for path, _ in iter_leaves(plan.tree)]
     held = {show_path(path): leaf.shape for path, leaf in iter_leaves(plan.tree) if is_array(leaf)}
     arrays = ((path, *shape_and_dtype(node_at(plan.target.node, path))) for path in plan.missing)
     wanted = {show_path(path): shape for path, shape, dtype in arrays if isinstance(dtype, np.dtype)}
     any_near = False
     for row in rows:
         size = wanted.get(row.names[0])  # None for a folded row, for keys, and for what is no array
-        near = [name for name in names.nearest(row.names[0]) if size is None or held.get(name, size) == size]
+        near = [name for name in nearest(row.names[0], names) if size is None or held.get(name, size) == size]
         any_near = any_near or bool(near)
         similar = f"   (stored: {', '.join(near)})" if near else ""
         line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"

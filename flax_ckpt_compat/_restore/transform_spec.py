@@ -15,7 +15,7 @@ import jax
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
-from flax_ckpt_compat._core.text_formatting import Names, one_line
+from flax_ckpt_compat._core.text_formatting import nearest, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves
 from flax_ckpt_compat._discovery import locating, opening, saved_steps
 from flax_ckpt_compat._discovery.not_found import Absence
@@ -212,7 +212,7 @@ class _Chooser:
         return Derived((one,), function, None, None, "value_fn")
 
     def _like(self, name: str) -> str:
-        near = Names(list(self._leaves.names)).nearest(name)
+        near = nearest(name, self._leaves.names)
         return f"; stored names like it: {', '.join(near)}" if near else ""
 
     def _derive(self, key: str, outcome: Call, leaf: Any) -> Derived:

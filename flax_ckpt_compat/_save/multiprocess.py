@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import multiprocess as uploads
-from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, nbytes_of
+from flax_ckpt_compat._core.progress import nbytes_of
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, Path, iter_leaves, show_path
@@ -142,7 +142,7 @@ class _OwnSave:
 
         with meter.reporting():
             if meter.is_on:
-                meter.begin(request.path, self.nbytes, until=PART_BEFORE_UPLOAD if self.part.upload else 1.0)
+                meter.begin(request.path, self.nbytes, rounds=2 if self.part.upload else 1)
             try:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:

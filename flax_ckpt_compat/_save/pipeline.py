@@ -11,8 +11,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
-from flax_ckpt_compat._core.location import LocalLocation
-from flax_ckpt_compat._core.progress import PART_BEFORE_UPLOAD, Stopwatch, nbytes_of
+from flax_ckpt_compat._core.progress import Stopwatch, nbytes_of
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import Node, iter_leaves
@@ -75,14 +74,12 @@ def _write(
     with meter.reporting():
         request.directory.with_listing(listing).prepare_directory()
         if meter.is_on:
-            meter.begin(request.path, nbytes(), until=PART_BEFORE_UPLOAD if location.is_remote else 1.0)
+            meter.begin(request.path, nbytes(), rounds=2 if location.is_remote else 1)  # written, and sent
         with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
             # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
             with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
                 backend.write(temporary, prepared, request.options)
             watch.lap("write")
-            if meter.is_on and location.is_remote:
-                meter.begin_rest(LocalLocation(temporary).total_size())
             validation.publish(request, lambda place, new: place.publish(temporary, new=new, meter=meter))
         watch.lap("publish")
         retain(request)

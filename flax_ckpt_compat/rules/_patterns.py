@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from flax_ckpt_compat._core.text_formatting import Names, literal, one_line
+from flax_ckpt_compat._core.text_formatting import literal, nearest, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, joined, show_path
 from flax_ckpt_compat.rules._rule import RuleError
 
@@ -173,7 +173,7 @@ def new_names(text: str) -> Path:
 def near_names(wanted: str, tree: Node) -> str:
     """Return the end of a message: similar paths of a tree, or its top-level names."""
     paths = (path[:end] for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
-    if close := Names(list(dict.fromkeys(map(show_path, paths)))).nearest(wanted):
+    if close := nearest(wanted, map(show_path, paths)):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"

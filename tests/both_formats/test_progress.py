@@ -243,11 +243,10 @@ def test_what_is_done_again_counts_once() -> None:
     meter = progress.Meter(reports.append, "save")
     with meter.reporting():
         for _ in range(2):
-            meter.begin("/c", 100, until=0.5)
+            meter.begin("/c", 100, rounds=2)
             meter.add(60, "a")
-        meter.begin_rest(10)
-        meter.add(5, "d/1")
-        meter.add(50, "d/2")
+        meter.add(90, "d/1")
+        meter.add(60, "d/2")
     assert [one.done for one in reports] == [30, 30, 75, 99, 100]
 
 

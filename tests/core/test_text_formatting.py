@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore
-from flax_ckpt_compat._core.text_formatting import Names, Row, fold, one_line, printable, shown
+from flax_ckpt_compat._core.text_formatting import Row, fold, nearest, one_line, printable, shown
 from flax_ckpt_compat.cli import main
 
 EVIL = "w\x1b[2J\x9b31m\u202e\nERROR all is lost\r"
@@ -201,11 +201,11 @@ STORED = ["params/Dense_0/kernel", "params/Dense_0/bias", "params/enc/attn/kerne
 )
 def test_names_that_are_akin(wanted: str, expected: list[str]) -> None:
     """A misspelling, a longer form or another level is told; equal ends alone, which all layers have, are not."""
-    assert Names(STORED).nearest(wanted) == expected
+    assert nearest(wanted, STORED) == expected
 
 
 def test_items_of_lists_are_like_items_of_lists() -> None:
     """A list that is longer in the target lacks an item, and no name that happens to share letters is it."""
-    names = Names([*(f"flattened_state/{item}" for item in range(6)), "str_pytree_state"])
-    assert names.nearest("flattened_state/6") == []
-    assert Names(["layers/6", "layer_6"]).nearest("layer/6") == ["layers/6"]
+    names = [*(f"flattened_state/{item}" for item in range(6)), "str_pytree_state"]
+    assert nearest("flattened_state/6", names) == []
+    assert nearest("layer/6", ["layers/6", "layer_6"]) == ["layers/6"]
