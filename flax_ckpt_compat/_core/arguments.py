@@ -4,9 +4,9 @@ One-element arrays are accepted as scalars."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -86,50 +86,27 @@ def load_name(name: str) -> Any:
         raise SettingError(f"{name!r} is not module:name, such as train:create_state; a module is no path of a file")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    with _as_program(module, f"{name!r}: importing {module}, searched in {os.getcwd()} and PYTHONPATH,"):
+        loaded = importlib.import_module(module)
     try:
-        with _as_program(module):
-            found: Any = importlib.import_module(module)
-    except SystemExit as error:
-        raise SettingError(
-            f"{name!r}: importing {module} ended the program (SystemExit: {error}): put what it runs below "
-            'if __name__ == "__main__":'
-        ) from error
-    except Exception as error:
-        remedy = f"searched {os.getcwd()} and PYTHONPATH: run this in the module's folder, or put that on PYTHONPATH"
-        remedy = remedy if isinstance(error, ModuleNotFoundError) else "importing the module must not fail"
-        raise SettingError(f"{name!r}: cannot import {module} ({type(error).__name__}: {error}); {remedy}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), 1)
-            hint = f"did you mean {near[0]}?" if near else f"{module} is {getattr(found, '__file__', 'no file')}"
-            raise SettingError(f"{name!r}: {module} has no {attribute}; {hint}")
-        found = getattr(found, part)
-    return found
+        return operator.attrgetter(attribute)(loaded)
+    except AttributeError as error:
+        raise SettingError(f"{name!r}: {error}") from error
 
 
 def load_value(name: str) -> Any:
     """Return what ``module:name`` names, or the result of calling it if it is a function."""
-    found = load_name(name)
-    called = f"{name}()" if callable(found) else name
-    try:
-        with _as_program(name.partition(":")[0]):
-            value = found() if callable(found) else found
-    except SystemExit as error:
-        raise SettingError(
-            f"{called} ended the program (SystemExit: {error}), as a function that parses arguments does; name one "
-            "that takes no arguments and returns the state"
-        ) from error
-    except Exception as error:
-        raise SettingError(
-            f"{called} raised {type(error).__name__}: {error}; it must take no arguments and return the state"
-        ) from error
+    value = load_name(name)
+    if callable(value):
+        with _as_program(name.partition(":")[0], f"{name}(), which must take no arguments and return the state,"):
+            value = value()
     if value is None:  # a forgotten return: without a target every checkpoint fits
-        raise SettingError(f"{called} is None; it must {'return' if callable(found) else 'be'} the state")
+        raise SettingError(f"{name} is None; it must be the state, or return it")
     return value
 
 
 @contextmanager
-def _as_program(module: str) -> Iterator[None]:
+def _as_program(module: str, doing: str) -> Iterator[None]:
     """Let code of the user see the arguments of a program of that name, without any, and not ours.
 
     What it prints goes to standard error, since standard output may be JSON."""
@@ -138,5 +115,12 @@ def _as_program(module: str) -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr) if sys.stderr is not None else nullcontext():
             yield
+    except SystemExit as error:
+        raise SettingError(
+            f"{doing} ended the program (SystemExit: {error}), as parsing arguments does: put what a program runs "
+            'below if __name__ == "__main__":'
+        ) from error
+    except Exception as error:
+        raise SettingError(f"{doing} raised {type(error).__name__}: {error}") from error
     finally:
         sys.argv = given

@@ -149,8 +149,13 @@ def _products(group: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
     for product, members in products.items():
         texts = dict(zip(distinct, map(_set, product), strict=True))
         filled = iter([texts[column] for column in columns])
-        names = tuple(_NUMBER.sub(lambda _, filled=filled: next(filled), name) for name in group[0].names)
+        names = tuple(_filled(name, filled) for name in group[0].names)
         yield Row(names, group[0].detail, len(members)), [group[row] for row in sorted(members)]
+
+
+def _filled(name: str, texts: Iterator[str]) -> str:
+    """Return a name with the next of the texts in place of each number."""
+    return _NUMBER.sub(lambda _: next(texts), name)
 
 
 def _set(numbers: tuple[str, ...]) -> str:

@@ -97,12 +97,11 @@ def test_rules_of_the_project() -> None:
 @pytest.mark.parametrize(
     "target, says",
     [
-        ("my_train:create_stat", "did you mean create_state?"),
-        ("my_train:without_data", "my_train:without_data() raised RuntimeError: no data set here"),
-        ("my_train:main", "my_train:main() ended the program (SystemExit: 2), as a function that parses arguments"),
-        ("my_train:forgot_return", "my_train:forgot_return() is None; it must return the state"),
-        ("my_trian:create_state", "cannot import my_trian"),
-        ("my_trian:create_state", "searched {cwd} and PYTHONPATH"),
+        ("my_train:create_stat", "'my_train:create_stat': module 'my_train' has no attribute 'create_stat'"),
+        ("my_train:without_data", "return the state, raised RuntimeError: no data set here"),
+        ("my_train:main", "return the state, ended the program (SystemExit: 2)"),
+        ("my_train:forgot_return", "my_train:forgot_return is None; it must be the state, or return it"),
+        ("my_trian:create_state", "searched in {cwd} and PYTHONPATH, raised ModuleNotFoundError"),
         ("my_train", "is not module:name"),
         ("my_train.py:create_state", "is not module:name, such as train:create_state; a module is no path of a file"),
         ("../my-code/vit:create_state", "is not module:name"),
@@ -121,7 +120,8 @@ def test_a_module_that_ends_the_program() -> None:
     Path("my_script.py").write_text("raise SystemExit(3)\n")
     result = plan("run", "--target", "my_script:create_state")
     assert result.exit_code == 2
-    assert "importing my_script ended the program (SystemExit: 3): put what it runs below" in result.stderr
+    assert "importing my_script, searched in" in result.stderr
+    assert "ended the program (SystemExit: 3), as parsing arguments does: put what a program runs" in result.stderr
 
 
 def test_a_function_that_parses_options_and_prints() -> None:
