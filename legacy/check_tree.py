@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
-from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format
@@ -21,7 +22,7 @@ _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 def check_tree(tree: Node) -> None:
     """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
-    supported, addressable = Memo(_is_supported), AddressableMemo()
+    supported, addressable = Memo(_is_supported), Memo[bool](operator.attrgetter("is_fully_addressable"))
     jax_types: dict[type, bool] = {Branch: False}
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
@@ -39,7 +40,7 @@ def check_tree(tree: Node) -> None:
                 continue
             if kind not in jax_types:
                 jax_types[kind] = is_jax_array(child)
-            if not jax_types[kind] or not supported[child.dtype] or not addressable.is_fully_addressable(child):
+            if not jax_types[kind] or not supported[child.dtype] or not addressable.of(child.sharding):
                 stack.append(((*path, name), child))
 
 

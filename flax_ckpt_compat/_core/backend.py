@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flax_ckpt_compat._core import array_boxes, progress
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # listings of checkpoints do without it
     from flax_ckpt_compat._core.object_store.multiprocess import Upload
 BATCH_BYTES = 32 * 2**20
 _MAX_BATCH = 10_000
-_READER: Callable[[LeafHandle | ArraySlice], Reader] = operator.attrgetter("reader")
 
 
 class Format(enum.Enum):
@@ -61,8 +59,7 @@ class LeafHandle:
         shape: shape of the array, or of the key data for a PRNG key; () for everything else.
         dtype: dtype of the array, numpy scalar or key data; None for Python values.
         nbytes: size of the value in memory, in bytes; 0 if the format does not store it.
-        stored_name: `name`, or None for the key path joined with slashes: of many leaves with long paths, those would
-            take more memory than the file.
+        stored_name: `name`, or None for the key path joined with slashes, which takes more memory than the file.
         reader: open checkpoint that reads `locator`.
         locator: private to the backend.
         in_gda_folder: saved from several processes into the folder beside the msgpack file (Flax's ``_gda``).
@@ -149,19 +146,14 @@ class Reader(Protocol):
         return self.location.path
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """Read the values of leaves and slices, in the given order; large ones in parallel.
+        """Read the values of leaves and slices in order; all slices of an array in one call decode its chunks once.
 
-        Pass all slices of one array in one call, so that no stored chunk is decoded twice. If ``mapped``, large arrays
-        that are plain bytes in a local file may be private mappings, at any address; other arrays are writable memory
-        of the caller's own, C order, 64-byte aligned. Others are numpy or Python scalars, str, bytes, or `KeyData` for
-        a PRNG key. Raise CorruptCheckpointError, with the leaf, if bytes are missing or do not decode, and
-        ChecksumError if opened with ``verify``."""
+        Arrays are writable, C order and 64-byte aligned; if ``mapped``, large ones may be private mappings of a local
+        file. Raise CorruptCheckpointError, or with ``verify`` ChecksumError, with the leaf."""
         ...
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
-        """Yield indices of slices that cover an array, to be read one after another, of ``nbytes`` in memory each.
-
-        Chunks that decode only as a whole may be larger."""
+        """Yield indices of slices that cover an array, of ``nbytes`` each, or a chunk that decodes only as a whole."""
         assert handle.dtype is not None
         limit = max(1, nbytes // handle.dtype.itemsize)
         return array_boxes.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
@@ -179,10 +171,9 @@ class Reader(Protocol):
         return None
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:  # noqa: ARG002  (some readers have none)
-        """Check the stored bytes of a leaf, or all that belong to no leaf, against the checksums of the save.
+        """Check the stored bytes of a leaf, or all that belong to no leaf, against recorded checksums.
 
-        Return whether checksums of it are recorded; raise ChecksumError if it differs, with the leaf or the file, or as
-        `read`. Reads in bounded memory; inline leaves may be checked on opening only."""
+        Return whether there are some; raise ChecksumError, with the leaf or the file, or as `read`."""
         return False
 
     def close(self) -> None:
@@ -194,17 +185,12 @@ class Reader(Protocol):
 class WriteOptions:
     """Settings of a backend's writer."""
 
-    # Name of a codec of the format (``zstd``, ``crc32c``), or None. The msgpack format has no compression and ignores
-    # it.
-    compression: str | None = None
+    compression: str | None = None  # a codec of a format that `compresses` (``zstd``, ``crc32c``)
     checksums: bool = True  # record checksums of what is written
-    # Bytes of the largest part of an array that is stored as one, in a format that has such parts; None for its own
-    # limit. A store takes and gives several parts at once, each by a connection of its own.
-    part_bytes: int | None = None
+    part_bytes: int | None = None  # of the largest part of an array in a store, which takes several at once
     past_cache: bool = False  # files of arrays are written past the page cache, where their file system can
     meter: progress.Meter = progress.OFF  # counts the bytes that are written, and sent
-    # Key path → the process that writes the values of an array which several processes hold whole, where that is not
-    # process 0; only for a backend that `splits_replicas`.
+    # Key path of an array that several processes hold whole → the one that writes it, if the backend `splits_replicas`.
     writers: Mapping[Path, int] = dataclasses.field(default_factory=dict)
 
 
@@ -212,7 +198,7 @@ class WriteOptions:
 class ProcessInfo:
     """One process of a multi-process save."""
 
-    index: int  # process index, from 0; process 0 also writes all that is not distributed
+    index: int  # from 0; process 0 also writes all that is not distributed
     count: int
 
 
@@ -220,8 +206,7 @@ class ProcessInfo:
 class ProcessSave:
     """The part that one process has in a save of several processes."""
 
-    # Where it writes: a temporary that all processes see, or, for a save to a store, a local one of its own.
-    path: str
+    path: str  # a temporary that all processes see, or, for a save to a store, a local one of its own
     prepared: Any  # of `Backend.prepare`
     options: WriteOptions
     process: ProcessInfo
@@ -246,14 +231,11 @@ class Backend(Protocol):
     write_event: str | None  # event that ``jax.monitoring`` records before a write, as in Flax, or None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
-        """Validate a tree and plan its storage, before anything is written; copy no array data.
+        """Validate a tree, plan its storage and return ``prepared`` for the other methods; copy no array data.
 
-        Leaves are ``np.ndarray``, ``jax.Array`` (fully addressable, neither traced nor deleted), numpy scalars, int,
-        float, bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`, whose
-        data is one of the arrays. In a multi-process save with this ``process``, a ``jax.Array`` or `HostCopy` may be
-        distributed: each process writes its addressable shards of ``replica_id`` 0. All else is taken from process 0.
-        Return the argument ``prepared`` of the other methods. Raise UnsupportedLeafError or NameCollisionError with the
-        key path."""
+        Leaves are arrays, numpy and Python scalars, str, bytes, None, `HostCopy`, `StoredArray`, or `KeyData` of one of
+        the arrays. With ``process``, of arrays that processes share each writes its shards of ``replica_id`` 0; all
+        else is taken from process 0. Raise UnsupportedLeafError or NameCollisionError with the key path."""
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
@@ -261,16 +243,11 @@ class Backend(Protocol):
         ...
 
     def begin_multiprocess(self, save: ProcessSave, /) -> None:
-        """Create what the others need before they write, such as directories; called in process 0.
-
-        All processes see the parent of its path, unless it is a save to a store."""
+        """Create what the others need before they write, such as directories; called in process 0."""
         ...
 
     def write_process_part(self, save: ProcessSave, /) -> None:
-        """Write this process's shards, in process 0 also all that is not distributed, and sync them to disk.
-
-        For a save to a store, upload all but what only process 0 holds, which stays at its path until published.
-        """
+        """Write and sync this process's part; for a store, upload it, but what only process 0 holds, at its end."""
         ...
 
     def finish_multiprocess(self, save: ProcessSave, /) -> None:
@@ -278,13 +255,10 @@ class Backend(Protocol):
         ...
 
     def open(self, location: Location, *, verify: bool = False) -> Reader:
-        """Open a checkpoint of this format; read its structure, and perhaps small arrays with it.
+        """Open a checkpoint and read its structure, by the location's listing, and perhaps small arrays with it.
 
-        What is looked up now comes from the location's listing, what is read later from the storage.
-
-        With ``verify``, check recorded checksums: of the structure now, of arrays when they are read as a whole and not
-        mapped. Raise CorruptCheckpointError if it does not decode, and ChecksumError if its bytes are not those that
-        were saved."""
+        With ``verify``, check recorded checksums: of the structure now, of arrays when they are read whole and not
+        mapped. Raise CorruptCheckpointError if it does not decode, or ChecksumError."""
         ...
 
 
@@ -295,16 +269,14 @@ def handles_of(reader: Reader) -> list[LeafHandle]:
 
 def batches(handles: Sequence[LeafHandle], limit: int | None = None) -> Iterator[list[LeafHandle]]:
     """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
-    batch: list[LeafHandle] = []
-    nbytes, limit = 0, BATCH_BYTES if limit is None else limit
-    for handle in handles:
-        if batch and (nbytes + handle.nbytes > limit or len(batch) == _MAX_BATCH):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(handle)
+    start = nbytes = 0
+    for number, handle in enumerate(handles):
+        if number > start and (nbytes + handle.nbytes > (limit or BATCH_BYTES) or number - start == _MAX_BATCH):
+            yield list(handles[start:number])
+            start, nbytes = number, 0
         nbytes += handle.nbytes
-    if batch:
-        yield batch
+    if handles:
+        yield list(handles[start:])
 
 
 def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
@@ -319,15 +291,13 @@ def read_all(
     wanted: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False, meter: progress.Meter = progress.OFF
 ) -> list[Any]:
     """Read leaves and slices in the given order, each with its own reader; the ``meter`` counts what they read."""
-    readers = set(map(_READER, wanted))
-    if meter.is_on:
-        for reader in readers:
-            reader.meter = meter
-    if len(readers) == 1:
-        return readers.pop().read(wanted, mapped=mapped)
+    by_reader: dict[Reader, list[int]] = {}
+    for number, one in enumerate(wanted):
+        by_reader.setdefault(one.reader, []).append(number)
     values: list[Any] = [None] * len(wanted)
-    for reader in readers:
-        numbers = [number for number, one in enumerate(wanted) if one.reader is reader]
+    for reader, numbers in by_reader.items():
+        if meter.is_on:
+            reader.meter = meter
         found = reader.read([wanted[number] for number in numbers], mapped=mapped)
         for number, value in zip(numbers, found, strict=True):
             values[number] = value

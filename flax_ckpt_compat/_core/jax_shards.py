@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,21 +34,6 @@ class Memo(dict[Any, _Value]):
         found = self[key]
         self._last = key, found
         return found
-
-
-class AddressableMemo:
-    """Cache whether arrays are fully addressable."""
-
-    def __init__(self) -> None:
-        # Set at the first array: ``process_count`` starts jax's backends.
-        self._is_single_process: bool | None = None
-        self._by_sharding = Memo[bool](lambda sharding: sharding.is_fully_addressable)
-
-    def is_fully_addressable(self, array: Any) -> bool:
-        """Return whether this process sees all of a ``jax.Array``."""
-        if self._is_single_process is None:
-            self._is_single_process = sys.modules["jax"].process_count() == 1
-        return self._is_single_process or self._by_sharding.of(array.sharding)
 
 
 def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.array_boxes import Box, Shape
+from flax_ckpt_compat._core.array_boxes import Box, Shape, full_box
 from flax_ckpt_compat._core.errors import OutOfMemoryError
 from flax_ckpt_compat._core.text_formatting import format_size
 
@@ -30,10 +30,9 @@ _pause = {"on": False}
 
 @contextmanager
 def pause_gc(*, enabled: bool = True) -> Iterator[None]:
-    """Pause Python's cyclic garbage collector while many long-lived objects are created.
+    """Pause Python's cyclic garbage collector while many long-lived objects are created, without long waits.
 
-    They would trigger full collections, each of which walks everything that jax holds. Use only around short
-    computations that read at most metadata from a local disk: with ``enabled`` false, nothing is paused."""
+    They would trigger full collections, each of which walks everything that jax holds."""
     is_paused = enabled and gc.isenabled()
     try:
         if is_paused:
@@ -70,45 +69,37 @@ def empty_pages(nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def pack_alike(arrays: Sequence[bytes | memoryview], shape: Shape, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary.
-
-    numpy copies and creates the arrays of a block without Python code for each."""
-    packed: list[np.ndarray[Any, Any]] = []
+    """Copy the bytes of small arrays of one kind into blocks of memory, each array on a 64-byte boundary."""
     flat = shape if 0 < len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
-    for block, rows in _blocks(len(arrays), flat, dtype):
-        data = b"".join(arrays[len(packed) : len(packed) + len(block)])
-        block[:] = np.frombuffer(data, np.uint8).reshape(block.shape)
-        packed.extend(rows if flat is shape else [row.reshape(shape) for row in rows])
-    return packed
+    whole = full_box(flat)
+    packed = pack_chunks(arrays, flat, dtype, flat, [(whole, whole)])
+    return packed if flat is shape else [row.reshape(shape) for row in packed]
 
 
 def pack_chunks(
-    arrays: Sequence[bytes], shape: Shape, dtype: np.dtype[Any], chunk: Shape, copies: Sequence[tuple[Box, Box]]
+    arrays: Sequence[bytes | memoryview],
+    shape: Shape,
+    dtype: np.dtype[Any],
+    chunk: Shape,
+    copies: Sequence[tuple[Box, Box]],
 ) -> list[np.ndarray[Any, Any]]:
-    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks; in blocks, see `pack_alike`.
+    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks.
 
-    Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array."""
+    Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array. numpy
+    copies and creates the arrays of a block without Python code for each."""
+    size = math.prod(shape) * dtype.itemsize
+    stride = max(size + -size % ALIGNMENT, ALIGNMENT)
+    most = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
     packed: list[np.ndarray[Any, Any]] = []
-    for block, rows in _blocks(len(arrays), shape, dtype):
-        data = b"".join(arrays[len(packed) : len(packed) + len(block)])
-        chunks: Any = np.frombuffer(data, np.uint8).view(dtype).reshape(len(block), len(copies), *chunk)
+    for start in range(0, len(arrays), most):
+        some = arrays[start : start + most]
+        block = empty((len(some), stride), _BYTE)[:, :size]
+        rows = block.view(dtype).reshape(len(some), *shape) if size else np.empty((len(some), *shape), dtype)
+        chunks = view_as(np.frombuffer(b"".join(some), np.uint8), dtype, (len(some), len(copies), *chunk))
         for number, (source, target) in enumerate(copies):
             rows[(slice(None), *target)] = chunks[(slice(None), number, *source)]
         packed.extend(rows)
     return packed
-
-
-def _blocks(
-    number: int, shape: Shape, dtype: np.dtype[Any]
-) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Yield blocks of new memory for arrays that are alike: the bytes of each, and the arrays."""
-    size = math.prod(shape) * dtype.itemsize
-    stride = max(size + -size % ALIGNMENT, ALIGNMENT)
-    most = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
-    for start in range(0, number, most):
-        count = min(most, number - start)
-        block, found = empty((count, stride), _BYTE)[:, :size], (count, *shape)
-        yield block, block.view(dtype).reshape(found) if size else np.empty(found, dtype)
 
 
 def may_change(array: Any) -> bool:

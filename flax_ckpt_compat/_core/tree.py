@@ -73,10 +73,10 @@ class ValueRun:
         """Return name → leaf, the same leaves each time."""
         with _expanding:
             if self._leaves is None:
-                values, path = self.values, self.path
-                names = values if isinstance(values, dict) else map(str, range(len(values)))
-                pairs = zip(names, values.values() if isinstance(values, dict) else values, strict=True)
-                self._leaves = {name: self.handle_of((*path, name), value) for name, value in pairs}
+                values = self.values if isinstance(self.values, dict) else dict(enumerate(self.values))
+                self._leaves = {
+                    str(name): self.handle_of((*self.path, str(name)), value) for name, value in values.items()
+                }
             return self._leaves
 
 
@@ -217,30 +217,18 @@ def iter_leaves(node: Node, path: Path = (), runs: dict[int, ValueRun] | None = 
     """Yield (key path, leaf) in tree order. None is a leaf; a branch without children yields itself.
 
     With ``runs``, yield runs of Python values whole, and add them there by the ids of their branches."""
-    if runs is not None and isinstance(node, Branch) and (run := node.run) is not None:
-        runs[id(node)] = run
-        yield path, run
-        return
-    if not isinstance(node, Branch) or not node.children:
-        yield path, node
-        return
-    # Not recursive: each leaf would pass through a generator per level.
-    open_branches = [(path, iter(node.children.items()))]
-    while open_branches:
-        path, children = open_branches[-1]
-        for name, child in children:
-            if not isinstance(child, Branch):
-                yield (*path, name), child
-            elif runs is not None and (run := child.run) is not None:
-                runs[id(child)] = run
-                yield (*path, name), run
-            elif child.children:
-                open_branches.append(((*path, name), iter(child.children.items())))
-                break
-            else:
-                yield (*path, name), child
+    left = [(path, node)]  # not recursive: each leaf would pass through a generator per level
+    while left:
+        path, node = left.pop()
+        if not isinstance(node, Branch):
+            yield path, node
+        elif runs is not None and (run := node.run) is not None:
+            runs[id(node)] = run
+            yield path, run
+        elif node.children:
+            left += [((*path, name), child) for name, child in reversed(node.children.items())]
         else:
-            open_branches.pop()
+            yield path, node
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:

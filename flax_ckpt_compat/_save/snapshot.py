@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import host_copies
@@ -68,7 +69,7 @@ class _Snapshot:
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()
-        self._addressable = AddressableMemo()
+        self._addressable = Memo[bool](operator.attrgetter("is_fully_addressable"))  # by sharding
         self._shardings = Memo(_traits)
 
     def convert(self, branch: Branch, path: Path) -> None:
@@ -77,14 +78,14 @@ class _Snapshot:
         if self._in_order:  # as text: '10' before '2', in lists too
             branch.children = {name: branch.children[name] for name in sorted(branch.children)}
             branch.container = Container.DICT
-        children, is_addressable = branch.children, self._addressable.is_fully_addressable
+        children, is_addressable = branch.children, self._addressable.of
         if self._simple_types.issuperset(map(type, children.values())):
             return
         for name, child in children.items():
             kind = type(child)
             if kind in self._simple_types:
                 continue
-            if kind in self._array_types and is_addressable(child) and not child.is_deleted():
+            if kind in self._array_types and is_addressable(child.sharding) and not child.is_deleted():
                 children[name] = self._array(child)
             elif kind is Branch:
                 self.convert(child, (*path, name))

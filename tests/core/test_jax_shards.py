@@ -9,7 +9,7 @@ import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.jax_shards import AddressableMemo, Memo
+from flax_ckpt_compat._core.jax_shards import Memo
 from tests.support.interpreters import devices, run_python
 
 
@@ -36,11 +36,6 @@ def test_equal_shardings_give_the_first_of_them() -> None:
     shardings = [jax.sharding.SingleDeviceSharding(device) for _ in range(3)]
     known = Memo(lambda sharding: sharding)
     assert [known.of(one) is shardings[0] for one in shardings] == [True] * 3
-
-
-def test_one_process_sees_all_of_its_arrays() -> None:
-    """Several processes have tests of their own."""
-    assert AddressableMemo().is_fully_addressable(jax.numpy.ones(3))
 
 
 def test_trees_of_numpy_arrays_do_not_start_jax() -> None:
