@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 def check_tree(tree: Node) -> None:
     """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
-    supported, addressable = Memo(_is_supported), Memo[bool](operator.attrgetter("is_fully_addressable"))
+    supported, addressable = Memo(_is_supported), Memo[bool](lambda sharding: sharding.is_fully_addressable)
     jax_types: dict[type, bool] = {Branch: False}
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:

@@ -95,7 +95,7 @@ def pack_chunks(
         some = arrays[start : start + most]
         block = empty((len(some), stride), _BYTE)[:, :size]
         rows = block.view(dtype).reshape(len(some), *shape) if size else np.empty((len(some), *shape), dtype)
-        chunks = view_as(np.frombuffer(b"".join(some), np.uint8), dtype, (len(some), len(copies), *chunk))
+        chunks: Any = view_as(np.frombuffer(b"".join(some), np.uint8), dtype, (len(some), len(copies), *chunk))
         for number, (source, target) in enumerate(copies):
             rows[(slice(None), *target)] = chunks[(slice(None), number, *source)]
         packed.extend(rows)
