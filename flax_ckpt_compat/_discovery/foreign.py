@@ -30,16 +30,13 @@ ZIP = (
 )
 _LOOKS: Sequence[tuple[bytes, str]] = (
     (_LFS_START, LFS_POINTER),
+    (b"\x93NUMPY", "a .npy file, or several in a row (numpy.load reads it, or equinox.tree_deserialise_leaves)"),
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
     (b"PK\x03\x04", ZIP),
     (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
     (b"\x89HDF", "an HDF5 file (h5py reads it)"),
     (b"SQLite format 3", "an SQLite database"),
 )
-EQUINOX = "several .npy files in a row (equinox.tree_deserialise_leaves reads it)"
-_NPY, _ONE_NPY = b"\x93NUMPY", "a .npy file (numpy.load reads it)"
-TENSORFLOW = "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"
-_TENSORFLOW_INDEX, _FIRST_SHARD = ".index", ".data-00000-of-00001"
 # Tags of msgpack: maps, lists, and the extension types of Flax (arrays, complex numbers, numpy scalars).
 _MAPS, _LISTS = (*range(0x80, 0x90), 0xDE, 0xDF), (*range(0x90, 0xA0), 0xDC, 0xDD)
 _EXTENSIONS = {0xC7: 2, 0xC8: 3, 0xC9: 5, **dict.fromkeys(range(0xD4, 0xD9), 1)}  # → where the type is
@@ -55,19 +52,19 @@ _MAX_FILES = 200  # to look at; a pointer of git-lfs is rarely alone
 SAFETENSORS = "a safetensors file (restores read it if its name ends in .safetensors)"
 STREAM = "a stream of several msgpack objects, as EasyLM writes (restores read it unless its name is a checkpoint's)"
 _SOMETHING_ELSE, _UNKNOWN_FILE = "a folder of something else", "a file of another program"
-_FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
-MSGPACK_SUFFIXES = (".msgpack", ".mpk", ".mpack", ".flax")
-_READ_SUFFIXES = (*MSGPACK_SUFFIXES, ".npz", ".safetensors")
-_HUGGING_FACE = re.compile(
-    r"flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|"
-    r"trainer_state\.json|diffusion_flax_model\.msgpack"
+# To restore from a folder, the best first.
+_READ_SUFFIXES = (".index.json", "flax_model.msgpack", ".msgpack", ".mpk", ".mpack", ".flax", ".npz", ".safetensors")
+_HUGGING_FACE = (
+    r"(diffusion_)?flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
+    r"trainer_state\.json"
 )
-_SHARDS = "flax_model.msgpack.index.json"
 _KINDS = (
+    (re.compile(r".*\.index\.json"), "a model of Hugging Face in several files, or shards"),
+    (re.compile(_HUGGING_FACE), "a model folder of Hugging Face"),
     (re.compile(r"pytreedef\.json"), "what jax's pytree_serialization saved, whose load() reads it"),
     (re.compile(r"\.zarray|zarr\.json"), "an array of zarr, which TensorStore reads"),
     (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow, which tf.saved_model.load reads"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), TENSORFLOW),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow, which tf.train.load_checkpoint reads"),
     (re.compile(r"ckpt-\d+\.flax"), "a folder of checkpoints of CLU"),
     (re.compile(r".*\.(msgpack|mpk|mpack|flax)"), "a folder of msgpack files"),
     (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch, which torch.distributed.checkpoint reads"),
@@ -85,12 +82,7 @@ def file_looks_like(path: Location, head: bytes | None = None) -> str | None:
     # A header's length, with which safetensors files begin, may look like a container; their size tells.
     if head[8:9] != b"{" and _begins_like_container(head) and not _begins_like_other(head):
         return None
-    if path.name.endswith(_TENSORFLOW_INDEX):
-        data = path.path.removesuffix(_TENSORFLOW_INDEX) + _FIRST_SHARD
-        if path.at(data).exists():
-            return TENSORFLOW
-    look = _bytes_look_like(path.read(0, FIRST_BYTES), path.size())
-    return EQUINOX if look == _ONE_NPY and path.name.endswith(".eqx") else look
+    return _bytes_look_like(path.read(0, FIRST_BYTES), path.size())
 
 
 def _bytes_look_like(first: bytes, size: int) -> str | None:
@@ -112,8 +104,6 @@ def _bytes_look_like(first: bytes, size: int) -> str | None:
 
 def _begins_like_other(first: bytes) -> str | None:
     """Return what a file looks like whose first byte may be that of a map or list of msgpack, and which is neither."""
-    if first.startswith(_NPY):
-        return _ONE_NPY if first.count(_NPY) == 1 else EQUINOX
     # msgpack's empty map is the single byte 0x80, the first byte of every pickle of protocol 2 or later.
     if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
         return "a Python pickle (it is not opened, because unpickling runs code)"
@@ -194,10 +184,9 @@ def naming_lfs_pointers(path: Location) -> Iterator[None]:
     except (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError) as error:
         if (pointer := _first_pointer(path)) is None:
             raise
-        copied = " that they were copied from, copy them again" if path.is_remote else ""
         raise CorruptCheckpointError(
             f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
-            f"`git lfs pull` in {'the' if path.is_remote else 'that'} repository{copied}, and try again.",
+            "`git lfs pull` in the repository that they come from, and try again.",
             path=path.path,
             leaf=error.leaf,
         ) from error
@@ -234,14 +223,9 @@ def _text_looks_like(first: bytes) -> str | None:
 def names_look_like(found: Collection[str]) -> str:
     """Return what a directory with these names looks like, or some of them."""
     names = sorted(found)
-    if _SHARDS in names:
-        return f"a model of Hugging Face in several files, or shards (restore {_SHARDS}, which lists them)"
-    if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
-        return "a model folder of Hugging Face"
-    for pattern, what in _KINDS:
-        if any(map(pattern.fullmatch, names)):
-            return f"{what} ({_shown(names)})"
-    return f"{_SOMETHING_ELSE} ({_shown(names)})"
+    what = next((what for pattern, what in _KINDS if any(map(pattern.fullmatch, names))), _SOMETHING_ELSE)
+    more = f", and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"{what} (it holds {', '.join(names[:_MAX_SHOWN])}{more})"
 
 
 def is_unknown_look(look: str) -> bool:
@@ -249,28 +233,11 @@ def is_unknown_look(look: str) -> bool:
     return look.startswith((_SOMETHING_ELSE, _UNKNOWN_FILE))
 
 
-def _shown(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return f"it holds {', '.join(names[:_MAX_SHOWN])}{more}"
-
-
-def msgpack_file_in(path: Location) -> Location | None:
-    """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
-    names = [name for name in path.listdir() if name.endswith(MSGPACK_SUFFIXES)]
-    name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
-    return None if name is None or is_lfs_pointer(path / name) else path / name
-
-
-def is_prefix_of_tensorflow(path: Location) -> bool:
-    """Return whether a path that does not exist is the prefix by which TensorFlow names a checkpoint's files."""
-    return not path.is_remote and path.sibling(_TENSORFLOW_INDEX).isfile()
-
-
 def foreign_remedy(path: Location) -> str:
     """Return the remedy for a directory that is not a checkpoint."""
-    if (file := msgpack_file_in(path)) is not None:
-        return f"Restore {file}, which is in it."
-    names = sorted(name for name in path.listdir() if name.endswith(_READ_SUFFIXES))
-    if names and not is_lfs_pointer(path / names[-1]):
-        return f"Restore one of the files in it, such as {path / names[-1]}."
+    found = [
+        name for suffix in _READ_SUFFIXES for name in sorted(path.listdir(), reverse=True) if name.endswith(suffix)
+    ]
+    if found and not is_lfs_pointer(path / found[0]):
+        return f"Restore a file in it, such as {path / found[0]}."
     return "Restore another step or path, or read it with the program that wrote it."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -220,7 +221,7 @@ def _nothing(
     if otherwise is None:
         raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
-    log_once(_subject(checkpoint_dir), message, found.level)
+    log_once(_subject(checkpoint_dir), message, logging.INFO if found.is_start else logging.WARNING)
     return otherwise()
 
 

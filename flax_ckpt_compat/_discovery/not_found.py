@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import logging
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -26,7 +25,7 @@ _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which
 _DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
-_SIMILAR, _TYPO = 0.6, 0.85  # of difflib: told by errors; also a warning of a restore that goes on with the target
+_SIMILAR, _TYPO = 0.6, 0.85  # of difflib: names to suggest; and those for which a restore is no first run
 _FAILURES = (OSError, ValueError, CheckpointError)
 
 
@@ -36,73 +35,54 @@ class Absence:
 
     why: str
     remedy: str = ""  # what to do next, or empty
-    beside: str = ""  # what is beside the path, for errors
-    is_start: bool = False  # there is nothing at all, as in a program's first run
+    is_start: bool = False  # as in a program's first run, which is no warning
     lost: Contents | None = None  # the newest incomplete checkpoint, where no save can have left it
 
     def __str__(self) -> str:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why
 
-    @property
-    def level(self) -> int:
-        """Return the level of the log record: no warning on a first run."""
-        return logging.INFO if self.is_start else logging.WARNING
-
     def error(self, path: Location, before: str = "") -> CheckpointNotFoundError:
         """Return this as an error, after other words."""
-        message = f"{before}{self}; {self.beside}" if self.beside else f"{before}{self}"
-        return CheckpointNotFoundError(message, path=path.path, has_remedy=bool(self.remedy or self.beside))
+        return CheckpointNotFoundError(f"{before}{self}", path=path.path, has_remedy=bool(self.remedy))
 
 
 def of_directory(path: Location) -> Absence:
-    """Explain that a path does not exist."""
+    """Explain that a path does not exist, by what is beside it, or beside the first folder on the way that is not."""
     missing = f"{path} does not exist"
     if why := path.why_too_long():
         return Absence(f"{missing}, as {why}", "shorten it")
-    if not path.is_remote:
-        with suppress(*_FAILURES):
-            return _one_level_up(path, missing)
+    if path.is_remote:
+        return Absence(missing, is_start=True)
+    with suppress(*_FAILURES):
+        if expanded := unexpanded_home(path):
+            return Absence(f"{missing}, as '~' is not expanded", f"write {expanded}")
+        if outer := contents.checkpoint_around(path):
+            return Absence(f"{missing}, and would be a part of the checkpoint {outer}", "pass that path")
+        above, name = path.parent, path.name
+        while not above.isdir():
+            above, name = above.parent, above.name
+        names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
+        if above == path.parent and (like := _steps_like(name, above, names)):
+            prefix, _ = steps.split_step(name) or (name, "")
+            remedy = f"pass that directory, and {prefix=}" if prefix == name else "pass one of them, or that directory"
+            return Absence(f"{missing}; {above} has {some(like)}", remedy)
+        # Runs that differ in their numbers alone are no typos.
+        others = [one for one in names if _DIGITS.sub("", one) != _DIGITS.sub("", name)]
+        near = difflib.get_close_matches(name, others, 1, _SIMILAR)
+        if above.path == "/" or not near:
+            there = f"has {some(names)}" if names and above.path != "/" else "exists"
+            return Absence(missing, f"check the path; {printable(above.path, one_line=True)} {there}", is_start=True)
+        meant = above / near[0]
+        is_typo = meant.isdir() and difflib.SequenceMatcher(None, name, near[0]).ratio() >= _TYPO
+        return Absence(missing, f"did you mean {printable(meant.path, one_line=True)}?", is_start=not is_typo)
     return Absence(missing, is_start=True)
 
 
-def _one_level_up(path: Location, missing: str) -> Absence:
-    if expanded := unexpanded_home(path):
-        return Absence(f"{missing}, as '~' is not expanded", f"write {expanded}")
-    if foreign.is_prefix_of_tensorflow(path):
-        return Absence(f"{missing}, but is the name of {foreign.TENSORFLOW}")
-    if outer := contents.checkpoint_around(path):
-        return Absence(f"{missing}, and would be a part of the checkpoint {outer}", "pass that path")
-    above, name = path.parent, path.name
-    while not above.isdir():  # a name above may be wrong
-        above, name = above.parent, above.name
-    names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
-    prefix, _ = steps.split_step(path.name) or (path.name, "")
-    if prefix and above == path.parent and (there := _steps_of(prefix, above, names)):
-        if prefix == path.name:
-            return Absence(f"{missing}; there are {some(there)} in {above}", f"pass that directory, and {prefix=}")
-        return Absence(f"{missing}; {above} has {some(there)}", "pass one of them, or that directory")
-    if above.path == "/" or not names:
-        return Absence(missing, beside=f"check the path; {above} exists", is_start=True)
-    # Runs that differ in their numbers are all of interest.
-    near = difflib.get_close_matches(name, [one for one in names if _shape(one) != _shape(name)], 1, _SIMILAR)
-    if not near:
-        return Absence(missing, beside=f"{printable(above.path, one_line=True)} has {some(names)}", is_start=True)
-    meant = above / near[0] / path.path.removeprefix((above / name).path).lstrip("/")
-    suggestion = f"did you mean {printable((meant if meant.exists() else above / near[0]).path, one_line=True)}?"
-    if meant.isdir() and difflib.SequenceMatcher(None, name, near[0]).ratio() >= _TYPO:
-        return Absence(missing, suggestion)
-    return Absence(missing, beside=suggestion, is_start=True)
-
-
-def _steps_of(prefix: str, folder: Location, names: Collection[str]) -> list[str]:
-    """Return the names of a prefix's first checkpoints in a folder."""
-    numbered = (name for name in names if (steps.split_step(name) or ("",))[0] == prefix)
-    return [name for name in itertools.islice(numbered, _MAX_FOLDERS) if saved_steps.is_checkpoint(folder / name)]
-
-
-def _shape(name: str) -> str:
-    """Return a name without its numbers."""
-    return _DIGITS.sub("", name)
+def _steps_like(name: str, folder: Location, names: Collection[str]) -> list[str]:
+    """Return the first checkpoints in a folder whose prefix is that of a name, or the name."""
+    prefix, _ = steps.split_step(name) or (name, "")
+    numbered = (one for one in names if prefix and (steps.split_step(one) or ("",))[0] == prefix)
+    return [one for one in itertools.islice(numbered, _MAX_FOLDERS) if saved_steps.is_checkpoint(folder / one)]
 
 
 def unexpanded_home(path: Location) -> str | None:
@@ -114,11 +94,11 @@ def unexpanded_home(path: Location) -> str | None:
 
 
 def no_directory(path: Location) -> Absence:
-    """Explain that a path is not a directory of checkpoints: it does not exist, or is a file."""
-    if (dangling := presence.dangling_link(path.path)) is not None:
+    """Explain that a path is not a directory: it does not exist, or is a file."""
+    if dangling := presence.dangling_link(path.path):
         return Absence(dangling)
     if path.exists():
-        return Absence(f"{path} is a file", f"pass the directory of the checkpoints, perhaps {path.parent}")
+        return Absence(f"{path} is not a directory", f"pass one, perhaps {path.parent}")
     return of_directory(path)
 
 
@@ -128,52 +108,39 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, listed: list[str] | None = Non
     ``listed`` are the names on which that was decided: others may have been saved since."""
     directory = checkpoint_dir.directory
     if not directory.isdir():
-        if directory.exists():
-            return Absence(presence.dangling_link(directory.path) or f"{directory} is not a directory")
-        return dataclasses.replace(found := of_directory(directory), why=f"the directory {found.why}")
+        found = no_directory(directory)
+        return found if directory.exists() else dataclasses.replace(found, why=f"the directory {found.why}")
     none = f"{directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
-    if why := checkpoint_dir.path(checkpoint_dir.prefix).why_too_long():
-        return Absence(f"{none}, as {why}", "shorten the prefix")
     names = saved_steps.names_in(checkpoint_dir) if listed is None else listed
-    if not directory.is_remote:
-        with suppress(*_FAILURES):
-            if outer := contents.checkpoint_around(directory):
-                return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
-    if others := list(itertools.islice(_others(checkpoint_dir, names), _MAX_NAMES)):
-        head = checkpoint_dir.given_prefix.removesuffix(checkpoint_dir.prefix)
-        prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
-        there = ", ".join(other + step for other, step in others)
-        return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
-    if not directory.is_remote:
-        with suppress(*_FAILURES):
-            if below := _one_level_down(directory, names):
-                remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
-                return Absence(f"{none}; there are checkpoints at {some(below)}", remedy)
     if all(map(_is_unrelated, names)):
         return Absence(none, is_start=True)
-    look = foreign.names_look_like(names)
-    if not foreign.is_unknown_look(look):
-        with suppress(*_FAILURES):
+    with suppress(*_FAILURES):
+        if not directory.is_remote and (outer := contents.checkpoint_around(directory)):
+            return Absence(f"{none}, as it is a part of the checkpoint {outer}", "pass that path")
+        if others := list(itertools.islice(_others(checkpoint_dir, names), _MAX_NAMES)):
+            head = checkpoint_dir.given_prefix.removesuffix(checkpoint_dir.prefix)
+            prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
+            there = ", ".join(other + step for other, step in others)
+            return Absence(f"{none}; there are {there}", f"did you mean {prefixes}?")
+        if not directory.is_remote and (below := _one_level_down(directory, names)):
+            return Absence(f"{none}; there are checkpoints at {some(below)}", "pass one of these paths")
+        if not foreign.is_unknown_look(look := foreign.names_look_like(names)):
             remedy = foreign.foreign_remedy(directory).rstrip(".")
             return Absence(f"{none}, but looks like {look}", remedy[0].lower() + remedy[1:])
     return Absence(none)
 
 
 def _one_level_down(directory: Location, names: Collection[str]) -> list[str]:
-    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them."""
-    if "snapshots" in names:  # a cache of Hugging Face
-        directory /= "snapshots"
-        names = directory.listdir()
+    """Return the folders of a directory that are checkpoints, or hold some."""
     paths = (directory / name for name in steps.natural_sort(names, signed=False) if not name.startswith("."))
     folders = itertools.islice((path for path in paths if path.isdir()), _MAX_FOLDERS)
-    return [found.path for found in map(_checkpoint_in, folders) if found is not None]
+    return [folder.path for folder in folders if _holds_checkpoint(folder)]
 
 
-def _checkpoint_in(folder: Location) -> Location | None:
-    """Return a folder that is a checkpoint or holds some, or its only msgpack file; else None."""
+def _holds_checkpoint(folder: Location) -> bool:
     numbered = (name for name in folder.listdir() if not steps.is_foreign(name) and steps.split_step(name))
     paths = (folder, *(folder / name for name in itertools.islice(numbered, _MAX_FOLDERS)))
-    return folder if any(map(saved_steps.is_checkpoint, paths)) else foreign.msgpack_file_in(folder)
+    return any(map(saved_steps.is_checkpoint, paths))
 
 
 def _is_unrelated(name: str) -> bool:

@@ -186,7 +186,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan")),
         *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan")),
         *(((name, "runz"), 2, "id you mean ") for name in ("ls", "show", "verify", "clean", "plan")),
-        (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs/a?"),
+        (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs?"),
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "there are checkpoints at "),
@@ -195,7 +195,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
         *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
-        (("clean", "notes.txt"), 2, "is a file: pass the directory"),
+        (("clean", "notes.txt"), 2, "is not a directory: pass one"),
         (("diff", "runs/a", "runs/b"), 2, "/runs has a"),
         (("convert", "empty", "out", "--to", "orbax"), 2, "Pass a checkpoint, or a directory"),
         (

@@ -34,7 +34,7 @@ def test_report(tmp_path, monkeypatch):
     with use_flag(True), config.override(dtype="target"):
         found = CliRunner().invoke(main, ["doctor", str(tmp_path), missing, "--json"])
     assert found.exit_code == 1, found.stderr
-    assert found.stderr.rstrip().endswith(f"Problem: {missing} does not exist; did you mean {tmp_path}/checkpoint_1?")
+    assert found.stderr.rstrip().endswith(f"Problem: {missing} does not exist: did you mean {tmp_path}/checkpoint_1?")
     sections = json.loads(found.stdout)
     for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
         assert sections["Versions"][name] == metadata.version(name)
