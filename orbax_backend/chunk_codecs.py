@@ -1,21 +1,17 @@
 """Encode and decode stored chunks: zstd, a CRC-32C behind, and shards of one chunk, which are what Orbax writes.
 
-TensorStore's zarr drivers decode all other codecs, chunk by chunk, from memory.
+TensorStore's zarr drivers decode all other codecs; see `zarr`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import zstandard
 from crc32c import crc32c
-
-from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 
 CHECKSUM_NBYTES, ZSTD_LEVEL = 4, 1
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
@@ -49,13 +45,13 @@ class ChunkCodec:
 
     def decode(self, stored: bytes | memoryview, nbytes: int, target: memoryview | None = None) -> bytes | memoryview:
         """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""
-        _check_ratio(stored, nbytes)
+        check_ratio(stored, nbytes)
         data = self._in_shard(memoryview(stored))
         if self.checksum:
             data = checked(data)
         if self.zstd:
             return _decompressed(data, nbytes, target)
-        return _placed(data, nbytes, target, "bytes")
+        return placed(data, nbytes, target, "bytes")
 
     def _in_shard(self, stored: memoryview) -> memoryview:
         if not self.index:
@@ -72,13 +68,16 @@ class ChunkCodec:
         return stored[start : start + size]
 
 
-def _check_ratio(stored: bytes | memoryview, nbytes: int) -> None:
+RAW = ChunkCodec()  # of chunks that are stored as they are
+
+
+def check_ratio(stored: bytes | memoryview, nbytes: int) -> None:
     """Raise UndecodableChunkError, before memory is asked for, if no codec makes so many bytes of a chunk."""
     if nbytes > len(stored) * MAX_RATIO:
         raise UndecodableChunkError(f"has {len(stored)} bytes, which cannot hold {nbytes}")
 
 
-def _placed(data: bytes | memoryview, nbytes: int, target: memoryview | None, what: str) -> bytes | memoryview:
+def placed(data: bytes | memoryview, nbytes: int, target: memoryview | None, what: str) -> bytes | memoryview:
     """Return the bytes of a chunk, in the target if there is one; raise if they are more or fewer."""
     if len(data) != nbytes:
         raise UndecodableChunkError(f"has {len(data)} {what}, expected {nbytes}")
@@ -150,7 +149,7 @@ def codec_of(specs: Sequence[Any], chunks: Sequence[int]) -> tuple[ChunkCodec | 
         if codec is None or codec.index or not is_known or list(shard["chunk_shape"]) != list(chunks):
             return None, is_big
         return dataclasses.replace(codec, index=where, index_checksum=len(index) > 1), is_big
-    known = {(): ChunkCodec(), ("zstd",): ChunkCodec(zstd=True), ("crc32c",): ChunkCodec(checksum=True)}
+    known = {(): RAW, ("zstd",): ChunkCodec(zstd=True), ("crc32c",): ChunkCodec(checksum=True)}
     known["zstd", "crc32c"] = ChunkCodec(zstd=True, checksum=True)
     return known.get(tuple(names[1:])) if names[:1] == ["bytes"] else None, _is_big(specs[0])
 
@@ -161,43 +160,3 @@ def _name(spec: Any) -> str:
 
 def _is_big(spec: Any) -> bool:
     return isinstance(spec, Mapping) and (spec.get("configuration") or {}).get("endian") == "big"
-
-
-# What TensorStore says of a wrong checksum, and of codecs that it does not have.
-_CHECKSUM_ERROR, _UNKNOWN_CODEC = "Digest mismatch", "is not registered"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DriverCodec:
-    """Encoding of the chunks of one array, which TensorStore decodes."""
-
-    driver: str  # TensorStore's name of it
-    file: str  # name of the metadata
-    metadata: bytes  # of the whole array
-    dtype: np.dtype[Any]  # of the array, like the next
-    chunks: tuple[int, ...]
-    key: str  # of its first chunk
-
-    def decode(
-        self, stored: bytes | memoryview | None, nbytes: int, target: memoryview | None = None
-    ) -> bytes | memoryview:
-        """Return the bytes of a chunk, of fill values without ``stored``; with a ``target``, they are put there."""
-        if stored is not None:
-            _check_ratio(stored, nbytes)
-        use_tensorstore()
-        ts = load_tensorstore()
-        try:
-            context = ts.Context()
-            store = ts.KvStore.open("memory://", context=context).result()
-            store[self.file] = json.dumps({**json.loads(self.metadata), "shape": list(self.chunks)}).encode()
-            if stored is not None:
-                store[self.key] = bytes(stored)
-            spec = {"driver": self.driver, "kvstore": "memory://"}
-            values = ts.open(spec, open=True, read=True, context=context).result().read().result()
-        except (ValueError, OSError, NotImplementedError) as error:
-            if _UNKNOWN_CODEC in str(error):
-                raise UnsupportedCodecError(f"has a codec that TensorStore does not know ({error})") from error
-            kind = ChunkChecksumError if _CHECKSUM_ERROR in str(error) else UndecodableChunkError
-            raise kind(f"does not decode ({error})") from error
-        data = np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data
-        return _placed(data, nbytes, target, "decoded bytes")

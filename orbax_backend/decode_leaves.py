@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.backend import KIND_OF_NUMBER, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.memory import MAX_PACKED_RANK, view_as
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
-from .chunk_boxes import LayoutCache
+from .read_plan import BoxLayout
 from .tree_structure import UNKNOWN
 from .type_annotations import LeafType
 from .zarr import ArrayInfo
@@ -24,6 +26,7 @@ _FROM_SCALAR = {kind: python for python, kind in KIND_OF_NUMBER.items()}
 _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
 # The data of a key of jax's own implementations has so many uint32.
 KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+_MAX_BOXES = 64  # that are kept of a leaf: a process has one for each of its devices
 # Arrays up to this size that are inline in the database share memory.
 _SMALL_BYTES = 4096
 
@@ -45,7 +48,9 @@ class StoredLeaf:
     is_plain: bool = dataclasses.field(init=False)  # whether the array is the leaf
     has_small_chunks: bool = dataclasses.field(init=False)  # so small that they may be in the index
     chunk_nbytes: int = dataclasses.field(init=False)  # size of a chunk, decoded
-    layouts: LayoutCache = dataclasses.field(init=False)
+    whole: BoxLayout = dataclasses.field(init=False)  # of all of it
+    # By id: quick for boxes that many leaves share, as those of a sharding. Each entry holds its box.
+    _boxes: dict[int, tuple[Box, BoxLayout]] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
@@ -57,7 +62,17 @@ class StoredLeaf:
         self.chunk_nbytes = self.info.chunk_nbytes
         can_pack = len(self.info.shape) <= MAX_PACKED_RANK
         self.has_small_chunks = self.chunk_nbytes <= _SMALL_BYTES and can_pack
-        self.layouts = LayoutCache(self.info)
+        self.whole = BoxLayout(self.info)
+
+    def layout_of(self, box: Box) -> BoxLayout:
+        """Return the layout of a box; the stored array may have one more axis."""
+        known = self._boxes.get(id(box))
+        if known is not None:
+            return known[1]
+        layout = BoxLayout(self.info, (*box, *array_boxes.full_box(self.info.shape[len(box) :])))
+        if len(self._boxes) < _MAX_BOXES:
+            self._boxes[id(box)] = box, layout
+        return layout
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""

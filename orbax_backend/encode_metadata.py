@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import time
-from json.encoder import encode_basestring_ascii as _text  # a text as JSON
 from typing import Any
 
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY
 
-from .encode_leaves import EncodedLeaf
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .zarr import chunk_shape
@@ -19,80 +16,50 @@ from .zarr import chunk_shape
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def tree_metadata(plan: SavePlan, *, zarr3: bool) -> str:
+def tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
     """Return the content of ``_METADATA``."""
-    rest = {
+    tree: dict[str, Any] = {}
+    for entry in plan.entries:
+        stored = entry.stored
+        value: dict[str, Any] = {
+            "value_type": entry.marker if stored is None else stored.value_type,
+            "skip_deserialize": stored is None,
+        }
+        if stored is not None and stored.value_type == JAX_ARRAY:
+            value["write_shape"] = stored.write_shape
+        keys = [{"key": name, "key_type": SEQUENCE_KEY if is_index else DICT_KEY} for name, is_index in entry.keys]
+        tree[str(tuple([name for name, _ in entry.keys]))] = {"key_metadata": keys, "value_metadata": value}
+    return {
+        "tree_metadata": tree,
         "use_ocdbt": True,
         "use_zarr3": zarr3,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": plan.annotations.to_json(),
     }
-    # Memoized texts: with thousands of leaves, JSON took most of a save's time.
-    keys, values = Memo(_key), Memo(_value)
-    entries = []
-    for entry in plan.entries:
-        name = str(tuple([name for name, _ in entry.keys]))
-        found = ", ".join([keys[key] for key in entry.keys])
-        stored = entry.stored
-        write_shape = stored.write_shape if stored is not None and stored.value_type == JAX_ARRAY else None
-        value = values[entry.marker, None if stored is None else stored.value_type, write_shape]
-        entries.append(f'{_text(name)}: {{"key_metadata": [{found}], "value_metadata": {value}}}')
-    return f'{{"tree_metadata": {{{", ".join(entries)}}}, {json.dumps(rest)[1:]}'
 
 
-def _key(key: tuple[str, bool]) -> str:
-    name, is_index = key
-    return json.dumps({"key": name, "key_type": SEQUENCE_KEY if is_index else DICT_KEY})
-
-
-def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> str:
-    marker, value_type, write_shape = described
-    if value_type is None:
-        return json.dumps({"value_type": marker, "skip_deserialize": True})
-    value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": False}
-    return json.dumps(value if write_shape is None else {**value, "write_shape": write_shape})
-
-
-def shardings(plan: SavePlan) -> str:
+def shardings(plan: SavePlan) -> dict[str, str]:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    texts, quoted = ShardingEncoder(), Memo(_text)
-    found = {name: text for name, stored in _jax_arrays(plan) if (text := texts.of(stored.sharding)) is not None}
-    # Base64 needs no quoting.
-    entries = {f'"{base64.urlsafe_b64encode(name.encode()).decode()}"': text for name, text in found.items()}
-    return f"{{{', '.join([f'{key}: {quoted[text]}' for key, text in entries.items()])}}}"
+    encoder = ShardingEncoder()
+    texts = [(name, encoder.of(stored.sharding)) for name, stored in plan.jax_arrays]
+    return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts if text is not None}
 
 
-def array_metadatas(plan: SavePlan, chunk_bytes: int) -> str:
+def array_metadatas(plan: SavePlan, chunk_bytes: int) -> dict[str, Any]:
     """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys.
 
     ``chunk_bytes`` is the limit of chunks."""
-    rests = Memo(_array_metadata)
-    entries = []
-    for name, stored in _jax_arrays(plan):
+    chunks, arrays = Memo(lambda key: chunk_shape(key[0], key[1], key[2], chunk_bytes)), []
+    for name, stored in plan.jax_arrays:
         impl = stored.annotation.impl if stored.annotation else None
-        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, chunk_bytes, impl]
-        entries.append(f'{{"array_metadata": {{"param_name": {_text(name)}, {rest}}}')
-    return f'{{"array_metadatas": [{", ".join(entries)}]}}'
-
-
-def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, int, str | None]) -> str:
-    """Encode an entry without its name and opening brace."""
-    shape, write_shape, itemsize, chunk_bytes, impl = described
-    rest = {
-        "write_shape": write_shape,
-        "chunk_shape": chunk_shape(shape, write_shape, itemsize, chunk_bytes),
-        "ext_metadata": {"random_key_impl": impl} if impl else None,
-    }
-    return json.dumps(rest)[1:]
-
-
-def has_jax_arrays(plan: SavePlan) -> bool:
-    """Return whether there are jax arrays, which ``_sharding`` and ``array_metadatas`` list."""
-    return JAX_ARRAY in {stored.value_type for _, stored in plan.arrays}
-
-
-def _jax_arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
-    return [(entry.name, stored) for entry, stored in plan.arrays if stored.value_type == JAX_ARRAY]
+        array = {
+            "param_name": name,
+            "write_shape": stored.write_shape,
+            "chunk_shape": chunks[stored.shape, stored.write_shape, stored.dtype.itemsize],
+            "ext_metadata": {"random_key_impl": impl} if impl else None,
+        }
+        arrays.append({"array_metadata": array})
+    return {"array_metadatas": arrays}
 
 
 def step_metadata(started_ns: int) -> dict[str, Any]:

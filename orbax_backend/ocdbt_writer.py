@@ -96,7 +96,7 @@ class Database(DataFiles):
         """Return the chunks of each shard; those of jax arrays of one shape and sharding are the same."""
         if not is_jax_array(stored.source):
             return [_cells_of(shard, info) for shard in shards]
-        known = stored.sharding, stored.shape, info.chunks, info.driver
+        known = stored.sharding, stored.shape, info.chunks, info.zarr3
         if known not in self._known_cells:
             self._known_cells[known] = [_cells_of(shard, info) for shard in shards]
         return self._known_cells[known]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    ChecksumError,
-    CorruptCheckpointError,
-    UnrecognizedFormatError,
-)
+from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
@@ -29,10 +23,10 @@ from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import show_path
 
-from .chunk_codecs import MAX_RATIO, ChunkChecksumError, UnsupportedCodecError
+from .chunk_codecs import MAX_RATIO
 from .files import ByteRange
 from .open_index import Index
-from .read_plan import ArrayRead, DamagedChunkError, Piece, plan_pieces
+from .read_plan import ArrayRead, Piece, plan_pieces
 from .recorded_checksums import Checksums, Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -58,12 +52,9 @@ class ArrayReader:
 
     def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
-        verifier = Verifier(self._location.path, self._recorded)
-        extents: list[tuple[ArrayRead, ByteRange]] = []
-        missing = 0
+        verifier, missing = Verifier(self._location.path, self._recorded), 0
         for read in reads:
-            missing = self._locate(read, extents, verifier, missing)
-        self._check_bounds(extents)
+            missing = self._locate(read, verifier, missing)
         self._check_filled([read for read in reads if not read.complete])
         if mapped and not self._location.is_remote:
             self._map(reads)
@@ -75,21 +66,20 @@ class ArrayReader:
                     groups.setdefault(read.name, []).append(read)
         pieces: list[Piece] = []
         encoded: list[Piece] = []
-        with self._naming_damage():
-            for group in groups.values():
-                (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
-            self._read_pieces(pieces, meter, _deliver, verifier.check)
-            self._read_pieces(encoded, OFF, functools.partial(_deliver, meter=meter))
+        for group in groups.values():
+            (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
+        self._read_pieces(pieces, meter, _deliver, verifier.check)
+        self._read_pieces(encoded, OFF, functools.partial(_deliver, meter=meter))
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
         """Read a raw array in bounded memory to check it; return False unless all chunks have checksums."""
-        verifier, extents = Verifier(self._location.path, recorded), list[tuple[ArrayRead, ByteRange]]()
-        self._locate(read, extents, verifier)
-        self._check_bounds(extents)
-        if not (read.info.raw and read.complete and all(verifier.has(extent) for _, extent in extents)):
+        verifier = Verifier(self._location.path, recorded)
+        self._locate(read, verifier)
+        extents = [value for value, _ in read.chunks if isinstance(value, ByteRange)]
+        if not read.info.raw or not read.complete or not all(map(verifier.has, extents)):
             return False
-        for _, extent in extents:
+        for extent in extents:
             for start in range(0, extent.length, PIECE_BYTES):
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
@@ -97,9 +87,7 @@ class ArrayReader:
                 self._read_pieces([piece], OFF, _deliver, verifier.check)
         return True
 
-    def _locate(
-        self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier, missing: int = 0
-    ) -> int:
+    def _locate(self, read: ArrayRead, verifier: Verifier, missing: int = 0) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones, with that of the arrays before."""
@@ -111,20 +99,18 @@ class ArrayReader:
             if value is None and may_be_missing:
                 read.complete, missing = False, missing + 1
                 if missing > _MAX_MISSING:
-                    raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
+                    raise read.corrupt(f"{missing} chunks are missing of it and of other arrays")
                 continue
             if value is None:
-                raise self._corrupt(read, f"the chunk {key!r} is missing")
+                raise read.corrupt(f"the chunk {key!r} is missing")
             length = value.length if isinstance(value, ByteRange) else len(value)
             if info.raw and length != info.chunk_nbytes:
-                raise self._corrupt(read, f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
-            if isinstance(value, ByteRange):
-                extents.append((read, value))
-                verifier.expect(read, key, value, part.start)
+                raise read.corrupt(f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
+            verifier.expect(read, key, value, part.start)
             read.chunks.append((value, part))
             stored += length
         if not may_be_missing and read.nbytes > stored * MAX_RATIO:
-            raise self._corrupt(read, f"{stored} stored bytes cannot hold {read}")
+            raise read.corrupt(f"{stored} stored bytes cannot hold {read}")
         return missing
 
     def _check_filled(self, reads: Sequence[ArrayRead]) -> None:
@@ -133,20 +119,7 @@ class ArrayReader:
         if nbytes > _MAX_FILLED_BYTES and nbytes > (stored := self._location.total_size()) * MAX_RATIO:
             what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
             largest = max(reads, key=lambda read: read.nbytes)
-            raise self._corrupt(largest, f"{what}, but the checkpoint has {stored} bytes")
-
-    def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
-        """Check that local files contain the ranges, before memory is allocated."""
-        if self._location.is_remote:  # which would take a request for each file
-            return
-        sizes: dict[str, int] = {}
-        for read, (file, offset, length) in extents:
-            if file not in sizes:
-                with self._reading(read, file):
-                    sizes[file] = (self._location / file).size()
-            if offset + length > sizes[file]:
-                found = f"the file {file} has {sizes[file]} bytes, expected at least {offset + length}"
-                raise self._corrupt(read, found)
+            raise largest.corrupt(f"{what}, but the checkpoint has {stored} bytes")
 
     def _map(self, reads: Sequence[ArrayRead]) -> None:
         """Map what is one range of a raw chunk of a file; what cannot be mapped is read afterwards."""
@@ -173,27 +146,10 @@ class ArrayReader:
             stored = self._location.total_size()
             if isinstance(error, MemoryError) and read.nbytes <= stored * MAX_RATIO:
                 raise
-            raise self._corrupt(read, f"there is no memory for {read}") from error
+            raise read.corrupt(f"there is no memory for {read}") from error
         if not read.complete:
-            array[...] = self._fill_value(read)
+            array[...] = read.info.fill_value()
         return array
-
-    def _fill_value(self, read: ArrayRead) -> Any:
-        """Return the value of all that is in missing chunks."""
-        one = dataclasses.replace(read.info.driver_codec, chunks=(1,) * len(read.info.shape))
-        return np.frombuffer(one.decode(None, read.info.dtype.itemsize), np.uint8).view(read.info.dtype)[0]
-
-    def _corrupt(
-        self, read: ArrayRead, what: str, error: type[CheckpointError] = CorruptCheckpointError
-    ) -> CheckpointError:
-        """Return the error for an array that cannot be read."""
-        keystr = show_path(read.path)
-        return error(
-            f"{self._location.path}: the array {keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
-            f"restore the files from a backup, or restore the other leaves only",
-            path=self._location.path,
-            leaf=keystr,
-        )
 
     def _read_pieces(self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, check: Check | None = None) -> None:
         files: dict[str, list[Piece]] = {}
@@ -219,11 +175,12 @@ class ArrayReader:
 
     def _ended(self, read: Read | None) -> CheckpointError:
         assert read is not None  # a run ends with one
-        file, offset, length = read.content.extent
-        with self._reading(read.content.read, file):
+        piece: Piece = read.content
+        file, offset, length = piece.extent
+        with self._reading(piece.read, file):
             size = (self._location / file).size()
         found = f"the file {file} ends too early: it has {size} bytes, expected at least {offset + length}"
-        return self._corrupt(read.content.read, found)
+        return piece.read.corrupt(found)
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
@@ -236,24 +193,13 @@ class ArrayReader:
             )
 
     @contextlib.contextmanager
-    def _naming_damage(self) -> Iterator[None]:
-        """Name the leaf and the key of a chunk that does not match the checksum at its end."""
-        try:
-            yield
-        except DamagedChunkError as error:
-            what = f"its chunk {key_prefix(error.read.name) + error.chunk!r} {error.why}"
-            kinds = {ChunkChecksumError: ChecksumError, UnsupportedCodecError: UnrecognizedFormatError}
-            kind = kinds.get(type(error.why), CorruptCheckpointError)
-            raise self._corrupt(error.read, what, kind) from error
-
-    @contextlib.contextmanager
     def _reading(self, read: ArrayRead, file: str) -> Iterator[None]:
         """Translate errors of reading a file; one that is missing is damage of the array."""
         with translated((self._location / file).path, "read"):
             try:
                 yield
             except (FileNotFoundError, NotADirectoryError) as error:  # also a `MissingPathError` of a store
-                raise self._corrupt(read, f"the file {file} is missing") from error
+                raise read.corrupt(f"the file {file} is missing") from error
 
 
 class _DataObject(Source):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,27 +13,90 @@ import numpy as np
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    ChecksumError,
+    CorruptCheckpointError,
+    UnrecognizedFormatError,
+)
+from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage import Source
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import Path, show_path
 
-from .chunk_boxes import BoxLayout, ChunkPart
-from .chunk_codecs import UndecodableChunkError
+from .chunk_codecs import ChunkChecksumError, UndecodableChunkError, UnsupportedCodecError
 from .files import ByteRange
 from .open_index import StoredValue
 from .zarr import ArrayInfo
 
 _Array = np.ndarray[Any, Any]
+# Of more chunks, as a hostile grid of 2**60 has them, each is found when it is needed.
+_MAX_KNOWN = 512
 # A separate read costs about as much as reading over a page.
 _SHORT_RUN_BYTES = 4096
 _IN_PLACE_BYTES = 64 << 10  # a smaller chunk is decoded faster to memory of its own, and copied
 
 
-class DamagedChunkError(Exception):
-    """A chunk of ``read`` with the key ``chunk`` does not decode: ``why``."""
+class ChunkPart(NamedTuple):
+    """The part of a box that one chunk holds."""
 
-    def __init__(self, read: ArrayRead, chunk: str, why: UndecodableChunkError) -> None:
-        super().__init__(chunk)
-        self.read, self.chunk, self.why = read, chunk, why
+    start: Shape  # start of the chunk in the array
+    key: str  # key of the chunk, below the array's prefix
+    source: Box  # box in the chunk
+    target: Box  # box in the result
+
+
+class BoxLayout:
+    """The chunks that a box of an array, or all of it, intersects."""
+
+    def __init__(self, info: ArrayInfo, box: Box | None = None) -> None:
+        self.info, self._region = info, array_boxes.full_box(info.shape) if box is None else box
+        self.shape = array_boxes.shape_of(self._region)  # like the next, of the result
+        self.nbytes = math.prod(self.shape) * info.dtype.itemsize
+        known = tuple(itertools.islice(self._find(), _MAX_KNOWN + 1))
+        self.known = known if len(known) <= _MAX_KNOWN else None  # None if they are too many
+        # Key of the only chunk, if the result is exactly that, as almost all arrays and shards are.
+        is_chunk = len(known) == 1 and self.shape == info.chunks
+        self.only_key = known[0].key if is_chunk else None
+
+    @property
+    def parts(self) -> Iterable[ChunkPart]:
+        """Return the part of each chunk."""
+        return self._find() if self.known is None else self.known
+
+    def _find(self) -> Iterator[ChunkPart]:
+        for cell, chunk in array_boxes.cells(self._region, self.info.chunks):
+            inside = array_boxes.overlap(chunk, self._region)
+            yield ChunkPart(
+                tuple(side.start for side in chunk),
+                self.info.chunk_key(cell),
+                array_boxes.relative_to(inside, chunk),
+                array_boxes.relative_to(inside, self._region),
+            )
+
+
+class ArrayRead:
+    """An array, or a box of it, to read."""
+
+    def __init__(self, folder: str, name: str, path: Path, layout: BoxLayout) -> None:
+        # folder: the checkpoint's. path: key path.
+        self.folder, self.name, self.path, self.layout = folder, name, path, layout
+        self.info, self.shape, self.nbytes = layout.info, layout.shape, layout.nbytes
+        # Stored value of each chunk that it intersects, once located, and whether all of them are stored.
+        self.chunks, self.complete = list[tuple[StoredValue, ChunkPart]](), True
+        self.array: Any = None  # the result, with the stored dtype; None until its memory is there
+
+    def __str__(self) -> str:
+        return f"{self.info.dtype.name}{list(self.shape)}"
+
+    def corrupt(self, what: str, error: type[CheckpointError] = CorruptCheckpointError) -> CheckpointError:
+        """Return the error for an array that cannot be read."""
+        keystr = show_path(self.path)
+        return error(
+            f"{self.folder}: the array {keystr!r} (stored as {self.name!r}) cannot be read: {what}; "
+            f"restore the files from a backup, or restore the other leaves only",
+            path=self.folder,
+            leaf=keystr,
+        )
 
 
 class Copy(NamedTuple):
@@ -41,37 +105,6 @@ class Copy(NamedTuple):
     source: Box  # box in the chunk
     array: _Array  # array in C order
     target: Box  # box in the array
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ArrayRead:
-    """An array, or a box of it, to read."""
-
-    name: str
-    path: Path  # key path, for messages
-    layout: BoxLayout
-    # Stored value of each chunk that it intersects, once located.
-    chunks: list[tuple[StoredValue, ChunkPart]] = dataclasses.field(default_factory=list)
-    complete: bool = True  # whether all of them are stored
-    array: Any = None  # the result, with the stored dtype; None until its memory is there
-
-    @property
-    def info(self) -> ArrayInfo:
-        """Return the metadata of the whole array."""
-        return self.layout.info
-
-    @property
-    def shape(self) -> Shape:
-        """Return the shape of the box to read."""
-        return self.layout.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the result in bytes."""
-        return self.layout.nbytes
-
-    def __str__(self) -> str:
-        return f"{self.info.dtype.name}{list(self.shape)}"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -94,26 +127,28 @@ class Piece:
 
     def deliver(self, data: memoryview) -> None:
         """Copy what was read without a target to the arrays, decoded."""
-        if self.read.info.codec is not None:
+        if not self.read.info.raw:
             decode(self.read, self.chunk, data, self.copies)
         else:
             _scatter(data, self.read.info, self.shape, self.copies)
 
 
 def decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence[Copy]) -> None:
-    """Decode a chunk, directly into the array where that is possible; raise `DamagedChunkError`."""
+    """Decode a chunk, directly into the array where that is possible."""
     info, target = read.info, None
     size, (copy, *others) = info.chunk_nbytes, copies
     fits = size >= _IN_PLACE_BYTES and array_boxes.shape_of(copy.source) == info.chunks
-    if fits and info.codec is not None and not others:
+    if fits and not info.raw and not others:
         count, offsets = array_boxes.runs(info.chunks, copy.source, copy.array.shape, copy.target)
         if count * info.dtype.itemsize == size:
             start = next(offsets)[1] * info.dtype.itemsize
             target = copy.array.reshape(-1).view(np.uint8).data[start : start + size]
     try:
-        values = data if info.codec is None else info.codec.decode(data, size, target)
+        values = info.decode(data, target)
     except UndecodableChunkError as error:
-        raise DamagedChunkError(read, key, error) from error
+        kinds = {ChunkChecksumError: ChecksumError, UnsupportedCodecError: UnrecognizedFormatError}
+        kind = kinds.get(type(error), CorruptCheckpointError)
+        raise read.corrupt(f"its chunk {key_prefix(read.name) + key!r} {error}", kind) from error
     if target is None:
         _scatter(values, info, info.chunks, copies)
 
@@ -136,7 +171,7 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     for part, value, copies in wanted.values():
         if not isinstance(value, ByteRange):
             decode(read, part.key, value, copies)
-        elif read.info.codec is not None:
+        elif not read.info.raw:
             pieces.append(Piece(read, value, value, None, copies=copies, chunk=part.key))
         else:
             pieces += _plan_raw(read, value, copies)

@@ -15,15 +15,14 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
 from .build_tree import build_tree
-from .chunk_boxes import BoxLayout
-from .chunk_codecs import UndecodableChunkError
+from .chunk_codecs import RAW, UndecodableChunkError
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
 from .leaf_handles import LeafDescriptions, Unsupported, corrupt_leaf, unsupported_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
-from .read_plan import ArrayRead
+from .read_plan import ArrayRead, BoxLayout
 from .recorded_checksums import Checksums
 from .tree_structure import read_structure
 
@@ -85,7 +84,7 @@ class OrbaxReader(Reader):
             handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
             leaf = handle.locator
             if type(leaf) is StoredLeaf:
-                parts = leaf.layouts.whole if box is None else leaf.layouts.of(box)
+                parts = leaf.whole if box is None else leaf.layout_of(box)
                 if not leaf.has_small_chunks or not parts.known:
                     arrays.append(number)
                     continue
@@ -106,7 +105,7 @@ class OrbaxReader(Reader):
             # In a directory or store without a database, each key is looked up.
             with memory.pause_gc(enabled=not self.location.is_remote and self._index.is_database):
                 arrays += self._read_inline(handles, inline, iter(self._index.find_all(keys)), values)
-            reads = [_array_read(handles[number]) for number in arrays]
+            reads = [self._array_read(handles[number]) for number in arrays]
             if reads:
                 self._arrays.read(reads, self.meter, mapped=mapped)
             for number, read in zip(arrays, reads, strict=True):
@@ -144,11 +143,11 @@ class OrbaxReader(Reader):
         leaf = handle.locator
         if not isinstance(leaf, StoredLeaf) or self._arrays is None:
             return isinstance(leaf, str) and layout.STRINGS in recorded.intact
-        if leaf.info.checked:
+        if leaf.info.codec is not None and leaf.info.codec.checksum:
             for box in self.boxes(handle, _CHECKED_BYTES):
                 self.read([ArraySlice(handle, box)])
             return True
-        return recorded.record() is not None and self._arrays.verify(_array_read(handle), recorded)
+        return recorded.record() is not None and self._arrays.verify(self._array_read(handle), recorded)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
@@ -194,6 +193,12 @@ class OrbaxReader(Reader):
                 values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others
 
+    def _array_read(self, one: LeafHandle | ArraySlice) -> ArrayRead:
+        handle = handle_of(one)
+        leaf: StoredLeaf = handle.locator
+        layout = leaf.layout_of(one.index) if isinstance(one, ArraySlice) else leaf.whole
+        return ArrayRead(self.path, handle.name, handle.path, layout)
+
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
         handle = handle_of(one)
         if handle.locator.is_plain:
@@ -208,14 +213,8 @@ def _inline(leaf: StoredLeaf, value: Any) -> Any:
     """Return the data of a chunk if all of it is inline, and intact: `ArrayReader` names a damaged one."""
     if type(value) is not bytes:
         return None
-    if leaf.info.codec is None:
+    if leaf.info.codec is RAW:
         return value if len(value) == leaf.chunk_nbytes else None
     with contextlib.suppress(UndecodableChunkError):
-        return leaf.info.codec.decode(value, leaf.chunk_nbytes)
+        return leaf.info.decode(value)
     return None
-
-
-def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
-    if isinstance(one, LeafHandle):
-        return ArrayRead(one.name, one.path, one.locator.layouts.whole)
-    return ArrayRead(one.handle.name, one.handle.path, one.handle.locator.layouts.of(one.index))

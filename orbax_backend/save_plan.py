@@ -8,7 +8,15 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, NONE, STRING, key_prefix, leaf_name, pointer_tokens
+from flax_ckpt_compat._core.orbax_layout import (
+    EMPTY_CONTAINERS,
+    JAX_ARRAY,
+    NONE,
+    STRING,
+    key_prefix,
+    leaf_name,
+    pointer_tokens,
+)
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .encode_leaves import EncodedLeaf, Encoder, encode_text_as_bytes
@@ -40,6 +48,7 @@ class SavePlan:
 
     entries: list[Entry] = dataclasses.field(default_factory=list)  # in stored order
     arrays: list[tuple[Entry, EncodedLeaf]] = dataclasses.field(default_factory=list)  # those in the array database
+    jax_arrays: list[tuple[str, EncodedLeaf]] = dataclasses.field(default_factory=list)  # those of them, by name
     strings: dict[str, Any] = dataclasses.field(default_factory=dict)  # content of ``_strings.json``
     # Types that Orbax's format does not keep.
     annotations: TypeAnnotations = dataclasses.field(default_factory=TypeAnnotations)
@@ -90,6 +99,8 @@ class _Planner:
         plan.entries.append(entry)
         if stored.value_type != STRING:
             plan.arrays.append((entry, stored))
+        if stored.value_type == JAX_ARRAY:
+            plan.jax_arrays.append((name, stored))
 
 
 def _stored_order(branch: Branch) -> list[str]:

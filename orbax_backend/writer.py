@@ -21,6 +21,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -64,7 +65,7 @@ def begin(path: str, plan: SavePlan, options: WriteOptions) -> None:
     make_directory(path)
     with translated(path, "created"):
         open(os.path.join(path, layout.BEGUN), "xb").close()
-    if encode_metadata.has_jax_arrays(plan):
+    if plan.jax_arrays:
         make_directory(os.path.join(path, layout.ARRAY_METADATAS))
 
 
@@ -89,24 +90,23 @@ def write_metadata(
     path: str, plan: SavePlan, options: WriteOptions, process: int, *, lists_arrays: bool = True
 ) -> dict[str, bytes]:
     """Write a process's list of all jax arrays, and in process 0 what describes the tree; return path → content."""
-    files: dict[str, bytes] = {}
-    lists_arrays &= encode_metadata.has_jax_arrays(plan)
+    encoding, files = encoding_of(options), dict[str, Any]()
     with pause_gc():
-        if lists_arrays:
-            listed = encode_metadata.array_metadatas(plan, encoding_of(options).chunk_bytes)
-            files[f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"] = listed.encode()
+        if lists_arrays and plan.jax_arrays:
+            name = f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"
+            files[name] = encode_metadata.array_metadatas(plan, encoding.chunk_bytes)
         if process == 0:
-            zarr3 = encoding_of(options).checksums
-            files[layout.TREE_METADATA] = encode_metadata.tree_metadata(plan, zarr3=zarr3).encode()
-            if encode_metadata.has_jax_arrays(plan):
-                files[layout.SHARDING] = encode_metadata.shardings(plan).encode()
+            files[layout.TREE_METADATA] = encode_metadata.tree_metadata(plan, zarr3=encoding.checksums)
+            if plan.jax_arrays:
+                files[layout.SHARDING] = encode_metadata.shardings(plan)
             if plan.strings:
-                files[layout.STRINGS] = json.dumps(plan.strings).encode()
+                files[layout.STRINGS] = plan.strings
+        texts = {os.path.join(path, name): json.dumps(value).encode() for name, value in files.items()}
     # A store may tell versions by the bytes, and JSON may end in white space: no other save has the same version.
     blanks = f"{uuid.uuid4().int:0128b}".replace("0", " ").replace("1", "\n").encode() if options.part_bytes else b""
-    contents = {os.path.join(path, name): content + blanks for name, content in files.items()}
+    contents = {file: text + blanks for file, text in texts.items()}
     write_files(contents)
-    if lists_arrays:
+    if lists_arrays and plan.jax_arrays:
         sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
     return contents
 

@@ -10,11 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.array_boxes import cells, full_box
 from flax_ckpt_compat._core.dtypes import ZARR_ML_DTYPES, ZARR_TYPESTRS, dtype_from_name, zarr_name
+from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
-from .chunk_codecs import ChunkCodec, DriverCodec, codec_of
+from .chunk_codecs import (
+    RAW,
+    ChunkChecksumError,
+    ChunkCodec,
+    UndecodableChunkError,
+    UnsupportedCodecError,
+    check_ratio,
+    codec_of,
+    placed,
+)
+
+# What TensorStore says of a wrong checksum, and of codecs that it does not have.
+_CHECKSUM_ERROR, _UNKNOWN_CODEC = "Digest mismatch", "is not registered"
 
 _V3_NAMES = ZARR_ML_DTYPES | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -60,35 +74,22 @@ class ArrayInfo:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunks: tuple[int, ...]  # shape of one chunk
-    driver: str
-    raw: bool  # whether chunks are stored in C order without a codec
+    zarr3: bool
     has_fill_value: bool  # whether there is a value for missing chunks
     separator: str  # separator of the indices in chunk keys
     prefix: str
-    codec: ChunkCodec | DriverCodec | None = None  # how chunks are decoded; None if they are raw
-    checked: bool = False  # whether a codec checks all bytes of each chunk
-    text: bytes = b""  # the metadata
+    codec: ChunkCodec | None  # how chunks are decoded; None if TensorStore does that
+    text: bytes  # the metadata
 
     @property
-    def driver_codec(self) -> DriverCodec:
-        """Return how TensorStore decodes its chunks, which also knows the value of missing ones."""
-        file = ARRAY_METADATA_FILES[self.driver == "zarr3"]
-        return DriverCodec(self.driver, file, self.text, self.dtype, self.chunks, self.first_key)
+    def raw(self) -> bool:
+        """Return whether chunks are stored in C order without a codec."""
+        return self.codec is RAW
 
     @property
     def chunk_nbytes(self) -> int:
         """Return the size of one chunk in bytes, decoded; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize
-
-    def cell_of(self, box: tuple[slice, ...]) -> tuple[int, ...] | None:
-        """Return the index of the chunk that a box is exactly, or None."""
-        cell = []
-        for side, length in zip(box, self.chunks, strict=True):
-            at, inside = divmod(side.start, length)
-            if inside or side.stop - side.start != length:
-                return None
-            cell.append(at)
-        return tuple(cell)
 
     def chunk_key(self, cell: tuple[int, ...]) -> str:
         """Return the key of a chunk, relative to the array's prefix."""
@@ -103,6 +104,38 @@ class ArrayInfo:
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""
         return [self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks)]
+
+    def decode(self, stored: bytes | memoryview, target: memoryview | None = None) -> bytes | memoryview:
+        """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""
+        if self.codec is not None:
+            return self.codec.decode(stored, self.chunk_nbytes, target)
+        check_ratio(stored, self.chunk_nbytes)
+        data = memory.as_bytes(self._by_tensorstore(bytes(stored), self.chunks))
+        return placed(data, self.chunk_nbytes, target, "decoded bytes")
+
+    def fill_value(self) -> Any:
+        """Return the value of all that is in missing chunks."""
+        return self._by_tensorstore(None, (1,) * len(self.shape)).reshape(-1)[0]
+
+    def _by_tensorstore(self, stored: bytes | None, chunks: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return the array of one chunk, which is missing without ``stored``."""
+        use_tensorstore()
+        ts = load_tensorstore()
+        try:
+            context = ts.Context()
+            store = ts.KvStore.open("memory://", context=context).result()
+            metadata = {**json.loads(self.text), "shape": list(chunks)}
+            store[ARRAY_METADATA_FILES[self.zarr3]] = json.dumps(metadata).encode()
+            if stored is not None:
+                store[self.first_key] = stored
+            spec = {"driver": "zarr3" if self.zarr3 else "zarr", "kvstore": "memory://"}
+            values = ts.open(spec, open=True, read=True, context=context).result().read().result()
+        except (ValueError, OSError, NotImplementedError) as error:
+            if _UNKNOWN_CODEC in str(error):
+                raise UnsupportedCodecError(f"has a codec that TensorStore does not know ({error})") from error
+            kind = ChunkChecksumError if _CHECKSUM_ERROR in str(error) else UndecodableChunkError
+            raise kind(f"does not decode ({error})") from error
+        return np.ascontiguousarray(values, self.dtype)
 
 
 class UnsupportedArrayError(Exception):
@@ -182,18 +215,17 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
         metadata = json.loads(text)
         if metadata.get("zarr_format", expected) != expected:
             raise ValueError(f"unknown zarr_format {metadata['zarr_format']!r}")
-        info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)
+        info = (_parse_v3 if zarr3 else _parse_v2)(metadata, text)
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the array's metadata does not decode ({error!r})") from error
     if len(info.shape) != len(info.chunks) or 0 in info.chunks:
         raise ValueError(f"shape {info.shape} with chunks {info.chunks} is not a grid")
     if math.prod(max(1, length) for length in info.shape) * info.dtype.itemsize >= 2**62:
         raise ValueError(f"an array of shape {info.shape} fits no memory")
-    info = dataclasses.replace(info, text=text)
-    return info if info.raw or info.codec else dataclasses.replace(info, codec=info.driver_codec)
+    return info
 
 
-def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
+def _parse_v2(metadata: dict[str, Any], text: bytes) -> ArrayInfo:
     name = metadata["dtype"]
     if isinstance(name, list) or (name not in ZARR_ML_DTYPES and name not in ZARR_TYPESTRS):
         raise _unknown("dtype", name)
@@ -201,20 +233,21 @@ def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
         raise _unknown("filters", metadata["filters"])
     plain = metadata.get("order", "C") == "C"
     compressor = metadata.get("compressor")
+    codec = RAW if compressor is None else ChunkCodec(zstd=True) if compressor["id"] == "zstd" else None
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
         dtype=dtype_from_name(name),
         chunks=_lengths(metadata["chunks"]),
-        driver="zarr",
-        raw=plain and compressor is None,
+        zarr3=False,
         has_fill_value=metadata.get("fill_value") is not None,
         separator=_separator(metadata.get("dimension_separator", ".")),
         prefix="",
-        codec=ChunkCodec(zstd=True) if plain and compressor is not None and compressor["id"] == "zstd" else None,
+        codec=codec if plain else None,
+        text=text,
     )
 
 
-def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
+def _parse_v3(metadata: dict[str, Any], text: bytes) -> ArrayInfo:
     name = metadata["data_type"]
     if name not in _V3_NAMES:
         raise _unknown("data_type", name)
@@ -228,18 +261,16 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
         is_big and name in ZARR_ML_DTYPES and dtype.itemsize > 1
     ):  # numpy has no other byte order of it: TensorStore reads it
         codec = None
-    raw = codec == ChunkCodec()
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
         dtype=dtype.newbyteorder(">") if is_big and name not in ZARR_ML_DTYPES else dtype,
         chunks=chunks,
-        driver="zarr3",
-        raw=raw,
+        zarr3=True,
         has_fill_value=metadata.get("fill_value") is not None,
         separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
         prefix="c" if default else "",
-        codec=None if raw else codec,
-        checked=codec is not None and codec.checksum,
+        codec=codec,
+        text=text,
     )
 
 

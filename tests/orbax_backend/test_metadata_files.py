@@ -32,7 +32,7 @@ def test_leaves_are_in_the_order_of_jax() -> None:
 def test_only_tuples_need_a_note_of_their_own() -> None:
     """Orbax's own files tell dicts from lists, so the note beside them is of what they cannot tell."""
     plan = make_plan(state_dict.describe({"d": {"x": 1}, "l": [1, {"y": 2}], "t": (1, 2), "empty": (), "none": {}}))
-    note = json.loads(encode_metadata.tree_metadata(plan, zarr3=False))["custom_metadata"]
+    note = encode_metadata.tree_metadata(plan, zarr3=False)["custom_metadata"]
     assert note == {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[["t"], "tuple", []]]}}
 
 

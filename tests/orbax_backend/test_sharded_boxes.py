@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import chunk_boxes, ocdbt_writer, read_arrays, zarr
+from flax_ckpt_compat.orbax_backend import ocdbt_writer, read_arrays, zarr
 from flax_ckpt_compat.orbax_backend import read_plan as planning
 from flax_ckpt_compat.orbax_backend.zarr import Encoding, chunk_shape
 from hypothesis import HealthCheck, given, settings
@@ -198,7 +198,7 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
 
 def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
-    monkeypatch.setattr(chunk_boxes, "_MAX_KNOWN", 1)
+    monkeypatch.setattr(planning, "_MAX_KNOWN", 1)
     values = np.arange(8.0)
     handle = stored_by_tensorstore(tmp_path / "c", values, [4], "raw", ocdbt=True)
     for stop in (4, 2, 8, 4):
