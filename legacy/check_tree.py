@@ -21,8 +21,12 @@ _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 def check_tree(tree: Node) -> None:
     """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
+<<<<<<< HEAD
     supported, addressable = Memo(_is_supported), Memo[bool](lambda sharding: sharding.is_fully_addressable)
     jax_types: dict[type, bool] = {Branch: False}
+=======
+    supported = Memo(_is_supported)
+>>>>>>> 71c7f144 (One window reads files and objects, copies of changing arrays go through the encoder's one buffer, leaves are checked in one function, and an object with another checksum is an error at once)
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
@@ -30,32 +34,22 @@ def check_tree(tree: Node) -> None:
             _check_leaf(path, node)
             continue
         _check_branch(path, node)
-        if _are_plain(node.children):
-            continue
         for name, child in node.children.items():
-            # Fast path for plain arrays, which almost all leaves are.
-            kind = type(child)
-            if (kind is np.ndarray or kind is HostCopy) and supported[child.dtype]:
+            kind = type(child)  # fast paths for what almost all leaves are
+            if kind in _ALWAYS_PLAIN or (kind is int and -(2**63) <= child < 2**64):
                 continue
+<<<<<<< HEAD
             if kind not in jax_types:
                 jax_types[kind] = is_jax_array(child)
             if not jax_types[kind] or not supported[child.dtype] or not addressable.of(child.sharding):
+=======
+            if not ((kind is np.ndarray or kind is HostCopy) and supported[child.dtype]):
+>>>>>>> 71c7f144 (One window reads files and objects, copies of changing arrays go through the encoder's one buffer, leaves are checked in one function, and an object with another checksum is an error at once)
                 stack.append(((*path, name), child))
 
 
-def _are_plain(children: dict[str, Node]) -> bool:
-    """Return whether all of a branch are numbers that any file can hold; False if in doubt."""
-    kinds = set(map(type, children.values()))
-    if kinds <= _ALWAYS_PLAIN:
-        return True
-    if kinds == {int}:
-        numbers: Any = children.values()
-        return bool(min(numbers) >= -(2**63) and max(numbers) < 2**64)
-    return False
-
-
 def _is_supported(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
+    return dtypes.is_storable(dtype) and dtype.itemsize > 0
 
 
 def _invalid(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
@@ -94,22 +88,29 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     kind = type(leaf)
     if kind in (float, bool, complex, DistributedArray) or leaf is None:
         return
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        _check_numpy(path, leaf)
+    if isinstance(leaf, np.generic):  # numpy's empty text has item size 0, but becomes an array of item size 1
+        _check_dtype(path, np.asarray(leaf).dtype)
+    elif isinstance(leaf, (np.ndarray, HostCopy, StoredArray)):
+        _check_dtype(path, leaf.dtype)
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise _invalid(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
     elif kind is int:
         if not -(2**63) <= leaf < 2**64:
             raise _invalid(path, "a Python int outside -2**63 … 2**64-1", "store it as text")
     elif kind is str:
-        _check_str(path, leaf)
+        _check_text(path, leaf)
+        if leaf.startswith(format.PLACEHOLDER):
+            raise _invalid(path, f"text that starts with {format.PLACEHOLDER!r}", "it would be read as an array")
     elif kind in (bytes, bytearray):
         if len(leaf) > _MAX_LENGTH:
             raise _invalid(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
     elif kind is KeyData:
         _check_key(path, leaf)
-    elif kind is HostCopy or kind is StoredArray:
-        _check_numpy(path, np.empty((), leaf.dtype))
     elif is_jax_array(leaf):
-        _check_jax(path, leaf)
+        if not isinstance(leaf.dtype, np.dtype):
+            raise _invalid(path, f"a jax array of dtype {leaf.dtype}", "pass a PRNG key as KeyData")
+        if not leaf.is_fully_addressable:
+            raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
     elif not isinstance(leaf, complex):
         raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", remedy_of_leaf(leaf))
 
@@ -121,23 +122,6 @@ def _check_key(path: Path, key: KeyData) -> None:
         raise _invalid(path, f"a PRNG key with data of type {type(key.data).__name__}", "pass its uint32 key data")
 
 
-def _check_str(path: Path, text: str) -> None:
-    _check_text(path, text)
-    if text.startswith(format.PLACEHOLDER):
-        raise _invalid(path, f"text that starts with {format.PLACEHOLDER!r}", "it would be read as an array reference")
-
-
-def _check_numpy(path: Path, array: Any) -> None:
-    # numpy's empty text scalars have item size 0, but become arrays of item size 1.
-    dtype = np.asarray(array).dtype
-    if not dtypes.is_storable(dtype) or dtype.itemsize == 0:
+def _check_dtype(path: Path, dtype: np.dtype[Any]) -> None:
+    if not _is_supported(dtype):
         raise _invalid(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
-    if isinstance(array, np.ma.MaskedArray):
-        raise _invalid(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
-
-
-def _check_jax(path: Path, array: Any) -> None:
-    if not isinstance(array.dtype, np.dtype):
-        raise _invalid(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
-    if not array.is_fully_addressable:
-        raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")

@@ -21,11 +21,11 @@ from flax_ckpt_compat._core.byte_reads import (
     read_runs,
 )
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
-from flax_ckpt_compat._core.local.local_file import FileChecksums, recorded_checksums
+from flax_ckpt_compat._core.local.local_file import FileChecksums, LocalFile, recorded_checksums
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
 
-from .read_bytes import File, MsgpackSource, StoredObject
+from .read_bytes import MsgpackSource, StoredObject
 
 # Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
 _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
@@ -64,7 +64,7 @@ def _changed(path: str) -> ChecksumError:
 class ChecksummedFile:
     """An open file, and the recorded checksums of its blocks; a block that is read whole is verified."""
 
-    def __init__(self, source: File, sums: FileChecksums) -> None:
+    def __init__(self, source: LocalFile, sums: FileChecksums) -> None:
         self._source, self._sums = source, sums
         self._block_bytes = sums.units_per_block * checksums.BLOCK_BYTES
         self._verified = [False] * len(sums.blocks)
@@ -77,10 +77,9 @@ class ChecksummedFile:
 
     def verify_data(self, data: bytes) -> None:
         """Verify the whole file, given its bytes."""
-        view = memoryview(data)
         for block in range(len(self._verified)):
             run = self._run(block, [])
-            self._check(run, Filled([run.start], [view[run.start : run.stop]]))
+            self._check(run, Filled([run.start], [memoryview(data)[run.start : run.stop]]))
 
     def verify(self, start: int, stop: int) -> bool:
         """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
@@ -146,44 +145,33 @@ class ChecksummedObject:
         return self.is_verified
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
-        """Read parts; if they are the ``whole`` object, with the bytes between them, and again if the sum differs."""
-        source = self._source
+        """Read parts, of the ``whole`` object with the bytes between them, which are compared with what was parsed."""
+        source, found, filled = self._source, 0, dict[int, Filled]()
         if not whole or self._expected is None:
             return read_unverified(source, reads, deliver, meter)
-        (parts, cut_reads), starts = _by_block(reads, PIECE_BYTES), range(0, source.size, PIECE_BYTES)
-        stops = [*starts[1:], source.size]
-        runs = [
-            Run(source.opened, start, stop, parts.get(start // PIECE_BYTES, []))
-            for start, stop in zip(starts, stops, strict=True)
-        ]
-        found = self._read(runs, deliver, meter)
-        if found != self._expected:
-            found = self._read(runs, deliver, meter)
+        parts, cut_reads = _by_block(reads, PIECE_BYTES)
+        starts, ended = range(0, source.size, PIECE_BYTES), functools.partial(truncated, source.path)
+        for first in range(0, len(starts), source.threads):
+            runs = [
+                Run(source.opened, start, min(start + PIECE_BYTES, source.size), parts.get(start // PIECE_BYTES, []))
+                for start in starts[first : first + source.threads]
+            ]
+            read_runs(runs, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
+            for run in runs:
+                for start, piece in zip(*filled.pop(run.start), strict=True):
+                    if source.contradicts(piece, start):
+                        raise _changed(source.path)
+                    found = checksums.crc32c(piece, found)
         if found != self._expected:
             raise ChecksumError(
                 f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports "
-                f"{self._expected:08x}; they are changed in transit, or the store is damaged. Check the proxy before "
-                f"the store, or {_REMEDY}",
+                f"{self._expected:08x}; they are changed in transit, or the store is damaged. Restore it again, check "
+                f"the proxy, or {_REMEDY}",
                 path=source.path,
             )
         self.is_verified = True
         deliver(cut_reads)
         return None
-
-    def _read(self, runs: Sequence[Run], deliver: Deliver, meter: Meter) -> int:
-        """Read the whole object and return its checksum; raise if the structure was parsed from other bytes."""
-        ended, found = functools.partial(truncated, self._source.path), 0
-        filled = dict[int, Filled]()
-        for first in range(0, len(runs), self._source.threads):
-            some = runs[first : first + self._source.threads]
-            read_runs(some, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
-            for run in some:
-                for start, piece in zip(*filled[run.start], strict=True):
-                    if self._source.contradicts(piece, start):
-                        raise _changed(self._source.path)
-                    found = checksums.crc32c(piece, found)
-            filled.clear()
-        return found
 
 
 def _by_block(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], list[tuple[Read, memoryview]]]:

@@ -76,7 +76,6 @@ class _Writer:
         self._pieces: list[memoryview] = []
         self._buffered = 0
         self._written = 0
-        self._copies, self._copied_bytes = np.empty(0, np.uint8), 0
 
     def write(self, tree: Node) -> None:
         """Write the tree, and record the checksums."""
@@ -163,38 +162,29 @@ class _Writer:
                 self._put_array(part, is_own)
                 at, rest = at + part.size, rest[part.size :]
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytes | memoryview) -> None:
+        """Write small pieces, or what another thread may change meanwhile: a copy."""
         self._small += data
         if len(self._small) >= _BATCH:
             self._flush()
 
     def _put_array(self, array: Any, is_own: bool) -> None:
-        if array.nbytes < _COPY_BELOW:
-            self._put(np.asarray(array).tobytes())
-            return
         # What is summed must be what is written, though another thread writes to the array.
         must_copy = self._sums is not None and not is_own and memory.may_change(array)
         for piece in pieces(array):
             rest = memory.as_bytes(piece)
             while rest:
-                self._end_small()
-                room = _BATCH - (self._written + self._buffered) % _BATCH
-                self._pieces.append(self._copied(rest[:room]) if must_copy else rest[:room])
-                self._buffered += len(rest[:room])
+                room = _BATCH - (self._written + self._buffered + len(self._small)) % _BATCH
+                if must_copy or len(rest) < _COPY_BELOW:
+                    self._put(rest[:room])
+                else:
+                    self._end_small()
+                    self._pieces.append(rest[:room])
+                    self._buffered += len(rest[:room])
+                is_full = len(rest) >= room or len(self._pieces) >= _MAX_PIECES
                 rest = rest[room:]
-                if (self._written + self._buffered) % _BATCH == 0 or len(self._pieces) >= _MAX_PIECES:
+                if is_full:
                     self._flush()
-
-    def _copied(self, data: memoryview) -> memoryview:
-        """Return a copy, in memory that is used again after the next flush."""
-        if self._copied_bytes + len(data) > _BATCH:
-            self._flush()
-        if not self._copies.size:
-            self._copies = memory.empty((_BATCH,), np.dtype(np.uint8))
-        copy = self._copies[self._copied_bytes : self._copied_bytes + len(data)]
-        copy[:] = np.frombuffer(data, np.uint8)
-        self._copied_bytes += len(data)
-        return copy.data
 
     def _end_small(self) -> None:
         if self._small:
@@ -211,7 +201,7 @@ class _Writer:
         self._file.write(self._pieces)
         self._written += self._buffered
         self._meter.add(self._buffered, self._at)
-        self._buffered = self._copied_bytes = 0
+        self._buffered = 0
 
 
 def _on_host(leaf: Any) -> Any:

@@ -78,19 +78,14 @@ def _naming_damage(window: Window) -> Iterator[None]:
     """Raise CorruptCheckpointError for what does not decode."""
     try:
         yield
-    except NameCollisionError as error:
-        raise window.corrupt(str(error)) from error
-    except CheckpointError:
-        raise
     except IndexError as error:
         found = "the end of the file in the middle of a value; it is truncated"
         raise window.corrupt(found, window.size - window.base) from error
-    except UnicodeDecodeError as error:
-        raise window.corrupt(f"text that is not UTF-8 ({error})") from error
-    except msgpack.StackError as error:
-        raise window.corrupt(TOO_DEEP) from error
-    except ValueError as error:
-        raise window.corrupt(str(error)) from error
+    except (NameCollisionError, ValueError) as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, NameCollisionError):
+            raise
+        is_deep = isinstance(error, msgpack.StackError)
+        raise window.corrupt(TOO_DEEP if is_deep else str(error)) from error
 
 
 def _unpacked(data: bytes | bytearray, found: Sequence[_Array] | None = None) -> Any:
@@ -149,15 +144,15 @@ class _Tree:
     def add(self, parent: dict[Any, Any], key: Any, path: Path, value: Any, in_list: bool = False) -> None:
         """Put the node of a value into its parent; `finish` completes it."""
         kind = type(value)
-        if kind is dict or kind is list:
-            if not in_list and kind is dict and value.keys() in (format.KEY_KEYS, format.CHUNK_KEYS):
-                self._parts.append((parent, key, path))
-            parent[key] = self._branch(path, value, in_list)
-        elif kind is tuple:
+        if kind is tuple:
             header, data = value
             parent[key] = LeafHandle(
                 path, header.kind, header.shape, header.dtype, header.nbytes, None, self._reader, data
             )
+        elif kind is dict or kind is list:
+            if not in_list and kind is dict and value.keys() in (format.KEY_KEYS, format.CHUNK_KEYS):
+                self._parts.append((parent, key, path))
+            parent[key] = self._branch(path, value, in_list)
         elif kind is str and value.startswith(format.PLACEHOLDER):
             parent[key] = self._reference(value.removeprefix(format.PLACEHOLDER), path)
         else:
@@ -165,22 +160,11 @@ class _Tree:
 
     def finish(self) -> None:
         """Complete all branches that were added."""
-        stack, reader, numbers, add = self._stack, self._reader, format.NUMBERS, self.add
-        while stack:
-            parent, branch, in_list = stack.pop()
-            children = branch.children
-            for key, value in children.items():
-                # Fast paths: almost all are arrays or numbers.
-                kind, path = type(value), (*parent, key)
-                if kind is tuple:
-                    header, data = value
-                    children[key] = LeafHandle(
-                        path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
-                    )
-                elif (number := numbers.get(kind)) is not None:
-                    children[key] = LeafHandle(path, number[0], (), None, number[1], None, reader, value)
-                elif value is not None:
-                    add(children, key, path, value, in_list)
+        while self._stack:
+            parent, branch, in_list = self._stack.pop()
+            for key, value in branch.children.items():
+                if value is not None:
+                    self.add(branch.children, key, (*parent, key), value, in_list)
         for holder, key, path in reversed(self._parts):
             branch = holder[key]
             is_key = branch.children.keys() == format.KEY_KEYS

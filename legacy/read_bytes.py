@@ -34,15 +34,9 @@ class WindowSizes(NamedTuple):
     growth: int  # factor from one window to the next
 
 
-class File(LocalFile):
-    """A local file."""
-
-    window_sizes = WindowSizes(smallest=4 * 2**10, largest=256 * 2**10, read_over=0, growth=2)
-
-    def look(self, length: int, offset: int) -> bytes:
-        """Read bytes of the structure; fewer only at the end."""
-        data = bytearray(max(0, min(length, self.size - offset)))
-        return bytes(data[: self.fill([memoryview(data)], offset)])
+OF_FILES = WindowSizes(smallest=4 * 2**10, largest=256 * 2**10, read_over=0, growth=2)
+# A request takes as long as reading 1 MiB or more.
+_OF_OBJECTS = WindowSizes(smallest=HEAD_BYTES, largest=4 * 2**20, read_over=256 * 2**10, growth=8)
 
 
 class StoredObject(Source):
@@ -53,9 +47,6 @@ class StoredObject(Source):
     a similar read is therefore requested along with this one.
     """
 
-    # A request takes as long as reading 1 MiB or more.
-    window_sizes = WindowSizes(smallest=HEAD_BYTES, largest=4 * 2**20, read_over=256 * 2**10, growth=8)
-
     def __init__(self, location: Location):
         self.opened = location.open_file()
         self.location, self.path, self.size, self.is_closed = location, location.path, self.opened.size, False
@@ -64,29 +55,29 @@ class StoredObject(Source):
         self._steps: list[tuple[int, int]] = []  # of each `look`: distance from the one before, and length
         self._at = 0
 
-    def look(self, length: int, offset: int) -> bytes:
-        """Read bytes of the structure, and what is likely to be read next; fewer only at the end."""
-        self._steps.append((offset - self._at, length))
-        self._at = offset
-        if (known := self._find(offset, length)) is not None:
+    def look(self, start: int, stop: int) -> bytes:
+        """Read bytes of the structure, and what is likely to be read next."""
+        self._steps.append((start - self._at, stop - start))
+        self._at = start
+        if (known := self._find(start, stop)) is not None:
             return known
-        spans = [(offset, offset + length), *self._likely_next()]
+        spans = [(start, stop), *self._likely_next(stop)]
         data = in_parallel(lambda span: self.opened.read(*span), spans, _AT_ONCE)
-        for (start, _), part in zip(spans, data, strict=True):
-            place = bisect.bisect_right(self._offsets, start)
-            self._offsets.insert(place, start)
+        for (at, _), part in zip(spans, data, strict=True):
+            place = bisect.bisect_right(self._offsets, at)
+            self._offsets.insert(place, at)
             self._cached.insert(place, part)
-        while sum(map(len, self._cached)) > _CACHE_LIMIT and self._offsets[0] < offset:
+        while sum(map(len, self._cached)) > _CACHE_LIMIT and self._offsets[0] < start:
             del self._offsets[0], self._cached[0]
         return data[0]
 
-    def _likely_next(self) -> list[tuple[int, int]]:
+    def _likely_next(self, end: int) -> list[tuple[int, int]]:
         """Return the ranges of what followed the last read that was like the current one, over and over."""
         (distance, length), last = self._steps[-1], len(self._steps) - 1
         before = ((at, *self._steps[at]) for at in reversed(range(last)))
         like = next((at for at, step, size in before if size == length and abs(step - distance) <= _SAME), last)
         followed = self._steps[like + 1 :]
-        found, at, end = list[tuple[int, int]](), self._at, self._at + length
+        found, at = list[tuple[int, int]](), self._at
         while followed and len(found) < _AT_ONCE:
             distance, length = followed[len(found) % len(followed)]
             at += distance
@@ -96,22 +87,22 @@ class StoredObject(Source):
             found.append((start, end))
         return found
 
-    def _find(self, offset: int, length: int) -> bytes | None:
+    def _find(self, start: int, stop: int) -> bytes | None:
         """Return bytes from the cache if all are there."""
         parts = []
-        while length:
-            index = bisect.bisect_right(self._offsets, offset) - 1
-            start = offset - self._offsets[index] if index >= 0 else 0
-            part = self._cached[index][start : start + length] if index >= 0 else b""
+        while start < stop:
+            index = bisect.bisect_right(self._offsets, start) - 1
+            at = start - self._offsets[index] if index >= 0 else 0
+            part = self._cached[index][at : at + stop - start] if index >= 0 else b""
             if not part:
                 return None
             parts.append(part)
-            offset, length = offset + len(part), length - len(part)
+            start += len(part)
         return b"".join(parts)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes from memory, or by one request; see `Source`."""
-        known = self._find(start, stop - start)
+        known = self._find(start, stop)
         return self.opened.read(start, stop) if known is None else known
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
@@ -129,7 +120,7 @@ class StoredObject(Source):
         self._offsets, self._cached = [], []
 
 
-MsgpackSource = File | StoredObject
+MsgpackSource = LocalFile | StoredObject
 
 
 def open_source(location: Location) -> MsgpackSource:
@@ -137,7 +128,7 @@ def open_source(location: Location) -> MsgpackSource:
     path = location.path
     try:
         with translated(path, "read", (OSError, ValueError)):
-            source = StoredObject(location) if location.is_remote else File(path)
+            source = StoredObject(location) if location.is_remote else LocalFile(path)
     except FileNotFoundError as error:
         message = f"{path}: no such checkpoint; list the directory for others"
         raise CheckpointNotFoundError(message, path=path) from error
@@ -156,11 +147,12 @@ def open_source(location: Location) -> MsgpackSource:
 class Window:
     """A range of the file in memory, which moves from its beginning to its end; the data of arrays is skipped."""
 
-    __slots__ = ("_sizes", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
+    __slots__ = ("_look", "_sizes", "_step", "at", "base", "data", "fresh_until", "path", "size")
 
     def __init__(self, source: MsgpackSource, data: bytes = b""):
         """Begin with these first bytes of the source."""
-        self._source, self._sizes = source, source.window_sizes
+        self._look = source.look if isinstance(source, StoredObject) else source.read
+        self._sizes = OF_FILES if source.is_local else _OF_OBJECTS
         self._step = self._sizes.smallest // self._sizes.growth  # the first refill multiplies it
         self.path = source.path
         self.size = source.size
@@ -214,8 +206,11 @@ class Window:
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        data = self._source.look(length, offset)
-        if len(data) != length:
-            found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
-            raise self.corrupt(found, offset - self.base)
+        data = b""
+        while len(data) < length:  # the system gives at most 2 GiB at once
+            more = self._look(offset + len(data), offset + length)
+            if not more:
+                found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
+                raise self.corrupt(found, offset - self.base)
+            data += more
         return data

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import BATCH_BYTES, ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import Read
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import local_file
+from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
@@ -25,7 +25,7 @@ from . import gda_read
 from .checksummed_file import ChecksummedFile, open_checksums, read_unverified
 from .format import FileRanges, is_one_range
 from .parse import parse, parse_stream
-from .read_bytes import File, MsgpackSource, Window, open_source
+from .read_bytes import MsgpackSource, Window, open_source
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
@@ -51,7 +51,7 @@ class MsgpackReader(Reader):
         self._source = open_source(location)
         self._has_told = of_orbax  # that nothing is verified
         try:
-            with translated(self.path, "read"), memory.pause_gc(enabled=isinstance(self._source, File)):
+            with translated(self.path, "read"), memory.pause_gc(enabled=self._source.is_local):
                 self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 self.tree: Node = self._parsed(of_orbax, is_stream)
         except BaseException:
@@ -60,8 +60,8 @@ class MsgpackReader(Reader):
 
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
         source, data = self._source, b""
-        if isinstance(source, File) and source.size <= _WHOLE:
-            data = source.look(source.size, 0)
+        if source.is_local and source.size <= _WHOLE:
+            data = source.read(0, source.size)
             if isinstance(self._sums, ChecksummedFile):
                 self._sums.verify_data(data)
         window = Window(source, data)
@@ -99,9 +99,9 @@ class MsgpackReader(Reader):
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
         in_memory: list[tuple[int, LeafHandle, bytes]] = []
+        in_folder: list[tuple[int, LeafHandle]] = []
         reads: list[Read] = []
         unfinished: list[int] = []
-        folders: list[tuple[int, LeafHandle]] = []
         for index, handle in enumerate(wanted):
             if index in is_read:
                 continue
@@ -112,7 +112,7 @@ class MsgpackReader(Reader):
             if type(locator) is bytes and handle.dtype is not None:
                 in_memory.append((index, handle, locator))
             elif type(locator) is gda_read.FolderArray:
-                folders.append((index, handle))
+                in_folder.append((index, handle))
             elif type(locator) is not FileRanges:  # Python values are their own locator
                 values[index] = locator
             elif handle.nbytes < _SMALL and handle.dtype is not None and len(locator.ranges) == 1:
@@ -122,15 +122,16 @@ class MsgpackReader(Reader):
                 values[index] = _begin(source, handle, reads)
         _pack(in_memory, values)
         self._read(reads, values)
-        arrays = [(handle.locator, handle.path) for _, handle in folders]
-        for (index, _), array in zip(folders, gda_read.read(arrays, self.meter, verify=self._verify), strict=True):
+        folder_arrays = [(handle.locator, handle.path) for _, handle in in_folder]
+        arrays = gda_read.read(folder_arrays, self.meter, verify=self._verify)
+        for (index, _), array in zip(in_folder, arrays, strict=True):
             values[index] = array
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
         return values
 
     def _tell_if_unverified(self) -> None:
-        if self._verify and self._sums is None and isinstance(self._source, File) and not self._has_told:
+        if self._verify and self._sums is None and self._source.is_local and not self._has_told:
             self._has_told = True
             why = "as of files of Flax, and of copies without extended attributes"
             _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
@@ -181,15 +182,12 @@ def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
 
 def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
     """Copy the bytes of arrays to aligned parts of new memory."""
-    alike: dict[Any, tuple[list[int], list[bytes | memoryview]]] = {}
+    alike: dict[Any, tuple[list[int], list[Any]]] = {}
     with memory.pause_gc():
         for index, handle, data in small:
-            kind = handle.shape, handle.dtype
-            group = alike.get(kind)
-            if group is None:
-                group = alike[kind] = [], []
-            group[0].append(index)
-            group[1].append(data)
+            indices, pieces = alike.setdefault((handle.shape, handle.dtype), ([], []))
+            indices.append(index)
+            pieces.append(data)
         for kind, (indices, pieces) in alike.items():
             for index, array in zip(indices, memory.pack_alike(pieces, *kind), strict=True):
                 values[index] = array
@@ -200,12 +198,12 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
 
     Most are not aligned: an array starts where its header ends.
     """
-    if not isinstance(source, File):
+    if not isinstance(source, LocalFile):
         return set()
     wanted = [
         index
         for index, handle in enumerate(handles)
-        if handle.kind is _ARRAY and handle.nbytes >= local_file.MAPPED_FROM and is_one_range(handle)
+        if handle.kind is _ARRAY and handle.nbytes >= MAPPED_FROM and is_one_range(handle)
     ]
     views = source.map([handles[index].locator.ranges[0] for index in wanted])
     found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
@@ -239,14 +237,14 @@ def _read_slices(
     """Read leaves and slices; arrays with slices that are not contiguous are read whole, once, and these copied."""
     direct = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
     pairs = list(zip(wanted, direct, strict=True))
-    cut = dict.fromkeys(one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None)
-    values = iter(read_handles([*(handle for handle in direct if handle is not None), *cut]))
-    found = [None if handle is None else next(values) for handle in direct]
-    whole = dict(zip(cut, values, strict=True))
-    for number, (one, rows) in enumerate(pairs):
-        if isinstance(one, ArraySlice) and rows is None:
-            found[number] = one.cut(whole[one.handle])
-    return found
+    whole = dict.fromkeys([one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None])
+    values = iter(read_handles([*[rows for rows in direct if rows is not None], *whole]))
+    found = [None if rows is None else next(values) for rows in direct]
+    arrays = dict(zip(whole, values, strict=True))
+    return [
+        one.cut(arrays[one.handle]) if isinstance(one, ArraySlice) and rows is None else value
+        for (one, rows), value in zip(pairs, found, strict=True)
+    ]
 
 
 def _rows(part: ArraySlice) -> LeafHandle | None:

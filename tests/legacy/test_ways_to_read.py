@@ -31,7 +31,7 @@ from tests.support.trees import ML_DTYPES, arrays, fingerprint, numbers, state_d
 
 def _sizes(smallest: int, read_over: int = 0) -> dict[str, Any]:
     sizes = read_bytes.WindowSizes(smallest, smallest, read_over, 1)
-    return {"reader._WHOLE": 0, "read_bytes.File.window_sizes": sizes}
+    return {"reader._WHOLE": 0, "read_bytes.OF_FILES": sizes}
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -181,7 +181,7 @@ _ARRAY = _ext(1, (2,), "int32", bytes(8))
 # Two arrays of the same header, after which more of them are read in a loop of their own.
 _TWO = b"\x83\xa1a" + _ARRAY + b"\xa1b" + _ARRAY
 _HOSTILE = {
-    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, "UTF-8"),
+    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, "utf-8"),
     "third key twice": (_TWO + b"\xa1b" + _ARRAY, "'b' twice"),
     "third array cut": (_TWO + b"\xa1c" + _ARRAY[:-1], "truncated"),
     "no third key": (_TWO, "truncated"),
@@ -202,8 +202,8 @@ _HOSTILE = {
     "long map": (b"\xdf\xff\xff\xff\xff", "4294967295 values.*truncated"),
     "deep": (b"\x91" * 100_000 + b"\x90", r"byte \d{4}: .*nested"),
     "deep maps": (b"\x81\xa1a" * 100_000 + b"\x80", r"byte \d{4}: .*nested"),
-    "key utf-8": (b"\x81\xa1\xff\x01", "UTF-8"),
-    "text utf-8": (b"\xa2\xed\xa0", "UTF-8"),
+    "key utf-8": (b"\x81\xa1\xff\x01", "utf-8"),
+    "text utf-8": (b"\xa2\xed\xa0", "utf-8"),
     "twice": (b"\x82\xa1a\x01\xa1a\x02", "'a' twice"),
     "int and text": (b"\x82\xa11\x01\x01\x02", "'1' twice"),
     "bytes key": (b"\x81\xc4\x01a\x01", "neither text nor int"),

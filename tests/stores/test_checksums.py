@@ -86,18 +86,16 @@ def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any) -> No
 
 
 @pytest.mark.slow
-def test_gs_changed_downloads_are_read_again(gs_bucket: GsBucket) -> None:
-    """A whole restore is compared with the CRC-32C of the store; what changes again is an error."""
+def test_gs_changed_downloads_are_an_error(gs_bucket: GsBucket) -> None:
+    """A whole restore is compared with the CRC-32C of the store."""
     tree = {"a": np.arange(3.0e6), **TREE, "n": 3}  # more than one request
     save(f"{gs_bucket.url}/c", tree, format="msgpack")
-    with flipping_bodies(gs_bucket.proxy, "GET", times=1) as changed:
-        assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(tree)
-    assert changed
-    with flipping_bodies(gs_bucket.proxy, "GET", times=99):
-        with pytest.raises(ChecksumError, match=r"the store reports .*changed in transit"):
-            restore(f"{gs_bucket.url}/c", None)
-        with config.override(checksums="off"):
-            assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
+    assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(tree)
+    changed = pytest.raises(ChecksumError, match=r"the store reports .*changed in transit")
+    with flipping_bodies(gs_bucket.proxy, "GET", times=1), changed:
+        restore(f"{gs_bucket.url}/c", None)
+    with flipping_bodies(gs_bucket.proxy, "GET", times=1), config.override(checksums="off"):
+        assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
 
 
 def test_s3_refuses_changed_uploads(bucket: Bucket) -> None:
