@@ -21,12 +21,7 @@ _ALWAYS_PLAIN = frozenset({float, bool, type(None)})
 
 def check_tree(tree: Node) -> None:
     """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
-<<<<<<< HEAD
-    supported, addressable = Memo(_is_supported), Memo[bool](lambda sharding: sharding.is_fully_addressable)
-    jax_types: dict[type, bool] = {Branch: False}
-=======
     supported = Memo(_is_supported)
->>>>>>> 71c7f144 (One window reads files and objects, copies of changing arrays go through the encoder's one buffer, leaves are checked in one function, and an object with another checksum is an error at once)
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
@@ -38,13 +33,7 @@ def check_tree(tree: Node) -> None:
             kind = type(child)  # fast paths for what almost all leaves are
             if kind in _ALWAYS_PLAIN or (kind is int and -(2**63) <= child < 2**64):
                 continue
-<<<<<<< HEAD
-            if kind not in jax_types:
-                jax_types[kind] = is_jax_array(child)
-            if not jax_types[kind] or not supported[child.dtype] or not addressable.of(child.sharding):
-=======
             if not ((kind is np.ndarray or kind is HostCopy) and supported[child.dtype]):
->>>>>>> 71c7f144 (One window reads files and objects, copies of changing arrays go through the encoder's one buffer, leaves are checked in one function, and an object with another checksum is an error at once)
                 stack.append(((*path, name), child))
 
 
