@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, steps
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
 # numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
@@ -236,28 +236,6 @@ def _numbered(node: Node) -> list[LeafHandle] | None:
 
 def _is(node: Node, kind: LeafKind) -> bool:
     return isinstance(node, LeafHandle) and node.kind is kind
-
-
-_VALUES = frozenset({*NUMBERS, str, bytes, type(None)})
-
-
-def run_of(
-    values: dict[str, Any] | list[Any], path: Path, leaf_of: Callable[[Path, Any], LeafHandle | None]
-) -> Branch | None:
-    """Return the branch that keeps the Python values of a container as they were decoded, without a handle for each.
-
-    None if it is empty, or has other children."""
-    children = values.values() if isinstance(values, dict) else values
-    kinds = set(map(type, children))
-    if not kinds or not _VALUES.issuperset(kinds):
-        return None
-    if str in kinds and any(type(one) is str and one.startswith(PLACEHOLDER) for one in children):
-        return None
-    if len(kinds) == 1 and kinds <= NUMBERS.keys():
-        nbytes = len(values) * NUMBERS[kinds.pop()][1]
-    else:
-        nbytes = sum([_kind_of(one)[1] for one in children if one is not None])
-    return Branch.of_run(ValueRun(path, values, nbytes, leaf_of))
 
 
 def maker_of_values(reader: Reader) -> Callable[[Path, Any], LeafHandle | None]:

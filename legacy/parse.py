@@ -183,10 +183,8 @@ class _Tree:
         int_keys = frozenset[str]()
         if not _TEXT.issuperset(map(type, values)):
             values, int_keys = _named(values, path)
-        branch = None if int_keys else format.run_of(values, path, self._leaf_of)
-        if branch is None:
-            branch = Branch(values, int_keys=int_keys)
-            self._stack.append((path, branch, in_list))
+        branch = Branch(values, int_keys=int_keys)
+        self._stack.append((path, branch, in_list))
         return branch
 
     def _sequence(self, path: Path, values: list[Any]) -> Branch:
@@ -196,10 +194,8 @@ class _Tree:
             if type(values) is not list:
                 raise ValueError(f"a tuple in {show_path(path)} that is not a msgpack array")
         self._lengths.add(path, len(values))
-        branch = format.run_of(values, path, self._leaf_of) if container is Container.LIST else None
-        if branch is None:
-            branch = Branch(dict(zip(map(str, range(len(values))), values, strict=True)), container)
-            self._stack.append((path, branch, True))
+        branch = Branch(dict(zip(map(str, range(len(values))), values, strict=True)), container)
+        self._stack.append((path, branch, True))
         return branch
 
     def _reference(self, subpath: str, path: Path) -> LeafHandle:

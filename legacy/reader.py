@@ -105,6 +105,9 @@ class MsgpackReader(Reader):
         for index, handle in enumerate(wanted):
             if index in is_read:
                 continue
+            if handle.dtype is None and type(handle.locator) is not FileRanges:
+                values[index] = handle.locator  # a Python value
+                continue
             if handle.kind is not _ARRAY:
                 unfinished.append(index)
                 handle = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
@@ -113,8 +116,6 @@ class MsgpackReader(Reader):
                 in_memory.append((index, handle, locator))
             elif type(locator) is gda_read.FolderArray:
                 in_folder.append((index, handle))
-            elif type(locator) is not FileRanges:  # Python values are their own locator
-                values[index] = locator
             elif handle.nbytes < _SMALL and handle.dtype is not None and len(locator.ranges) == 1:
                 ((offset, nbytes),) = locator.ranges
                 reads.append(Read(source, offset, nbytes, handle.path, None, (index, handle)))
@@ -155,8 +156,7 @@ class MsgpackReader(Reader):
         return sum([leaf.nbytes for leaf in self._handles() if leaf.dtype is not None and not leaf.in_gda_folder])
 
     def _handles(self) -> Iterator[LeafHandle]:
-        """Yield the leaves, but for those of runs, of which none is an array."""
-        return (leaf for _, leaf in iter_leaves(self.tree, (), {}) if isinstance(leaf, LeafHandle))
+        return (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""

@@ -54,14 +54,13 @@ def trees_of(opened: Opened, job: Job, rewritten: Collection[str], notes: list[s
 
 def _is_unchanged(plan: TreePlan) -> bool:
     stored = [leaf for _, leaf in iter_leaves(plan.reader.tree) if isinstance(leaf, LeafHandle)]
-    leaves = list(plan.single_leaves())
-    return [leaf.source for leaf in leaves] == stored and all(leaf.cast is None for leaf in leaves)
+    return [leaf.source for leaf in plan.leaves] == stored and all(leaf.cast is None for leaf in plan.leaves)
 
 
 def _tree_of(plan: TreePlan) -> Node:
     """Return what a plan makes, in the target's containers; what it takes as it is stored, in the stored ones."""
     reader = _Computed(plan)
-    leaves = iter([reader.leaf(leaf) for leaf in plan.single_leaves()])
+    leaves = iter([reader.leaf(leaf) for leaf in plan.leaves])
 
     def filled(node: Node, path: Path) -> Node:
         if path in plan.stored_subtrees:

@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -55,31 +54,6 @@ class Container(enum.Enum):
         return self in (Container.LIST, Container.TUPLE)
 
 
-_expanding = threading.Lock()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ValueRun:
-    """The children of a stored branch that are Python values, read with the structure, without a handle for each."""
-
-    path: Path  # key path of the branch, from the root of the checkpoint
-    values: dict[str, Any] | list[Any]  # the children's, None included; not to be changed
-    nbytes: int  # as the handles would add up
-    handle_of: Callable[[Path, Any], Node]  # makes the leaf of a value at a key path
-    _leaves: dict[str, Node] | None = None
-
-    @property
-    def leaves(self) -> dict[str, Node]:
-        """Return name → leaf, the same leaves each time."""
-        with _expanding:
-            if self._leaves is None:
-                values = self.values if isinstance(self.values, dict) else dict(enumerate(self.values))
-                self._leaves = {
-                    str(name): self.handle_of((*self.path, str(name)), value) for name, value in values.items()
-                }
-            return self._leaves
-
-
 @dataclasses.dataclass(slots=True)
 class Branch:
     """An inner node."""
@@ -88,25 +62,6 @@ class Branch:
     container: Container = Container.DICT  # its type in the user's tree
     int_keys: frozenset[str] = frozenset()  # names that were Python ints in the user's dict
     type_name: str = ""  # of a namedtuple's class, where a format records it
-    # What `children` come from when something asks for them first; None from then on, and for all other branches.
-    run: ValueRun | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of_run(cls, run: ValueRun) -> Branch:
-        """Return a dict, or list, of Python values, whose leaves are made on demand."""
-        branch = cls({}, Container.DICT if isinstance(run.values, dict) else Container.LIST, run=run)
-        del branch.children
-        return branch
-
-    if not TYPE_CHECKING:  # for type checkers, other names stay errors
-
-        def __getattr__(self, name: str) -> Any:
-            run = self.run if name == "children" else None
-            if run is None:
-                return object.__getattribute__(self, name)  # raises, unless another thread has set it
-            self.children = dict(run.leaves)
-            self.run = None
-            return self.children
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -213,19 +168,12 @@ def is_jax_array(leaf: object) -> bool:
     return jax is not None and isinstance(leaf, jax.Array)
 
 
-def iter_leaves(node: Node, path: Path = (), runs: dict[int, ValueRun] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Yield (key path, leaf) in tree order. None is a leaf; a branch without children yields itself.
-
-    With ``runs``, yield runs of Python values whole, and add them there by the ids of their branches."""
+def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (key path, leaf) in tree order. None is a leaf; a branch without children yields itself."""
     left = [(path, node)]  # not recursive: each leaf would pass through a generator per level
     while left:
         path, node = left.pop()
-        if not isinstance(node, Branch):
-            yield path, node
-        elif runs is not None and (run := node.run) is not None:
-            runs[id(node)] = run
-            yield path, run
-        elif node.children:
+        if isinstance(node, Branch) and node.children:
             left += [((*path, name), child) for name, child in reversed(node.children.items())]
         else:
             yield path, node

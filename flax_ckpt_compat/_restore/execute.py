@@ -92,8 +92,6 @@ class ReadLeaves:
             self.values = casting.read(reads, self.casts_at_read, self.mapped, meter)
         elif reads:
             self.values = dict(zip(reads, backend.read_all(reads, meter=meter), strict=True))
-        elif self.plan.runs:  # the reader tells of files without checksums
-            self.plan.reader.read([])
         return self
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
@@ -135,7 +133,7 @@ class ReadLeaves:
         if not isinstance(source, LeafHandle):
             if source is Own.KEEP_TARGET and isinstance(leaf.target, jax.ShapeDtypeStruct):
                 self._abstract.append(show_path(leaf.path))
-            return leaf.target if source is Own.KEEP_TARGET else source  # None, or a run
+            return leaf.target if source is Own.KEEP_TARGET else None
         cast = self._casts.get(leaf)
         if leaf.slices is None:
             value = placement.finish(leaf, source, self.take(source), cast)

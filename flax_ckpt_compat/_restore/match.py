@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun, iter_leaves, node_at
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, node_at
 from flax_ckpt_compat._restore import leaf_kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -42,7 +41,7 @@ def plan_tree(
         planner = _Planner(plan, frozenset() if target is None or leaf_by_leaf else target.custom_paths)
         if target is None:
             plan.stored_subtrees[()] = tree
-            for leaf_path, leaf in iter_leaves(tree, (), plan.runs):
+            for leaf_path, leaf in iter_leaves(tree):
                 planner.take(leaf, None, leaf_path)
         else:
             planner.node(tree, target.node, ())
@@ -53,7 +52,6 @@ def plan_tree(
 _ABSENT: Any = object()  # in place of a stored node: the checkpoint has none
 _ARRAY = LeafKind.ARRAY
 _DICT = Container.DICT
-_PYTHON_VALUES = {*KIND_OF_TYPE.values(), LeafKind.BYTES}
 
 
 class _Planner:
@@ -86,19 +84,16 @@ class _Planner:
                 self.absent(target, path)
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> None:
-        if (run := stored.run) is not None and self._choose is None and _is_like(run, target):
-            self._plan.runs[id(target)] = run
-            self._plan.leaves.append(LeafPlan(path, run, target))
-            return
         fields = fields_of(stored, target)
         if self._choose is None and path in self._custom_paths and not _same_names(stored, target):
             self.take_subtree(stored, path, target)
             return
-        for name, child in fields.items():
-            if name not in target.children:
-                self.note_unused(child, (*path, name))
-        if not fields.keys() <= target.children.keys() and (target.container is not _DICT or path in self._dataclasses):
-            self._larger.append((path, fields, target))
+        if not fields.keys() <= target.children.keys():
+            for name, child in fields.items():
+                if name not in target.children:
+                    self.note_unused(child, (*path, name))
+            if target.container is not _DICT or path in self._dataclasses:
+                self._larger.append((path, fields, target))
         # A loop that calls itself, because Flax's own functions nest no fewer than three calls for a level, and what
         # Flax restores within the recursion limit is restored here.
         plan_array, add = self._leaf_planner.array, self._plan.leaves.append
@@ -177,7 +172,7 @@ class _Planner:
     def take_subtree(self, stored: Branch, path: Path, target: Node = None) -> None:
         """Plan a stored branch as it is, for a target that takes any structure."""
         self._plan.stored_subtrees[path] = stored
-        for rest, leaf in iter_leaves(stored, (), self._plan.runs):
+        for rest, leaf in iter_leaves(stored):
             if leaf is Own.KEEP_TARGET:
                 self.keep(node_at(target, rest), path, "from_target")
             else:
@@ -185,9 +180,9 @@ class _Planner:
 
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""
-        if isinstance(stored, LeafHandle):
-            is_plain = stored.kind is _ARRAY or stored.kind in _PYTHON_VALUES
-            if target is None and is_plain and not stored.possible_kinds:  # as it is
+        if type(stored) is LeafHandle:
+            is_value = stored.dtype is None and stored.kind is not LeafKind.UNSUPPORTED
+            if target is None and (stored.kind is _ARRAY or is_value) and not stored.possible_kinds:  # as it is
                 self._plan.leaves.append(LeafPlan(path, stored, None, True))
                 return
             plan_leaf = self._leaf_planner.array if stored.kind is _ARRAY else self._leaf_planner.stored
@@ -232,17 +227,6 @@ class _Planner:
         if chosen:
             used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}
             plan.unused = [path for path in plan.unused if path not in used]
-
-
-def _is_like(run: ValueRun, target: Branch) -> bool:
-    """Return whether a target has the names of a run, in its order, and Python values of the same types."""
-    values, children = run.values, target.children
-    if len(values) != len(children):
-        return False
-    names = values if isinstance(values, dict) else map(str, range(len(values)))
-    found = list(map(type, values.values() if isinstance(values, dict) else values))
-    is_alike = found == list(map(type, children.values())) and KIND_OF_TYPE.keys() >= set(found)
-    return is_alike and all(map(operator.eq, names, children))
 
 
 def _shape_of(stored: Any, target: Any, casts: bool) -> tuple[int, ...] | None:

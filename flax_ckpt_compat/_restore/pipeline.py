@@ -145,9 +145,9 @@ def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) ->
     lists = "lists" if plan.reader.keeps_lists else "flax"
     if plan.target is None:
         structure = "stored" if plan.options.settings.structure == "stored" else lists
-        return state_dict.from_stored(plan.tree, iter(values), structure, plan.runs)
+        return state_dict.from_stored(plan.tree, iter(values), structure)
     try:
-        return plan.target.rebuild(plan.target.filled(iter(values), plan.stored_subtrees, lists, plan.runs))
+        return plan.target.rebuild(plan.target.filled(iter(values), plan.stored_subtrees, lists))
     except CheckpointError:
         raise
     except Exception:  # custom serialization may fail in any way

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Branch, Node, Path, ValueRun
+from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat._restore.leaf_kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
@@ -29,9 +29,8 @@ class LeafPlan:
     # Key path in the target, or in the checkpoint without one; of all leaves of a subtree that is restored as stored,
     # the key path of that subtree.
     path: Path
-    # Stored, derived, or `Own.KEEP_TARGET`; None for a stored None. A run is of a whole branch of Python values, which
-    # are restored as stored; ``path`` is the branch's, and ``target`` the target's branch.
-    source: LeafHandle | Derived | Own | ValueRun | None
+    # Stored, derived, or `Own.KEEP_TARGET`; None for a stored None.
+    source: LeafHandle | Derived | Own | None
     target: Any  # the target's leaf, or None
     is_plain: bool = False  # read whole: final, or, of an array, to be put on ``sharding``
     sharding: Any = None  # sharding to place an array with; None for host memory
@@ -52,10 +51,7 @@ class TreePlan:
     # Of a checkpoint of several items: the tree of all of them, after the rules, and all their targets. Rules name
     # leaves in these.
     all_items: tuple[Node, Node] | None = None
-    # Every leaf of the result, in its order; `single_leaves` has runs of Python values leaf by leaf.
-    leaves: list[LeafPlan] = dataclasses.field(default_factory=list)
-    # The runs among them, by the ids of their branches, stored or of the target.
-    runs: dict[int, ValueRun] = dataclasses.field(default_factory=dict)
+    leaves: list[LeafPlan] = dataclasses.field(default_factory=list)  # every leaf of the result, in its order
     # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole
     # tree at the root.
     stored_subtrees: dict[Path, Node] = dataclasses.field(default_factory=dict)
@@ -76,18 +72,6 @@ class TreePlan:
     def path(self) -> str:
         """Return the path, for messages."""
         return self.location.path
-
-    def single_leaves(self) -> Iterator[LeafPlan]:
-        """Yield every leaf of the result, in its order, those of runs too."""
-        for leaf in self.leaves:
-            if isinstance(leaf.source, ValueRun):
-                target = leaf.target.children if isinstance(leaf.target, Branch) else {}
-                is_subtree = self.target is not None and not target
-                for name, stored in leaf.source.leaves.items():
-                    path = leaf.path if is_subtree else (*leaf.path, name)
-                    yield LeafPlan(path, stored, target.get(name), stored is not None)
-            else:
-                yield leaf
 
     def suggest(self) -> Any:
         """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves, other shapes and kinds, or None."""

@@ -110,7 +110,7 @@ class TransformSpec:
 
     def explain_unmatched(self, target: Node) -> str:
         """Return a message about transforms that match no leaf of the target; empty if none."""
-        return _explain_unmatched(self._transforms, [path for path, _ in iter_leaves(target)])
+        return _explain_unmatched(self._transforms, (path for path, _ in iter_leaves(target)))
 
     def warn_without_target(self) -> None:
         """Warn that transforms do nothing without a target, as in Flax."""
@@ -175,7 +175,7 @@ def _step(given: Any) -> Rule:
 
 
 def _explain_unmatched(transforms: Transforms, wanted: Iterable[Path]) -> str:
-    if not (unmatched := transforms.unmatched(list(map(joined, wanted)))):
+    if not transforms or not (unmatched := transforms.unmatched(list(map(joined, wanted)))):
         return ""
     return (
         f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are names of the "

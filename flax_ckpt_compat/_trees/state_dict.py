@@ -11,7 +11,6 @@ import collections
 import functools
 import itertools
 import sys
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,14 +22,13 @@ from flax import core, serialization
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.text_formatting import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, ValueRun, key_name, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, key_name, show_path
 from flax_ckpt_compat._trees import old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
 # Cache of leaf types: isinstance checks against jax's array types are slow.
 _LEAF_TYPES: set[type] = {type(None)}
 _TEXT = frozenset([str])
-_NO_RUNS: Mapping[int, ValueRun] = types.MappingProxyType({})
 
 
 class TargetTree:
@@ -94,33 +92,24 @@ class TargetTree:
             self._misread.append(path)
         return branch
 
-    def filled(
-        self,
-        values: Iterator[Any],
-        stored_subtrees: Mapping[Path, Node],
-        structure: str,
-        runs: Mapping[int, ValueRun] = _NO_RUNS,
-    ) -> Any:
+    def filled(self, values: Iterator[Any], stored_subtrees: Mapping[Path, Node], structure: str) -> Any:
         """Return the state dict of the tree with other leaves, in order, for `rebuild`.
 
-        At key paths of ``stored_subtrees`` it has these, with their own leaves, as `from_stored` gives them; of
-        branches in ``runs``, the values of all children are one among ``values``."""
+        At key paths of ``stored_subtrees`` it has these, with their own leaves, as `from_stored` gives them."""
 
         def fill(node: Branch, path: Path) -> Any:
-            if id(node) in runs:
-                return _of_run(next(values), Container.DICT, "flax")
             if not stored_subtrees and Branch not in set(map(type, node.children.values())):
                 return dict(zip(node.children, values, strict=False))
             children: dict[str, Any] = {}
             for name, child in node.children.items():
                 if stored_subtrees and (*path, name) in stored_subtrees:
-                    children[name] = from_stored(stored_subtrees[*path, name], values, structure, runs)
+                    children[name] = from_stored(stored_subtrees[*path, name], values, structure)
                 else:
                     children[name] = fill(child, (*path, name)) if type(child) is Branch else next(values)
             return children
 
         if () in stored_subtrees:
-            return from_stored(stored_subtrees[()], values, structure, runs)
+            return from_stored(stored_subtrees[()], values, structure)
         return fill(self.node, ()) if isinstance(self.node, Branch) else next(values)
 
     def rebuild(self, state: Any) -> Any:
@@ -148,23 +137,17 @@ def describe(target: Any) -> Node:
     return TargetTree(target, fills_modules=False).node
 
 
-def from_stored(
-    node: Node, values: Iterator[Any] | None, structure: str, runs: Mapping[int, ValueRun] = _NO_RUNS
-) -> Any:
+def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any:
     """Convert a stored tree to Python containers; ``values`` are its leaves in order, None takes those of the tree.
-
-    Of branches in ``runs``, by their ids, the values of all children are one among ``values``.
 
     The structure ``flax`` gives dicts with text keys, as Flax restores without a target: lists become dicts of '0',
     '1', …; ``lists`` keeps lists; ``stored`` gives lists, tuples and int keys where the format recorded them."""
     if not isinstance(node, Branch):
         return node if values is None else next(values)
-    if values is not None and id(node) in runs:
-        return _of_run(next(values), node.container, structure)
     children: dict[str, Any] = {}
     for name, child in node.children.items():
         if type(child) is Branch:
-            children[name] = from_stored(child, values, structure, runs)
+            children[name] = from_stored(child, values, structure)
         else:
             children[name] = child if values is None else next(values)
     if structure != "flax" and node.container is Container.LIST:
@@ -176,15 +159,6 @@ def from_stored(
     if node.type_name and (kind := _namedtuple(node.type_name, tuple(children))) is not None:
         return kind(*children.values())
     return {int(name) if name in node.int_keys else name: child for name, child in children.items()}
-
-
-def _of_run(run: ValueRun, container: Container, structure: str) -> Any:
-    """Return the values of a run in a container that is the caller's own."""
-    values = run.values
-    if isinstance(values, dict):
-        return dict(values)
-    keeps_list = structure != "flax" and container is Container.LIST
-    return list(values) if keeps_list else dict(zip(map(str, range(len(values))), values, strict=True))
 
 
 @functools.lru_cache

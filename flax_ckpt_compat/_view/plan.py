@@ -226,7 +226,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     for name, tree_plan in plans.items.items():
         item = (name,) if plans.is_mapping else ()
         leaves += _planned_leaves(tree_plan, item, owners)
-        for leaf in tree_plan.single_leaves():
+        for leaf in tree_plan.leaves:
             needed.update(needs(leaf.source))
         stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
         for path in tree_plan.unused:
@@ -262,7 +262,7 @@ def _planned_leaves(plan: TreePlan, item: Path, owners: Owners) -> Iterator[Plan
     raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
     missing = frozenset(plan.missing) if raises else frozenset()
     subtrees = {} if plan.target is None else plan.stored_subtrees
-    for path, group in itertools.groupby(plan.single_leaves(), lambda leaf: leaf.path):
+    for path, group in itertools.groupby(plan.leaves, lambda leaf: leaf.path):
         if path in subtrees:
             yield _planned_subtree(path, [leaf.source for leaf in group], item, owners)
         else:
