@@ -6,7 +6,6 @@ import errno
 import io
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import pytest
 
 from flax_ckpt_compat import Progress, checkpoints, config, errors, restore, rules, save
 from flax_ckpt_compat._core import progress
-from tests.guide import terminal
+from tests.support import terminal
 from tests.support.layouts import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -258,18 +257,6 @@ def test_without_a_callback(tmp_path: Path, format: Format, monkeypatch: pytest.
     assert_same(restore(tmp_path / "d"), TREE)
 
 
-SLOW = """
-import sys, time
-import numpy as np
-from flax_ckpt_compat import restore, save
-from flax_ckpt_compat._core import progress
-progress._EVERY_SECONDS = 0.0
-save("run", {"kernel": np.zeros(3_000_000)}, step=1, format="msgpack", progress="bar")
-restore("run", progress="bar")
-print("done")
-"""
-
-
 class Terminal(io.StringIO):
     """What a program takes for a terminal."""
 
@@ -331,27 +318,6 @@ def test_no_work_fails_with_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def full_disk(*_: Any) -> int:
     """Fail as on a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.slow
-def test_the_bar(tmp_path: Path) -> None:
-    """``"bar"`` draws on a terminal what is in work, and is gone at the end; not into a pipe, nor with NO_COLOR."""
-    words = [sys.executable, "-c", SLOW]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("NO_COLOR", None)
-    code, written = terminal.raw(words, str(tmp_path), environment)
-    assert code == 0
-    for what in ("saving checkpoint_1", "restoring checkpoint_1", "kernel", "━"):
-        assert what in written
-    assert terminal.shown(written).strip() == "done"
-    (tmp_path / "piped").mkdir()
-    piped = subprocess.run(
-        words, cwd=tmp_path / "piped", env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert (piped.stdout, piped.stderr) == ("done\n", "")
-    (tmp_path / "plain").mkdir()
-    _, written = terminal.raw(words, str(tmp_path / "plain"), environment | {"NO_COLOR": "1"})
-    assert written == "done\r\n"
 
 
 def test_a_bar_that_a_signal_handler_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from flax_ckpt_compat import cli, save
 from flax_ckpt_compat._view import verify
 from flax_ckpt_compat.cli._command_base import Command
-from tests.guide import terminal
+from tests.support import terminal
 
 ROOT = Path(__file__).parents[2]
 NAMES = cli.main.list_commands(click.Context(cli.main))
@@ -134,19 +134,6 @@ def test_guide() -> None:
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `flax-ckpt ")]
     assert sorted(row[0].split()[1].strip("`") for row in rows) == NAMES
     assert all(len(row) == 4 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_colors(no_color: str, tmp_path: Path) -> None:
-    """On a terminal differences have colours, unless NO_COLOR is set."""
-    for run in ("a", "b"):
-        save(tmp_path / run, {f"layer_{run}": {"kernel": np.ones(3)}}, step=1, format="msgpack")
-    command = f"{sys.executable} -c 'from flax_ckpt_compat.cli import main; main()' diff a b"
-    code, text = terminal.run(command, str(tmp_path), {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": no_color})
-    assert code == 1
-    assert ("\x1b[31m- layer_a" in text) is (not no_color)
-    assert ("\x1b" in text) is (not no_color)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``flax-ckpt ls``: what it shows of a directory, into a pipe, onto a terminal and as JSON, and what it refuses."""
+"""What flax-ckpt ls and verify print, into a pipe, onto a terminal and as JSON, and what they refuse."""
 
 import datetime
 import json
@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, save
 from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -164,13 +164,6 @@ def test_a_checkpoint_instead_of_its_directory(name: str, options: tuple[str, ..
     assert str(tmp_path) in result.stderr.replace(str(tmp_path / name), "")
 
 
-def test_unknown_scheme() -> None:
-    """A URL that cannot be reached is refused with exit code 2, with or without anything there."""
-    result = ls("ftp://host/run")
-    assert result.exit_code == 2
-    assert "StorageError" in result.stderr
-
-
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     """A name that is not UTF-8 is shown with its bytes escaped, and is exact in JSON."""
     (tmp_path / os.fsdecode(b"checkpoint_be\xffst")).write_bytes(b"\x80")
@@ -226,3 +219,68 @@ def test_other_prefixes_are_named(tmp_path: Path) -> None:
     assert ls(tmp_path).stdout.splitlines()[2:] == [last]
     assert "Also here" not in ls(tmp_path, "--recursive").stdout
     assert [one["name"] for one in json.loads(ls(tmp_path, "--json").stdout)] == ["checkpoint_3"]
+
+
+BLOCKS = {f"block_{n}": {"kernel": np.arange(1000.0, dtype=np.float32)} for n in range(30)}
+
+
+def run(*arguments: object) -> Result:
+    """Runs the command in this process."""
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Step 1 as real Flax saves it, 2 as real Orbax does, in a folder for each array."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        flax_checkpoints.save_checkpoint(tmp_path, BLOCKS, 1)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_2", BLOCKS)
+    return tmp_path
+
+
+def test_all_is_well(saved: Path) -> None:
+    """One line for each checkpoint, then how many there are; exit code 0, and 1 if checksums are required."""
+    result = run(saved)
+    assert result.exit_code == 0
+    first, second, total, note = result.stdout.splitlines()
+    assert first.split() == ["unverified", "30", "leaves", "120", "kB", "msgpack", str(saved / "checkpoint_1")]
+    assert second.split()[-2:] == ["orbax", str(saved / "checkpoint_2")]
+    assert total == "2 checkpoints: 0 ok, 2 unverified."
+    assert note.startswith("Unverified: all leaves decode")
+    assert run(saved, "--strict").exit_code == 1
+
+
+def test_damage(saved: Path) -> None:
+    """Damaged leaves are named below their checkpoint, those of numbered layers in one line; JSON has each, and why."""
+    for chunk in saved.glob("checkpoint_2/block_*/0"):
+        chunk.write_bytes(chunk.read_bytes()[:20])
+    result = run(saved)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("DAMAGED")
+    assert lines[2].startswith("  damaged: block_{0..29}/kernel   (30 leaves): ")
+    assert "2 checkpoints: 0 ok, 1 unverified, 1 damaged." in lines
+    result = run(saved, "--json")
+    (report,) = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"], report["path"]) == (1, False, str(saved))
+    one, two = report["checkpoints"]
+    assert (one["state"], one["format"], one["nbytes"], len(one["leaves"])) == ("unverified", "msgpack", 120_000, 30)
+    assert (two["state"], {leaf["state"] for leaf in two["leaves"]}) == ("damaged", {"damaged"})
+    assert {leaf["path"]: leaf["nbytes"] for leaf in two["leaves"]}["block_7/kernel"] == 4000
+
+
+@pytest.mark.parametrize("words", [("verify", "run"), ("convert", "run", "out", "--to", "orbax")])
+def test_files_that_are_passed_over_are_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory's search finds no file that is read by its own path only; parts of checkpoints are no such files."""
+    monkeypatch.chdir(tmp_path)
+    save("run", {"w": np.ones(2)}, step=1, format="orbax")
+    for name in ("model.safetensors", "weights.npz", "checkpoint_1/part.npz", "notes.txt"):
+        (tmp_path / "run" / name).write_bytes(b"x")
+    told = CliRunner().invoke(main, list(words)).stderr
+    (line,) = [line for line in told.splitlines() if line.startswith("Passed over")]
+    assert all(name in line for name in ("model.safetensors", "weights.npz"))
+    assert "part.npz" not in line and "notes.txt" not in line

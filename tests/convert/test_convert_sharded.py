@@ -1,18 +1,44 @@
 """What real Flax saved in several processes, converted: an array that was split stays so, for sharded restores."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import flax
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from flax.training import checkpoints
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_ckpt_compat
 from flax_ckpt_compat import config
-from tests.convert import sharded_job
-from tests.convert.sharded_job import ODD, VALUES
 from tests.support.team import team_of
+
+VALUES = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)
+ODD = VALUES.astype(jax.numpy.bfloat16)
+
+
+def save(folder: str, use_orbax: bool) -> None:
+    """Saves with real Flax: rows over x, columns over y; in bfloat16 too, which has other words on the disk."""
+    flax.config.update("flax_use_orbax_checkpointing", use_orbax)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    tree = {}
+    for name, values, spec in (
+        ("w", VALUES, PartitionSpec("x", "y")),
+        ("odd", np.tile(ODD, (1, 2)), PartitionSpec("x")),
+    ):
+        sharding = NamedSharding(mesh, spec)
+        tree[name] = jax.make_array_from_callback(values.shape, sharding, lambda index, values=values: values[index])
+    manager = None if use_orbax else GlobalAsyncCheckpointManager()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoints.save_checkpoint_multiprocess(folder, tree, 1, gda_manager=manager)
+        if manager is not None:
+            manager.wait_until_finished()
 
 
 def chunks(path: Path, name: str, driver: str) -> tuple[int, ...]:
@@ -26,7 +52,7 @@ def chunks(path: Path, name: str, driver: str) -> tuple[int, ...]:
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two processes with four devices each."""
     folder = tmp_path_factory.mktemp("sharded")
-    team_of(2, 4).call(sharded_job.save, str(folder), request.param)
+    team_of(2, 4).call(save, str(folder), request.param)
     return folder / "checkpoint_1"
 
 

@@ -37,11 +37,14 @@ TRANSFORMS = st.one_of(
     st.lists(RULES, min_size=1, max_size=2),
     st.dictionaries(NAMES, st.builds(Transform, original_key=NAMES), max_size=2),
 )
+_WORDS = st.sampled_from(["error", "warn", "ignore"])
 POLICIES = st.fixed_dictionaries(
     {
-        "missing_leaves": st.sampled_from(["error", "warn", "ignore"]),
-        "shape_mismatch": st.sampled_from(["error", "warn", "ignore"]),
+        "missing_leaves": _WORDS,
+        "shape_mismatch": _WORDS,
+        "kind_mismatch": _WORDS,
         "dtype": st.sampled_from(["stored", "target"]),
+        "structure": st.sampled_from(["flax", "stored"]),
         "transforms": TRANSFORMS,
     }
 )

@@ -1,7 +1,13 @@
 """A few random cases of every kind, the same in every run; ``python -m tests.random_cases`` draws others."""
 
-import pytest
+from typing import Any
 
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.random_cases import plans
 from tests.random_cases.kinds import KINDS, Kind
 from tests.random_cases.models import DEVELOPED, HELD_OUT, Family
 from tests.random_cases.proposals import case, followed, verdict
@@ -9,8 +15,32 @@ from tests.random_cases.proposals import case, followed, verdict
 
 @pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: kind.name)
 def test_a_few_cases(kind: Kind) -> None:
-    """Five of each kind; those against Orbax have more in a test of their own."""
-    kind.run(9, 5)
+    """Of saves fewer, which take longer; those against Orbax have a test of their own."""
+    kind.run(9, 5 if kind.name.startswith("saves") else 30)
+
+
+def placed(*shape: int) -> Any:
+    """An abstract leaf with a sharding."""
+    spec = PartitionSpec(*[None] * (len(shape) - 1), *["x"] * bool(shape))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
+
+
+KEY = jax.random.key(0)
+FOUND: list[tuple[Any, Any, dict[str, Any]]] = [
+    ({"a": {"b": np.ones(2)}}, {"a": np.zeros(2)}, {}),
+    ({"a": 2**40}, {"a": placed(2)}, {}),
+    ({"a": np.ones(2)}, {"a": np.array(["x", "y"])}, {"dtype": "target"}),
+    ({"a": np.ones(())}, {"a": placed(2, 2)}, {"shape_mismatch": "ignore"}),
+    ({"a": [1, 2, 3]}, {"a": [0]}, {"transforms": {}}),
+    ({"a": np.ones(()), "k": jax.random.split(KEY, 2)}, {"a": np.zeros(2), "k": KEY}, {"transforms": {}}),
+]
+
+
+@pytest.mark.parametrize(("tree", "target", "options"), FOUND)
+def test_plans_that_said_something_else(tree: Any, target: Any, options: dict[str, Any], flag: bool) -> None:
+    """Than the restore did: found by chance."""
+    plans.check((tree, target), options, flag)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,12 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, restore, rules, save, transforms
-from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.progress import OFF
-from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._restore import casting
 from flax_ckpt_compat.errors import CorruptCheckpointError, KindMismatchError
 from tests.support.logs import warnings_logged
 from tests.support.peers import skip_without_typed_keys
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
-from tests.support.stored import Memory
 
 VALUES = {f"l{n}": np.linspace(-n, n, 100 + n, dtype=np.float32).reshape(2, -1) for n in range(0, 20, 2)}
 
@@ -60,33 +55,6 @@ def test_complex_values(wanted: Any, expected: list[complex], flag: bool, tmp_pa
         restored = checkpoints.restore_checkpoint(path, {name: np.zeros(2, wanted) for name in tree})
     for value in restored.values():
         assert (value.dtype, value.tolist()) == (wanted, expected)
-
-
-def test_which_casts_exist() -> None:
-    """Between numbers of any kind, and within a kind of what are not numbers; to a typed key there is none."""
-    assert casting.exists(np.dtype(np.int8), np.dtype(jnp.bfloat16))
-    assert casting.exists(np.dtype("U3"), np.dtype("U5"))
-    assert not casting.exists(np.dtype("U3"), np.dtype(np.int8))
-    assert not casting.exists(np.dtype(np.uint32), jax.random.key(0).dtype)
-
-
-def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays to cast are read in batches of little memory, or alone; the others all together."""
-    monkeypatch.setattr(casting, "_AT_ONCE", 1000)
-    batches: list[int] = []
-    reader = Memory({**VALUES, "huge": np.ones(5000, np.float32), "kept": np.ones(9000, np.float32)})
-    read = reader.read
-
-    def count(wanted: Sequence[Any], **_: Any) -> list[Any]:
-        batches.append(sum(one.nbytes for one in wanted))
-        return read(wanted)
-
-    monkeypatch.setattr(type(reader), "read", lambda _, wanted, **__: count(wanted))
-    leaves = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
-    casts = {leaf: casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
-    values = casting.read(leaves, casts, frozenset(), OFF)
-    assert [values[leaf].dtype for leaf in leaves] == [np.float16] * (len(leaves) - 1) + [np.float32]
-    assert batches[0] == 36_000 and max(batches[1:-1]) <= 1000 and batches[-1] == 20_000
 
 
 def test_one_leaf_in_two_dtypes(flag: bool, tmp_path: Path) -> None:

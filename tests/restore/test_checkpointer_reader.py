@@ -92,17 +92,6 @@ def test_what_a_handler_makes_of_arrays_is_restored(tmp_path: Path) -> None:
     checkpointer.close()
 
 
-@pytest.mark.parametrize("name", PYTREE_READERS)
-def test_what_it_wrote_it_reads(name: str, tmp_path: Path) -> None:
-    """Each of them as writer, then as reader, in the same object."""
-    tree = {"a": np.arange(4.0), "b": {"n": 3, "f": 2.5}, "l": [np.ones(2)]}
-    checkpointer = PYTREE_READERS[name]()
-    checkpoints.save_checkpoint(tmp_path, tree, 1, orbax_checkpointer=checkpointer)
-    restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
-    assert fingerprint(restored) == fingerprint(tree)
-    checkpointer.close()
-
-
 @pytest.mark.parametrize("with_target", [False, True], ids=["no target", "target"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_reader_of_something_else_is_an_error(name: str, with_target: bool, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, 
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.local import local_file
 from flax_ckpt_compat.transforms import Transform
-from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,30 +164,6 @@ def test_devices_get_memory_of_their_own(flag: bool, tmp_path: Path) -> None:
     if flag:
         assert isinstance(restored["w"], jax.Array)
         assert mapped_files(tmp_path / "a") == set()
-
-
-TRUNCATED = """
-    import os, sys
-    from pathlib import Path
-    import flax_ckpt_compat
-    folder, mapped = Path(sys.argv[1]), sys.argv[2] == "True"
-    restored = flax_ckpt_compat.restore(folder, mapped=mapped)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            os.truncate(path, 0)
-    print(restored["w"].sum())
-"""
-
-
-@linux
-@pytest.mark.parametrize(("mapped", "code"), [(False, 0), (True, -signal.SIGBUS)])
-def test_truncated_files(mapped: bool, code: int, flag: bool, tmp_path: Path) -> None:
-    """A file truncated in place kills whoever has it mapped, as documented, and nobody else."""
-    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(1_500_000)}, 1)
-    program = start_python(TRUNCATED, tmp_path, mapped)
-    out, err = program.communicate(timeout=120)
-    assert program.returncode == code, err
-    assert out == ("1500000.0\n" if code == 0 else "")
 
 
 @linux

@@ -16,7 +16,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints, plan_restore, restore, save
 from flax_ckpt_compat.errors import MissingLeavesError
 from tests.support.peers import version
-from tests.support.real_states import STATES, NnxNet, linen_variables
+from tests.support.real_states import STATES
 from tests.support.samples import fingerprint, nnx_model
 from tests.support.saves import use_flag
 
@@ -68,30 +68,6 @@ def test_into_an_abstract_target(flag: bool, tmp_path: Path, name: str) -> None:
     assert_same(checkpoints.restore_checkpoint(tmp_path, jax.eval_shape(lambda: saved)), expected)
 
 
-def test_an_abstract_nnx_model_takes_the_state(flag: bool, tmp_path: Path) -> None:
-    """The guide's way: an abstract model is split, its state restored, and the two merged."""
-    model = NnxNet(nnx.Rngs(7))
-    model.dropout.deterministic = model.norm.use_running_average = True
-    checkpoints.save_checkpoint(tmp_path, nnx.state(model), 1)
-    abstract = nnx.eval_shape(lambda: NnxNet(nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
-    restored = nnx.merge(graph, checkpoints.restore_checkpoint(tmp_path, state))
-    restored.dropout.deterministic = restored.norm.use_running_average = True
-    x = jax.random.normal(jax.random.key(1), (3, 8))
-    assert np.array_equal(np.asarray(restored(x)), np.asarray(model(x)))
-
-
-def test_training_goes_on_where_it_stopped(flag: bool, tmp_path: Path) -> None:
-    """A step after the restore is the step that the saved state would have made."""
-    saved = STATES["train state"]()
-    checkpoints.save_checkpoint(tmp_path, saved, int(saved.step))
-    restored = checkpoints.restore_checkpoint(tmp_path, jax.tree.map(lambda x: x * 0, saved))
-    # numpy's arithmetic rounds otherwise than JAX's, and Flax's msgpack format restores numpy arrays.
-    restored = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, restored)
-    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.5), saved.params)
-    assert_same(restored.apply_gradients(grads=grads), saved.apply_gradients(grads=grads))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_target_it_is_nested_dicts(flag: bool, tmp_path: Path, name: str) -> None:
     """Nested dicts with JAX's own names of every leaf on the way, and the values of the leaves."""
@@ -114,14 +90,6 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Any:
             yield from _leaves(child, (*path, str(name)))
     elif tree is not None:
         yield path, tree
-
-
-def test_parameters_alone_out_of_a_train_state(flag: bool, tmp_path: Path) -> None:
-    """A target of the parameters only reads them out of the whole training state."""
-    saved = STATES["train state"]()
-    checkpoints.save_checkpoint(tmp_path, saved, 1)
-    restored = checkpoints.restore_checkpoint(tmp_path, {"params": linen_variables()["params"]})
-    assert_same(restored, {"params": saved.params})
 
 
 @pytest.mark.skipif(not hasattr(nnx, "List"), reason="this flax has no nnx.List")
@@ -148,15 +116,6 @@ _needs_pytrees = pytest.mark.skipif(version("flax") < (0, 12), reason="modules a
 def same(found: Any, expected: Any) -> None:
     """Assert that two modules have the same state, to the last bit."""
     assert fingerprint(nnx.state(found)) == fingerprint(nnx.state(expected))
-
-
-@_needs_pytrees
-def test_the_state_of_a_module(flag: bool, tmp_path: Path) -> None:
-    """It restores into another module, which is returned."""
-    saved, target = nnx_model(0), nnx_model(1)
-    checkpoints.save_checkpoint(tmp_path, nnx.state(saved), 1)
-    assert checkpoints.restore_checkpoint(tmp_path, target) is target
-    same(target, saved)
 
 
 @_needs_pytrees

@@ -20,7 +20,7 @@ import pytest
 import rich.console
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat import checkpoints, errors, open_checkpoint, save
+from flax_ckpt_compat import checkpoints, errors, save
 from flax_ckpt_compat._core import backend
 from flax_ckpt_compat._view import show
 from flax_ckpt_compat._view.array_values import Stats
@@ -333,14 +333,3 @@ def test_page_replaces_nothing_else(tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, "")
         assert "choose another FILE" in result.stderr
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("count", [10, 1_000])
-def test_notebooks_show_as_many_levels_as_they_have_room_for(tmp_path: Path, count: int) -> None:
-    """The whole tree as printed, folded; of a tree that does not fold, its upper levels, with sums."""
-    saved(tmp_path, {"params": {f"{chr(97 + n % 26)}{n}x": {"w": np.ones((n % 9, 2))} for n in range(count)}, "n": 1})
-    with open_checkpoint(tmp_path) as opened:
-        bundle = opened._repr_mimebundle_()
-    rows = bundle["text/plain"].split("\n\n")[0].splitlines()[2:]
-    assert len(rows) == (22 if count == 10 else 2)
-    assert "params" in bundle["text/html"] and str(opened) == repr(opened)

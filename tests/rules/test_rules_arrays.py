@@ -1,0 +1,517 @@
+"""Rules that change arrays one by one, or their axes and parts: values against numpy, what is read, what stays."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import errors, plan_restore, restore, rules, save
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import KeyData
+from flax_ckpt_compat._trees import leaf_sources, state_dict
+from tests.support.peers import skip_without_typed_keys
+from tests.support.stored import Memory, count, same, stored, value_of, values
+from tests.support.trees import fill
+
+FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", ">f4")] + [np.dtype(ml_dtypes.bfloat16)]
+INTS = [np.dtype(name) for name in ("i1", "i4", "u4", ">i8")] + [np.dtype(ml_dtypes.int4)]
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
+OTHERS = {"count": np.int32(3), "step": 4, "name": "adam", "key": KEY, "none": None, "flag": np.array(True)}
+
+
+@given(SHAPES, st.sampled_from(FLOATS), st.sampled_from(FLOATS))
+def test_cast_floats_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """Floats of any dtype become what astype makes of them, and nothing else does."""
+    array = np.linspace(-3, 3, int(np.prod(shape))).astype(old).reshape(shape)
+    after = values(rules.cast("params", new).apply(stored({"params": {"w": array, **OTHERS}}), None))
+    same({"w": after.pop("params/w")}, {"w": array.astype(new)})
+    assert after.keys() == {f"params/{name}" for name in OTHERS}
+    assert all(type(after[f"params/{name}"]) is type(value) for name, value in OTHERS.items())
+
+
+@given(SHAPES, st.sampled_from(INTS), st.sampled_from(INTS))
+def test_cast_ints_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """Ints that fit become what astype makes of them."""
+    array = (np.arange(np.prod(shape)) % 8).astype(old).reshape(shape)
+    same(values(rules.cast("w", new).apply(stored({"w": array}), None)), {"w": array.astype(new)})
+
+
+@pytest.mark.parametrize("name", ["int1", "uint1", "int2", "uint4"])
+def test_cast_knows_the_narrow_ints(name: str) -> None:
+    """Every integer of ml_dtypes is one: it takes ints, and never floats, whose fractions it would drop."""
+    if not hasattr(ml_dtypes, name):
+        pytest.skip("of a later ml_dtypes")
+    zeros = np.zeros(3, np.int32)
+    same(values(rules.cast("w", name).apply(stored({"w": zeros}), None)), {"w": zeros.astype(getattr(ml_dtypes, name))})
+    with pytest.raises(TransformError, match="matches no array of ints"):
+        rules.cast("w", name).apply(stored({"w": count((2,))}), None)
+
+
+def test_cast_says_how() -> None:
+    """The new leaf has the new dtype before anything is read, and says what is done; a leaf that has it stays."""
+    tree = stored({"w": count((3,)), "v": count((3,), ml_dtypes.bfloat16)})
+    after = rules.cast("[wv]", "bfloat16").apply(tree, None)
+    assert after.children["w"].how == "float32 → bfloat16"
+    assert after.children["w"].dtype == ml_dtypes.bfloat16
+    assert after.children["v"] is tree.children["v"]
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "shown"),
+    [
+        (np.array([1, 300]), "int8", "300"),
+        (np.array([-1]), "uint32", "-1"),
+        (np.array([1.0, 1e39]), "float32", "1e\\+39"),
+        (np.array([70000], np.float32), "float16", "70000"),
+        (np.array([1e39 + 0j]), "complex64", "1e\\+39"),
+        (np.array([-1], np.int32), "uint32", "-1"),
+        (np.array([2**63], np.uint64), "int64", "9223372036854775808"),
+        (np.array([-1], ml_dtypes.int4), "uint4", "-1"),
+        # Their largest numbers are 6, 7.5 and 448; only the last has NaN, and none an infinity.
+        (np.array([9.0], np.float32), "float4_e2m1fn", "9"),
+        (np.array([np.nan], np.float32), "float4_e2m1fn", "nan"),
+        (np.array([8.0], np.float32), "float6_e2m3fn", "8"),
+        (np.array([-np.inf], np.float32), "float8_e4m3fn", "-inf"),
+        (np.array([500], np.float32), "float8_e4m3fn", "500"),
+    ],
+)
+def test_cast_never_wraps(array: Any, dtype: str, shown: str) -> None:
+    """A number that the new dtype cannot hold at all is an error when it is read, not another number or infinity."""
+    after = rules.cast("w", dtype).apply(stored({"w": array}), None)
+    with pytest.raises(TransformError, match=f"w has 1 values.*{shown}"):
+        value_of(after.children["w"])
+
+
+def test_cast_keeps_what_is_not_finite() -> None:
+    """Infinities and NaN stay what they are."""
+    array = np.array([np.inf, -np.inf, np.nan])
+    after = rules.cast("w", "bfloat16").apply(stored({"w": array}), None)
+    np.testing.assert_array_equal(value_of(after.children["w"]).astype(float), array)
+
+
+def test_cast_rounds_what_is_small() -> None:
+    """Below half of the smallest number there is zero: float16 has 2**-24, bfloat16 2**-133."""
+    array = np.array([1e-30, 2.0**-24, 2.0**-26, -1e-8])
+    half = value_of(rules.cast("w", "float16").apply(stored({"w": array}), None).children["w"])
+    assert half.tolist() == [0, 2.0**-24, 0, 0]
+    brain = value_of(rules.cast("w", "bfloat16").apply(stored({"w": array}), None).children["w"])
+    np.testing.assert_allclose(brain.astype(float), array, rtol=2.0**-8)
+
+
+@given(SHAPES, st.sampled_from(FLOATS + INTS), st.integers(0, 4), st.integers(0, 7), st.data())
+def test_pad_is_numpys(shape: tuple[int, ...], dtype: Any, more: int, value: int, data: Any) -> None:
+    """Padded arrays are those of np.pad with a constant; pad and cut give the array back."""
+    array = fill(shape, dtype, 1)
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    size = shape[axis] + more
+    there = rules.pad("w", size, axis, value).apply(stored({"w": array}), None)
+    widths = [(0, more if n == axis % len(shape) else 0) for n in range(len(shape))]
+    expected = np.pad(array, widths, constant_values=np.asarray(value).astype(dtype))
+    same(values(there), {"w": expected})
+    same(values(rules.cut("w", shape[axis], axis).apply(there, None)), {"w": array})
+
+
+@given(SHAPES, st.data())
+def test_cut_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """The first values on the axis, of which alone the bytes are read."""
+    array = count(shape)
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    size = data.draw(st.integers(0, shape[axis]))
+    reader = Memory({"w": array})
+    found = values(rules.cut("w", size, axis).apply(reader.tree, None))
+    expected = np.take(array, range(size), axis)
+    same(found, {"w": expected})
+    assert reader.bytes_read == expected.nbytes
+
+
+def test_pad_from_the_target() -> None:
+    """New rows are the target's own, for the parameter and its moments alike; jax and numpy arrays."""
+    tree = {"params": {"emb": count((2, 3))}, "mu": {"emb": count((2, 3), start=50)}}
+    target = {"params": {"emb": jnp.full((4, 3), -1.0)}, "mu": {"emb": np.zeros((4, 3))}}
+    after = rules.pad("emb", 4, value="target").apply(stored(tree), state_dict.describe(target))
+    found = values(after)
+    np.testing.assert_array_equal(found["params/emb"][:2], tree["params"]["emb"])
+    np.testing.assert_array_equal(found["params/emb"][2:], -1)
+    np.testing.assert_array_equal(found["mu/emb"][2:], 0)
+    assert found["mu/emb"].dtype == np.float32
+    words = state_dict.describe({"w": np.array(["a", "b"])})
+    same(
+        values(rules.pad("w", 2, value="target").apply(stored({"w": np.array(["c"])}), words)),
+        {"w": np.array(["c", "b"])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("f4", 1e300), ("f4", None), ("f4", 1j), ("f4", 10**400), ("f4", [1.0]), ("f4", np.ones(1)),
+        ("c8", 1e300), ("c8", 1e300j), ("i4", 1j), ("i4", np.nan), ("i4", None), ("u1", -1), ("?", 2), ("?", 0.5),
+        ("f2", 65520), (ml_dtypes.bfloat16, 1e39), (ml_dtypes.int4, 8), (ml_dtypes.float4_e2m1fn, 7.0),
+        (ml_dtypes.float4_e2m1fn, np.nan), (ml_dtypes.float8_e4m3fn, np.inf), ("<U3", 0),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_fills_that_do_not_fit(dtype: Any, fill: Any) -> None:
+    """A number that the dtype cannot hold, and what is not a number, are errors that name the leaf."""
+    tree = stored({"w": np.zeros(2, dtype)})
+    with pytest.raises(TransformError, match=r"w is .* does not fit; give a number") as caught:
+        rules.pad("w", 3, value=fill).apply(tree, None)
+    assert caught.value.leaf == "w"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("f4", np.nan), ("f4", -np.inf), ("f4", 2**70), ("f4", True), ("f2", 65519), ("f4", 1e-60), ("c8", 1j),
+        ("c8", np.nan), ("i4", 2.0), ("u8", 2**64 - 1), ("?", True), ("?", 0), (ml_dtypes.bfloat16, jnp.float32(1.5)),
+        ("f4", ml_dtypes.bfloat16(2)), (ml_dtypes.float8_e4m3fn, np.nan), (">f4", np.array(0.1)),
+        ("f4", np.longdouble(1)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_fills_that_fit(dtype: Any, fill: Any) -> None:
+    """Numbers of Python, numpy and jax become what an assignment in numpy makes of them."""
+    expected = np.zeros(3, dtype)
+    expected[2] = float(fill) if type(fill) is int and expected.dtype.kind == "f" else np.asarray(fill)
+    same(values(rules.pad("w", 3, value=fill).apply(stored({"w": np.zeros(2, dtype)}), None)), {"w": expected})
+
+
+def test_the_targets_values_have_to_fit() -> None:
+    """What the target has in the new rows must fit the stored dtype; what it has in the others does not matter."""
+    rule = rules.pad("w", 3, value="target")
+    for own, is_new in ((np.array([1e300, 0, 7]), False), (np.array([0, 0, 1e300]), True)):
+        after = rule.apply(stored({"w": count((2,))}), state_dict.describe({"w": own}))
+        if is_new:
+            with pytest.raises(TransformError, match=r"w: the target's own array has 1 values .*1e\+300"):
+                value_of(after.children["w"])
+        else:
+            assert value_of(after.children["w"]).tolist() == [0, 1, 7]
+    with pytest.raises(TransformError, match="does not become bool"):
+        rule.apply(stored({"w": np.ones(2, bool)}), state_dict.describe({"w": np.array(["a", "b", "c"])}))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (jax.ShapeDtypeStruct((4, 3), np.float32), "abstract"),
+        (np.zeros((5, 3), np.float32), r"\(5, 3\), expected \(4, 3\)"),
+        (np.zeros((4, 3), np.int32), "int32"),
+        (3.5, "is not an array"),
+        (None, "is not an array"),
+    ],
+)
+def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:
+    """An abstract leaf, another shape or kind, or no array in the target is an error that names the leaf."""
+    with pytest.raises(TransformError, match=message) as caught:
+        rules.pad("emb", 4, value="target").apply(stored({"emb": count((2, 3))}), state_dict.describe({"emb": own}))
+    assert caught.value.leaf == "emb"
+
+
+@given(SHAPES, st.data())
+def test_transpose_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """Any order of axes, counted from the front or the end."""
+    array = count(shape)
+    axes = data.draw(st.permutations(range(len(shape))))
+    signed = [axis - len(shape) * data.draw(st.booleans()) for axis in axes]
+    found = values(rules.transpose("w", signed).apply(stored({"w": array}), None))
+    same(found, {"w": array.transpose(axes).copy(order="C")})
+
+
+@given(SHAPES, st.data())
+def test_reshape_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """Flat and back, with a length left open; the values are in C order."""
+    array = count(shape)
+    flat = rules.reshape("w", (-1,)).apply(stored({"w": array}), None)
+    same(values(flat), {"w": array.reshape(-1)})
+    open_at = data.draw(st.integers(0, len(shape) - 1))
+    again = [-1 if n == open_at else size for n, size in enumerate(shape)]
+    same(values(rules.reshape("w", again).apply(flat, None)), {"w": array})
+
+
+def test_rules_after_rules() -> None:
+    """Casting, cutting, padding and turning what was stacked gives what numpy gives."""
+    arrays = [count((4, 3), start=10 * n) for n in range(3)]
+    tree: Any = stored({f"layer_{n}": {"w": array} for n, array in enumerate(arrays)})
+    for rule in (
+        rules.stack(r"layer_(\d+)", "layers", axis=1),
+        rules.cast("layers", "float64"),
+        rules.cut("w", 2),
+        rules.pad("w", 5, axis=-1, value=7),
+        rules.transpose("w", (2, 0, 1)),
+        rules.split("layers", ["a", "b"], axis=1),
+        rules.fuse(["b", "a"], "c", axis=1),
+        rules.unstack("c", "d{}"),
+    ):
+        tree = rule.apply(tree, None)
+    expected = np.pad(np.stack(arrays, 1).astype(float)[:2], [(0, 0), (0, 0), (0, 2)], constant_values=7)
+    expected = expected.transpose(2, 0, 1)[:, ::-1]
+    same(values(tree), {f"d{n}/w": expected[n].copy() for n in range(5)})
+
+
+def test_own_leaves_are_left_alone() -> None:
+    """Leaves left to the target have no values to change."""
+    tree = stored({"w": count((2,))})
+    tree.children["v"] = leaf_sources.Own.KEEP_TARGET
+    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaf_sources.Own.KEEP_TARGET
+
+
+def applied(tree: Any, rule: rules.Rule, target: Any = None) -> dict[str, Any]:
+    """The values after a rule."""
+    return values(rule.apply(stored(tree), target))
+
+
+@pytest.mark.parametrize(("number", "axis"), [(0, 0), (2, 1), (-1, -1), (1, -2)])
+def test_index_takes_one_and_reads_one(number: int, axis: int) -> None:
+    """One index of an axis is numpy's take, and no other value is read."""
+    array = count((2, 3, 4), ">f4")
+    memory = Memory({"w": array, "b": count((5,))})
+    node = rules.index("w", number, axis).apply(memory.tree, None)
+    expected = np.take(array, number, axis)
+    same({"w": values(node)["w"]}, {"w": expected.astype(array.dtype)})
+    assert memory.bytes_read == expected.nbytes + 20
+
+
+def test_unreplicate() -> None:
+    """Every array loses its first axis, of which one row is read; numbers stay."""
+    state = {"params": {"w": count((4, 2, 3)), "b": count((4, 3))}, "step": count((4,), np.int32), "epoch": 7}
+    memory = Memory(state)
+    node = rules.unreplicate().apply(memory.tree, None)
+    same(
+        values(node),
+        {"params/w": state["params"]["w"][0], "params/b": state["params"]["b"][0], "step": np.array(0, np.int32)}
+        | {"epoch": 7},
+    )
+    assert memory.bytes_read == (6 + 3 + 1) * 4
+
+
+@pytest.mark.parametrize("flag", [False, True], indirect=True)
+def test_unreplicate_what_flax_replicated(flag: bool, tmp_path: Path) -> None:
+    """A state that real Flax replicated and saved comes back as its `unreplicate` gives it, typed keys too."""
+    skip_without_typed_keys()
+    keys = jax.random.split(jax.random.key(3), 2)
+    state = {"params": {"w": jnp.arange(6.0)}, "step": jnp.int32(5)}
+    copies = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    save(tmp_path / "state", {**copies, "rng": keys}, format="orbax" if flag else "msgpack")
+    target = {"params": {"w": np.zeros(6, np.float32)}, "step": np.int32(0), "rng": jax.random.key(0)}
+    steps = [rules.unreplicate()]
+    assert plan_restore(tmp_path / "state", target, transforms=steps).raises is None
+    restored = restore(tmp_path / "state", target, transforms=steps)
+    np.testing.assert_array_equal(restored["params"]["w"], state["params"]["w"])
+    assert restored["step"] == 5 and restored["step"].dtype == np.int32
+    assert restored["rng"].dtype == keys.dtype and bool((restored["rng"] == keys[0]).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        # Every method and every dtype by default; each method with each dtype otherwise.
+        pytest.param(method, dtype, marks=() if method == "linear" or dtype is np.float32 else pytest.mark.slow)
+        for method in ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
+        for dtype in (np.float32, ml_dtypes.bfloat16, np.float16, ">f4")
+    ],
+)
+def test_resize_is_jaxs(method: str, dtype: Any) -> None:
+    """Values are those of jax.image.resize in float32, rounded to the stored dtype."""
+    array = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(dtype)
+    found = applied({"w": array}, rules.resize("w", (6, 4, 2), method))["w"]
+    expected = np.asarray(jax.image.resize(array.astype(np.float32), (6, 4, 2), method)).astype(dtype)
+    assert found.dtype == array.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_resize_float64_in_float64() -> None:
+    """A linear ramp of doubles is interpolated exactly, without jax's x64."""
+    array = np.linspace(0, 1, 5) + 1e-12
+    found = applied({"w": array}, rules.resize("w", (9,)))["w"]
+    assert found.dtype == np.float64
+    at = np.clip((np.arange(9) + 0.5) * 5 / 9 - 0.5, 0, 4)  # centres of pixels
+    np.testing.assert_allclose(found, np.interp(at, np.arange(5), array), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_resize_a_grid_of_positions(skip: int) -> None:
+    """A ViT's positions are a grid on one axis, after tokens that stay."""
+    array = count((1, skip + 16, 3))
+    found = applied({"pos": array}, rules.resize("pos", (6, 8), axis=1, skip=skip))["pos"]
+    np.testing.assert_array_equal(found[:, :skip], array[:, :skip])
+    expected = jax.image.resize(array[:, skip:].reshape(1, 4, 4, 3), (1, 6, 8, 3), "linear")
+    np.testing.assert_array_equal(found[:, skip:], np.asarray(expected).reshape(1, 48, 3))
+
+
+def test_resize_leaves_what_has_the_shape() -> None:
+    """An array of that shape is not touched."""
+    tree = stored({"pos": count((1, 17, 3))})
+    assert rules.resize("pos", (4, 4), axis=1, skip=1).apply(tree, None).children["pos"] is tree.children["pos"]
+
+
+@pytest.mark.parametrize("flag", [False, True], indirect=True)
+def test_apply_a_function(flag: bool, tmp_path: Path) -> None:
+    """A function computes arrays and numbers; the result is what it returns, and the plan says that it is computed."""
+    tree = {"params": {"w": count((2, 3)), "v": count((2, 3))}, "step": 5, "name": "adam"}
+    path = save(tmp_path / "x", tree, format="orbax" if flag else "msgpack")
+    steps = [rules.apply("w", lambda value: value.mean(axis=0)), rules.apply("step", lambda step: step * 2)]
+    target = {"params": {"w": np.zeros(3, np.float32), "v": np.zeros((2, 3), np.float32)}, "step": 0, "name": ""}
+    plan = plan_restore(path, target, transforms=steps)
+    assert plan.raises is None
+    assert [leaf.path for leaf in plan.leaves if leaf.origin == "computed"] == ["params/w", "step"]
+    restored = restore(path, target, transforms=steps)
+    np.testing.assert_array_equal(restored["params"]["w"], tree["params"]["w"].mean(axis=0))
+    np.testing.assert_array_equal(restored["params"]["v"], tree["params"]["v"])
+    assert (restored["step"], restored["name"]) == (10, "adam")
+
+
+def test_apply_cannot_write_to_the_stored_value(tmp_path: Path) -> None:
+    """The function's argument is read-only, and its errors say for which leaf they were raised."""
+
+    def double(value: Any) -> Any:
+        value *= 2
+        return value
+
+    path = save(tmp_path / "x", {"w": count((2,))}, format="msgpack")
+    with pytest.raises(ValueError, match="read-only") as caught:
+        restore(path, {"w": np.zeros(2, np.float32)}, transforms=[rules.apply("w", double)])
+    assert re.search(r"raised by the function of rules.apply\('w', .*double\): w", str(caught.value.__notes__))
+
+
+def test_apply_may_return_its_argument(tmp_path: Path) -> None:
+    """What a function returns unchanged is the caller's own, writable, and no other leaf's memory."""
+    path = save(tmp_path / "x", {"w": count((2,))}, format="msgpack")
+    steps = [rules.copy("w", "v"), rules.apply("[wv]", lambda value: value)]
+    restored = restore(path, {"w": np.zeros(2, np.float32), "v": np.zeros(2, np.float32)}, transforms=steps)
+    restored["w"] += 1
+    np.testing.assert_array_equal(restored["v"], count((2,)))
+
+
+@pytest.mark.parametrize("flag", [False, True], indirect=True)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_raw_and_typed_keys(flag: bool, impl: str, tmp_path: Path) -> None:
+    """Raw keys become typed ones; typed ones become raw; keys of keys keep their shape."""
+    skip_without_typed_keys()
+    keys = jax.random.split(jax.random.key(7, impl=impl), 3)
+    raw = jax.random.key_data(keys)
+    save(tmp_path / "raw", {"rng": np.asarray(raw)}, format="orbax" if flag else "msgpack")
+    steps = [rules.wrap_key_data("rng", impl)]
+    plan = plan_restore(tmp_path / "raw", {"rng": keys}, transforms=steps)
+    assert plan.raises is None and not plan.leaves[0].is_reshaped
+    for target in ({"rng": keys}, None):
+        found = restore(tmp_path / "raw", target, transforms=steps)["rng"]
+        assert found.dtype == keys.dtype
+        np.testing.assert_array_equal(jax.random.key_data(found), raw)
+    path = save(tmp_path / "typed", {"rng": keys}, format="orbax" if flag else "msgpack")
+    found = restore(path, {"rng": np.zeros(raw.shape, np.uint32)}, transforms=[rules.key_data("rng")])["rng"]
+    np.testing.assert_array_equal(found, raw)
+
+
+ADAM = optax.adam(1e-3)
+
+
+@pytest.fixture(params=["msgpack", "orbax"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Saves a tree in each format, and returns what rules make of it."""
+
+    def made(tree: Any, target: Any, *steps: rules.Rule) -> Any:
+        path = save(tmp_path / "x", tree, format=request.param, overwrite=True)
+        return restore(path, target, transforms=list(steps))
+
+    return made
+
+
+def equal(found: Any, expected: Any) -> None:
+    """The same structure and values."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, -1), (-1, 4)])
+def test_an_axis_becomes_two_and_one_again(sizes: Any, saved: Any) -> None:
+    """Values keep their order; axes are counted from either end."""
+    whole = np.arange(24.0).reshape(2, 12)
+    parts = whole.reshape(2, 3, 4)
+    equal(saved({"w": whole}, {"w": parts * 0}, rules.split_axis("w", sizes, axis=1)), {"w": parts})
+    equal(saved({"w": whole}, {"w": parts * 0}, rules.split_axis("w", sizes, axis=-1)), {"w": parts})
+    equal(saved({"w": parts}, {"w": whole * 0}, rules.merge_axes("w", axis=1)), {"w": whole})
+    equal(saved({"w": parts}, {"w": np.zeros(24)}, rules.merge_axes("w", count=3)), {"w": np.arange(24.0)})
+
+
+def test_names_that_hold_key_paths(saved: Any) -> None:
+    """Every name becomes levels; below a place alone, where one is given."""
+    old = {
+        "net": {"layer1.conv.weight": np.ones(2), "layer1.bn.bias": np.zeros(3), "step": np.ones(())},
+        "a.b": np.ones(4),
+    }
+    new = {"layer1": {"conv": {"weight": np.ones(2)}, "bn": {"bias": np.zeros(3)}}, "step": np.ones(())}
+    equal(saved(old, {"net": new, "a": {"b": np.ones(4)}}, rules.nest(".")), {"net": new, "a": {"b": np.ones(4)}})
+    equal(saved(old, {"net": new, "a.b": np.ones(4)}, rules.nest(".", at="net")), {"net": new, "a.b": np.ones(4)})
+    odd = {"a": {"w_": {"kernel": np.ones(2)}}}
+    equal(saved({"a__w_": odd["a"]["w_"]}, odd, rules.nest("__")), odd)
+    with pytest.raises(errors.NameCollisionError):
+        saved({"a.b": np.ones(2), "a": {"b": np.ones(2)}}, {"a": {"b": np.ones(2)}}, rules.nest("."))
+
+
+def test_rows_that_begin_at_one(saved: Any) -> None:
+    """``stack`` and ``unstack`` take the first number; without it, the error says what to pass."""
+    row = {f"layer_{n}": {"w": np.full(2, n, np.float32)} for n in (1, 2, 3)}
+    whole = {"layers": {"w": np.array([[1, 1], [2, 2], [3, 3]], np.float32)}}
+    zeros = jax.tree.map(np.zeros_like, (row, whole))
+    equal(saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers", first=1)), whole)
+    equal(saved(whole, zeros[0], rules.unstack("layers", "layer_{}", first=1)), row)
+    with pytest.raises(errors.TransformError, match="from first=0 on"):
+        saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers"))
+    with pytest.raises(errors.TransformError, match="from first=2 on"):
+        saved(row, zeros[1], rules.stack(r"layer_(\d+)", "layers", first=2))
+
+
+def filled(params: Any, value: int) -> Any:
+    """Adam's state with one value in all moments, and as its count."""
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, value, leaf.dtype), ADAM.init(params))
+
+
+PARTS = {"gen": {"w": jnp.ones((2, 3))}, "disc": {"w": jnp.ones((2, 3))}}
+
+
+def test_an_optimizer_becomes_two_and_one_again(saved: Any) -> None:
+    """Each part takes its moments, although only one of the states has the part's name in them."""
+    first, second = filled(PARTS["gen"], 2), filled(PARTS["disc"], 5)
+    both = ADAM.init(PARTS)
+    moments = {name: {"w": jnp.full((2, 3), value)} for name, value in (("gen", 2.0), ("disc", 5.0))}
+    whole = (both[0]._replace(count=jnp.int32(2), mu=moments, nu=moments), *both[1:])
+    target = {"opt_gen": ADAM.init(PARTS["gen"]), "opt_disc": ADAM.init(PARTS["disc"])}
+    steps = [rules.optimizer_state(f"opt_{name}", "opt_state", name) for name in PARTS]
+    found = saved({"opt_state": whole}, target, *steps)
+    equal([found["opt_gen"][0].mu, found["opt_disc"][0].nu], [first[0].mu, second[0].nu])
+    assert found["opt_gen"][0].count == found["opt_disc"][0].count == 2
+    steps = [rules.optimizer_state("opt_state", f"opt_{name}", name) for name in PARTS]
+    found = saved({"opt_gen": first, "opt_disc": second}, {"opt_state": both}, *steps)
+    equal(found["opt_state"], whole)
+
+
+def test_a_part_that_neither_state_has(saved: Any) -> None:
+    """It is an error that says so."""
+    with pytest.raises(errors.TransformError, match="neither state has net below its moments"):
+        saved({"opt": ADAM.init(PARTS)}, {"opt": ADAM.init(PARTS)}, rules.optimizer_state("opt", "opt", "net"))
+
+
+@pytest.mark.parametrize("step", [7, np.int32(7)])
+@pytest.mark.parametrize("stored_at", ["opt_state", "old"])
+def test_a_count_is_copied_in_any_order(step: Any, stored_at: str, saved: Any) -> None:
+    """Before or after `optimizer_state`, and of a Python number, too."""
+    params = {"w": jnp.ones((2, 3))}
+    schedule = optax.adam(optax.linear_schedule(0.0, 1e-3, 10))
+    target = {"opt_state": schedule.init(params), "step": step * 0}
+    steps = [rules.copy("step", "opt_state/1/count"), rules.optimizer_state("opt_state", stored_at)]
+    for order in itertools.permutations(steps):
+        found = saved({stored_at: filled(params, 3), "step": step}, target, *order)
+        assert found["opt_state"][1].count == 7 and found["opt_state"][1].count.dtype == np.int32
+        assert found["opt_state"][0].count == 3 and found["step"] == 7
