@@ -9,10 +9,10 @@ import bisect
 import errno
 from typing import NamedTuple
 
+from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 

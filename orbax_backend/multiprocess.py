@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, MissingPathErr
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._core.local.presence import files_below
-from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.multiprocess import Upload
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
@@ -80,7 +80,7 @@ def finish(save: ProcessSave) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     path, plan, options, upload = save.path, save.prepared, save.options, save.upload
     _assign_writers(plan, options)
-    digest, location = _digest(plan), (LocalLocation(path) if upload is None else of_text(upload.url)).listed()
+    digest, location = _digest(plan), (Location(path) if upload is None else of_text(upload.url)).listed()
     names = [_name_of(index, upload) for index in range(save.process.count)]
     in_parallel(lambda number: _check_done(location, number, location / names[number], digest), range(len(names)))
     if plan.arrays:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.local import local_file
@@ -19,7 +19,6 @@ from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import show_path
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.array_boxes import Box, Shape
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     ChecksumError,
@@ -20,7 +20,6 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.orbax_layout import key_prefix
-from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_codecs import ChunkChecksumError, UndecodableChunkError, UnsupportedCodecError

@@ -22,7 +22,7 @@ from flax_ckpt_compat._convert.plan_output import Output, output_of
 from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._core.errors import ArgumentError, ConversionError, SettingError, StorageError
 from flax_ckpt_compat._core.local.presence import occupy_standard_streams
-from flax_ckpt_compat._core.location import LocalLocation, location_of, of_text
+from flax_ckpt_compat._core.location import Location, location_of, of_text
 from flax_ckpt_compat._core.text_formatting import MAX_SHOWN
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
@@ -238,7 +238,7 @@ def _write(job: Job, output: Output, progress: write_output.Progress, check_unch
     final.parent.prepare_directory()
     with final.temporary() as temporary:
         write_output.write(temporary, output, prepared, final)
-        write_output.compare(LocalLocation(temporary), output, progress)
+        write_output.compare(Location(temporary), output, progress)
         check_unchanged()
         final.publish(temporary, new=True)
     return "converted"

@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_tree, write_file
 from flax_ckpt_compat._core.local.temporaries import create_directory
-from flax_ckpt_compat._core.location import LocalLocation, Location, of_text
+from flax_ckpt_compat._core.location import Location, of_text
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -77,13 +77,13 @@ def _write_rest(folder: str, output: Output) -> None:
                 file.writelines(_pieces(source))
     for item in output.custom_of_trees.keys() | output.rich_types.keys():
         path = os.path.join(folder, item, layout.TREE_METADATA)
-        content = json.loads(LocalLocation(path).read())
+        content = json.loads(Location(path).read())
         content["custom_metadata"] = {**output.custom_of_trees.get(item, {}), **(content.get("custom_metadata") or {})}
         if item in output.rich_types:
             content["value_metadata_tree"] = output.rich_types[item]
         write_file(path, json.dumps(content).encode(), new=False)
     if output.custom or "" not in output.trees:
-        own = metadata.json_of(LocalLocation(folder) / layout.STEP_METADATA)  # of a tree that is the whole
+        own = metadata.json_of(Location(folder) / layout.STEP_METADATA)  # of a tree that is the whole
         handlers = {item: handler for item, handler in output.handlers.items() if handler}
         now = time.time_ns()
         content = {

@@ -7,6 +7,7 @@ bytes is shown those of each run, which are in the CPU's cache still where piece
 
 from __future__ import annotations
 
+import abc
 import bisect
 import functools
 import operator
@@ -16,16 +17,53 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path
 
-# All sizes in bytes. A larger read is cut into pieces of this size, for several threads.
+# All sizes in bytes. What is read with the request that opens a file.
+HEAD_BYTES = 64 * 2**10
+# A larger read is cut into pieces of this size, for several threads.
 PIECE_BYTES = 16 * 2**20
 # Of fewer bytes, or smaller reads on average, threads cost more than they gain: Python does not work in two at once.
 _THREADS_FROM_BYTES, _THREADS_FROM_AVERAGE = 4 * 2**20, 16 * 2**10
 # Shorter parts of a joint read are copied: a system call takes at most IOV_MAX pieces of memory.
 _DIRECT_FROM = 4 * 2**10
+
+
+class Source(abc.ABC):
+    """One version of a file, read in ranges by several threads; what replaces it meanwhile is never mixed in.
+
+    Attributes:
+        path: its path, or URL.
+        size: its bytes.
+        head: its first `HEAD_BYTES`, which came with the answer that opened it; all of a small file.
+        gap: bytes between two ranges that cost less to read with them than another read costs.
+        longest: bytes of the longest read that joins several ranges.
+        threads: how many read at once.
+    """
+
+    path: str
+    size: int
+    head: bytes
+    # A request to a store takes about as long as reading 1 MiB.
+    gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
+    is_local = is_closed = False
+
+    @abc.abstractmethod
+    def read(self, start: int, stop: int) -> bytes:
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
+
+    def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
+        """Fill pieces of memory with consecutive bytes, by one read, and return their number; fewer at the end."""
+        data, at = memoryview(self.read(offset, offset + sum(map(len, pieces)))), 0
+        for piece in pieces:
+            part = data[at : at + len(piece)]
+            piece[: len(part)] = part
+            at += len(part)
+        return at
+
+    def close(self) -> None:  # noqa: B027  (stores inherit it)
+        """Close it; of a store nothing is open."""
 
 
 class Read(NamedTuple):

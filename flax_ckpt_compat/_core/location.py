@@ -6,10 +6,7 @@ import os
 import re
 
 from flax_ckpt_compat._core.errors import ArgumentError, StorageError
-from flax_ckpt_compat._core.local.storage import LocalLocation
-from flax_ckpt_compat._core.storage import Location
-
-__all__ = ["LocalLocation", "Location", "as_text", "is_url", "local", "location_of", "normal", "of_text", "resolved"]
+from flax_ckpt_compat._core.storage import Location as Location
 
 _MANGLED = re.compile(r"(s3|gs|az|hf|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
@@ -30,7 +27,7 @@ def of_text(path: str) -> Location:
 
         return ObjectLocation.of(path)
     try:
-        return LocalLocation(os.path.abspath(local(path)))
+        return Location(os.path.abspath(local(path)))
     except FileNotFoundError as error:  # of the working directory
         message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
         raise StorageError(message, path=path, errno=error.errno) from error
@@ -38,7 +35,7 @@ def of_text(path: str) -> Location:
 
 def resolved(path: str) -> Location:
     """Return the location of a path as the file system resolves it: ``..`` after the name of a link leads elsewhere."""
-    return of_text(path) if is_url(path) else LocalLocation(os.path.realpath(local(path)))
+    return of_text(path) if is_url(path) else Location(os.path.realpath(local(path)))
 
 
 def as_text(path: object, what: str = "path") -> str:
@@ -49,13 +46,11 @@ def as_text(path: object, what: str = "path") -> str:
         text = None
     if isinstance(text, str):
         return text
-    remedy = "decode it with os.fsdecode" if isinstance(text, bytes) else "pass a str or a pathlib.Path"
-    found, shape = type(path).__name__, getattr(path, "shape", None)
+    found, remedy = type(path).__name__, "pass a str or a pathlib.Path"
     if path is None or isinstance(path, (bytes, bool, int, float)):
         found += f": {path!r:.100}"
-    else:  # perhaps a tree, whose text may be long
-        found += f" of shape {shape}" if isinstance(shape, tuple) else ""
-        remedy += "; the path comes first, before the tree" if what == "path" else ""
+    elif what == "path":  # perhaps a tree, whose text may be long
+        remedy += "; the path comes first, before the tree"
     raise ArgumentError(f"a {what} is text or a path object, found {found}; {remedy}")
 
 

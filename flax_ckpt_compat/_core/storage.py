@@ -1,25 +1,39 @@
 """Define `Location`: where something is, as every part of the library hands it down.
 
-Each storage, the local disk or a store, is a subclass that implements the look-ups and changes. A location may have a
-`Listing`, from which it answers what that covers; a disk has no listings. ``location / name`` is below it and keeps the
-listing, so one listing serves all of a call. Locations of the same path are equal.
+A location is a path of the local file system, network file systems among it. That of a store is a subclass, which
+answers each look-up and makes each change in its own way; it may have a `Listing`, from which it answers what that
+covers. ``location / name`` is below it and keeps the listing, so one listing serves all of a call. Locations of the
+same path are equal.
 """
 
 from __future__ import annotations
 
-import abc
 import bisect
 import dataclasses
+import errno
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, presence, syncing, temporaries
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage_errors import translated
+
+if TYPE_CHECKING:
+    from flax_ckpt_compat._core.byte_reads import Source
+
+SHORT_HEAD = 32  # bytes, enough to tell a msgpack tree from most other files
+_SMALL_READ = 64 * 2**10  # bytes
+_MAX_NAME, _MAX_PATH = 255, 4096  # bytes that Linux takes
+# Methods whose OSErrors become StorageErrors → what completes "could not be …".
+_TRANSLATED = {
+    **dict.fromkeys(("isdir", "isfile", "exists", "resolve", "why_too_long", "holds_nothing"), ""),
+    **dict.fromkeys(("listdir", "files_below", "total_size"), "listed"),
+    **dict.fromkeys(("read", "size", "head", "open_file"), "read"),
+}
 
 
 class Stat(NamedTuple):
@@ -61,65 +75,6 @@ class Listing:
         return self.files.get(path[len(self.root) + 1 :]) if path.startswith(f"{self.root}/") else None
 
 
-# What is read with the request that opens a file.
-HEAD_BYTES = 64 * 2**10
-SHORT_HEAD = 32  # bytes, enough to tell a msgpack tree from most other files
-
-
-class Source(abc.ABC):
-    """One version of a file, read in ranges by several threads; what replaces it meanwhile is never mixed in.
-
-    Attributes:
-        path: its path, or URL.
-        size: its bytes.
-        head: its first `HEAD_BYTES`, which came with the answer that opened it; all of a small file.
-        gap: bytes between two ranges that cost less to read with them than another read costs.
-        longest: bytes of the longest read that joins several ranges.
-        threads: how many read at once.
-    """
-
-    path: str
-    size: int
-    head: bytes
-    # A request to a store takes about as long as reading 1 MiB.
-    gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
-    is_local = is_closed = False
-
-    @abc.abstractmethod
-    def read(self, start: int, stop: int) -> bytes:
-        """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
-
-    def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
-        """Fill pieces of memory with consecutive bytes, by one read, and return their number; fewer at the end."""
-        data, at = memoryview(self.read(offset, offset + sum(map(len, pieces)))), 0
-        for piece in pieces:
-            part = data[at : at + len(piece)]
-            piece[: len(part)] = part
-            at += len(part)
-        return at
-
-    def close(self) -> None:  # noqa: B027  (stores inherit it)
-        """Close it; of a store nothing is open."""
-
-
-# Methods whose OSErrors become StorageErrors → what completes "could not be …".
-_TRANSLATED = {
-    "isdir": "",
-    "isfile": "",
-    "exists": "",
-    "listdir": "listed",
-    "files_below": "listed",
-    "read": "read",
-    "size": "read",
-    "head": "read",
-    "total_size": "listed",
-    "open_file": "read",
-    "resolve": "",
-    "why_too_long": "",
-    "holds_nothing": "",
-}
-
-
 def _translating(method: Any, doing: str) -> Any:
     @functools.wraps(method)
     def look(self: Location, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +85,7 @@ def _translating(method: Any, doing: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Location(abc.ABC):
+class Location:
     """A path and how its storage is reached; a file, a folder, or nothing may be there.
 
     Its look-ups raise StorageError; where nothing is there, a `MissingPathError`. To look again, after others may have
@@ -142,7 +97,7 @@ class Location(abc.ABC):
 
     # Each look-up without a listing is a request. There are no links, locks or descriptors, nobody sees whether a
     # writer is alive, and other libraries cannot open a path as a file.
-    is_remote: ClassVar[bool]
+    is_remote: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         for name, doing in _TRANSLATED.items():
@@ -177,10 +132,10 @@ class Location(abc.ABC):
         """Return the location beside this one whose name is this one's and a suffix."""
         return self.at(self.path + suffix)
 
-    # Listings.
+    # Listings, which a disk does without.
 
     def listed(self) -> Self:
-        """Return this location with a listing that covers it, the one it has or a new one; on a disk itself."""
+        """Return this location with a listing that covers it, the one it has or a new one."""
         return self
 
     def unlisted(self) -> Self:
@@ -191,10 +146,10 @@ class Location(abc.ABC):
         """Return this location with a listing that was just made; None is none."""
         return type(self)(self.path, listing)
 
-    def prefetch_heads(self, names: Iterable[str]) -> None:  # noqa: B027  (a disk answers at once)
+    def prefetch_heads(self, names: Iterable[str]) -> None:
         """Ask at once for the first bytes of the files of these names in this folder, where a listing can keep them."""
 
-    def prefetch_contents(self, names: Iterable[str]) -> None:  # noqa: B027
+    def prefetch_contents(self, names: Iterable[str]) -> None:
         """Read many small files below this folder at once, where a listing can keep them."""
 
     def forget_contents(self) -> None:
@@ -204,45 +159,65 @@ class Location(abc.ABC):
 
     # Look-ups.
 
-    @abc.abstractmethod
     def isdir(self) -> bool:
         """Return whether this is a folder: on a disk a directory, in a store the beginning of other names."""
+        return presence.isdir(self.path)
 
-    @abc.abstractmethod
     def isfile(self) -> bool:
         """Return whether this is a regular file, or an object that no committed folder of its name hides."""
+        return presence.isfile(self.path)
 
-    @abc.abstractmethod
     def exists(self) -> bool:
         """Return whether something has this name, be it a link that leads nowhere."""
+        return presence.lexists(self.path)
 
-    @abc.abstractmethod
     def listdir(self) -> list[str]:
         """List the names in this folder; raise MissingPathError if it is none."""
+        try:
+            return os.listdir(self.path)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            number = getattr(error, "errno", errno.ENOENT)
+            # On NFS, another machine removed it; or its mount is stale, which `lexists` raises.
+            is_absent = number in presence.CANNOT_BE_THERE or (
+                number == errno.ESTALE and not presence.lexists(self.path)
+            )
+            if not is_absent:
+                raise
+            raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
 
-    @abc.abstractmethod
     def files_below(self) -> list[str]:
         """Return the paths of all files below this folder, relative to it; none if there is no such folder."""
+        return presence.files_below(self.path)
 
-    @abc.abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Read this file from ``start`` to ``stop``; fewer bytes if it ends before."""
+        with open(presence.open_regular(self.path), "rb") as file:
+            file.seek(start)
+            if stop is not None:  # Python allocates all bytes that are asked for
+                stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))
+            return file.read(-1 if stop is None else stop - start)
 
-    @abc.abstractmethod
     def open_file(self) -> Source:
         """Open one version of this file, to read parts of it."""
+        from flax_ckpt_compat._core.local.local_file import LocalFile  # here, because listings do without numpy
+
+        return LocalFile(self.path)
 
     def head(self) -> bytes:
         """Return the first bytes of this file, fewer of a shorter one; one request in a store if it has more."""
         return self.read(0, SHORT_HEAD)
 
-    @abc.abstractmethod
     def size(self) -> int:
         """Return the bytes of this file."""
+        return os.path.getsize(self.path)
 
-    @abc.abstractmethod
     def total_size(self) -> int:
         """Return the bytes of this file, or of all files below this folder; 0 if nothing is here."""
+        total = 0
+        for name in self.files_below() if self.isdir() else [""]:
+            with suppress(OSError):  # removed meanwhile, a link that leads nowhere, or one that may not be seen
+                total += os.stat((self / name).path).st_size
+        return total
 
     def stored_crc32c(self) -> int | None:
         """Return the CRC-32C of this file that the storage reports, or None."""
@@ -250,19 +225,28 @@ class Location(abc.ABC):
 
     def identity(self) -> tuple[int, int, int] | None:
         """Return device, inode and time of change; None if nothing is here, and in stores, which have none."""
-        return None
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        # A new directory often takes the number of one that was removed just before.
+        return status.st_dev, status.st_ino, status.st_ctime_ns
 
-    @abc.abstractmethod
     def watch(self) -> Callable[[], bool]:
         """Return a function that returns whether the checkpoint here was replaced since its listing, or since now."""
+        before = self.identity()
+        return lambda: (now := self.identity()) != before and None not in (now, before) and self.isdir()
 
     def resolve(self) -> str:
         """Return the path without symbolic links, by which two spellings of one folder are the same."""
-        return self.path
+        return os.path.realpath(self.path)
 
-    @abc.abstractmethod
     def why_too_long(self) -> str | None:
         """Return why no checkpoint can have a path of this length, or None if one can."""
+        size, *names = (len(name.encode(errors="replace")) for name in (self.path, *self.path.split(os.sep)))
+        if size < _MAX_PATH and max(names) <= _MAX_NAME:
+            return None
+        return f"{size} bytes, with a name of {max(names)}, are more than the file system allows"
 
     def can_hold_checkpoint(self) -> bool:
         """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
@@ -274,30 +258,31 @@ class Location(abc.ABC):
         """Return why this folder, which has these names, is incomplete by the rules of its storage, or None."""
         return None
 
-    @abc.abstractmethod
     def holds_nothing(self) -> bool:
         """Return whether nothing is lost by replacing this: an empty file, an empty or unfinished folder."""
+        return atomic.is_empty(self.path)
 
-    @abc.abstractmethod
     def prepare_directory(self) -> None:
         """Create this folder of checkpoints, and remove what dead writers left in it."""
+        syncing.make_directory(self.path)
+        atomic.remove_stale(self.path)
 
     def leftovers(self) -> dict[str, bool]:
         """Return the names in this folder of a store with something that dead writers left → whether all of it goes."""
         return {}
 
-    def remove_leftovers(self, names: Collection[str]) -> None:  # noqa: B027
+    def remove_leftovers(self, names: Collection[str]) -> None:
         """Remove what dead writers left under these names of this folder, unless somebody writes there by now."""
 
-    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:
         """Put back checkpoints among these names that a dead writer had set aside; return their names."""
-        return []
+        return atomic.restore_set_aside(self.path, names)
 
-    @abc.abstractmethod
     def temporary_path(self) -> str:
         """Return a local path to write a checkpoint to before `publish` gives it this one.
 
         It is created as `temporaries.temporary_path` says."""
+        return temporaries.temporary_path(self.path)
 
     @contextmanager
     def temporary(self) -> Iterator[str]:
@@ -309,14 +294,17 @@ class Location(abc.ABC):
             atomic.remove_temporary(found)
             raise
 
-    @abc.abstractmethod
-    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
+    def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
         """Give a finished temporary this path; no reader sees a part of it.
 
-        With ``new`` a checkpoint that has this path by now is not replaced. ``meter`` counts the bytes."""
+        With ``new`` a checkpoint that has this path by now is not replaced. ``meter`` counts the bytes of an upload."""
+        atomic.publish(temporary, self.path, new=new)
 
-    @abc.abstractmethod
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
         """Remove checkpoints of these names from this folder durably; return name → failure.
 
         A crash in the middle leaves no part of one."""
+        return atomic.discard(self.path, names)
+
+
+Location.__init_subclass__()

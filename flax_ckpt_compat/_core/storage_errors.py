@@ -19,7 +19,7 @@ _DENIED = (errno.EACCES, errno.EPERM)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
     **dict.fromkeys(_DENIED, "check the permissions of {folder}, and of what is in it"),
-    **dict.fromkeys(FULL_DISK, "free space, or remove files (df -i), or save to another directory"),
+    **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
     errno.ENFILE: "the machine has too many files open; close some",
@@ -33,7 +33,7 @@ _REMEDIES = {
 }
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
-_MARGIN, _BLOCK = 2**20, 512  # bytes; of `st_blocks`, whatever the blocks of the file system are (POSIX)
+_BLOCK = 512  # bytes, of `st_blocks`, whatever the blocks of the file system are (POSIX)
 _LOOKS = ("found", "listed", "read")
 
 
@@ -104,10 +104,8 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
         folder, number = os.path.dirname(temporary), error.errno
         reason = str(error).replace(temporary, path)
         if number in FULL_DISK:
-            to = "free space, or save to another directory"
-            if folder != os.path.dirname(path):  # a save to a store, which is prepared there
-                to = "free space, or set TMPDIR"
-            reason = f"{os.strerror(number)}; {_describe_space(temporary, tree)}; {to}"
+            to = "or set TMPDIR" if folder != os.path.dirname(path) else "or save to another directory"
+            reason = f"{os.strerror(number)}; {_describe_space(temporary, tree)}; free space or files (df -i), {to}"
         elif number in _REMEDIES:
             reason = f"{os.strerror(number)}; {_REMEDIES[number].format(folder=folder)}"
         message = reason if reason.startswith(path) else f"{path} could not be saved: {reason}"
@@ -121,11 +119,7 @@ def _describe_space(temporary: str, tree: Node) -> str:
     with suppress(OSError):
         files = [os.path.join(inner, name) for inner, _, names in os.walk(temporary) for name in names] or [temporary]
         taken = sum(os.lstat(file).st_blocks * _BLOCK for file in files if os.path.lexists(file))
-        free = shutil.disk_usage(folder).free + taken
-        # Files take a little more than their leaves.
-        is_enough = tree is not None and free > 2 * nbytes + _MARGIN
-        other = ", so what is used up is a quota, or the number of files (df -i)" if is_enough else ""
-        return f"{needed}{format_size(free)} are free in {folder}{other}"
+        return f"{needed}{format_size(shutil.disk_usage(folder).free + taken)} are free in {folder}"
     return f"{needed}nothing is free in {folder}"
 
 

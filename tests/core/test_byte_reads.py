@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, restore, save
 from flax_ckpt_compat._core import byte_reads
-from flax_ckpt_compat._core.byte_reads import Filled, Read, Run, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import Filled, Read, Run, Source, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.tree import show_path
 from tests.support.peers import version
 from tests.support.profiles import examples

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
-from flax_ckpt_compat._core.local import storage
+from flax_ckpt_compat._core.local import presence
 from flax_ckpt_compat._discovery import not_found, saved_steps
 from tests.support.saves import tree
 
@@ -143,13 +143,13 @@ def test_other_tildes(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("first", "found"),
     [
         ({"w": np.zeros(99)}, "found dict; "),
-        (np.zeros((2, 99)), r"found ndarray of shape \(2, 99\); "),
+        (np.zeros((2, 99)), "found ndarray; "),
         (7, "found int: 7; pass a str or a pathlib.Path$"),
     ],
 )
 @pytest.mark.parametrize("call", [restore, save, plan_restore, checkpoints.restore_checkpoint])
 def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> None:
-    """A tree in the path's place is named by its type and shape, without its values; the path is to come first."""
+    """A tree in the path's place is named by its type, without its values; the path is to come first."""
     end = "" if isinstance(first, int) else "pass a str or a pathlib.Path; the path comes first, before the tree$"
     with pytest.raises(errors.ArgumentError, match=found + end):
         call(first, "runs")
@@ -188,5 +188,5 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(storage, "open_regular", refuse)
+    monkeypatch.setattr(presence, "open_regular", refuse)
     assert checkpoints.restore_checkpoint(tmp_path, TARGET) is TARGET

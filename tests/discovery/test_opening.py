@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core.local import atomic, storage, temporaries
+from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from tests.support.saves import dead_pid, names, set_aside, tree, use_flag
 
 
@@ -184,7 +184,7 @@ def test_suggestions_keep_to_what_may_be_read(tmp_path: Path, monkeypatch: pytes
     """A file that cannot be opened is not suggested, and is no other error than that there is nothing."""
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, tree(1), 1)
-    monkeypatch.setattr(storage, "open_regular", _refuse)
+    monkeypatch.setattr(presence, "open_regular", _refuse)
     assert why_not("step", tmp_path, "ckpt_").endswith("the prefix 'ckpt_')")
 
 

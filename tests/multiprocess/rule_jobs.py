@@ -62,13 +62,13 @@ def save_without_a_temporary(folder: str, orbax: bool, failing: int) -> str:
     """Saves where one process can make no name for its temporary, as in another user's folder."""
     from unittest import mock
 
-    from flax_ckpt_compat._core.local.storage import LocalLocation
+    from flax_ckpt_compat._core.storage import Location
 
     use(orbax)
     error = OSError("not this user's own") if jax.process_index() == failing else None
-    real = LocalLocation.temporary_path
+    real = Location.temporary_path
     with (
-        mock.patch.object(LocalLocation, "temporary_path", autospec=True, side_effect=error or real),
+        mock.patch.object(Location, "temporary_path", autospec=True, side_effect=error or real),
         config.override(coordination_timeout=30.0),
     ):
         return checkpoints.save_checkpoint_multiprocess(folder, small(1), 1)

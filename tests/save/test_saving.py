@@ -431,21 +431,6 @@ def test_managers_that_are_false_are_none(flag: bool, tmp_path: Path, nothing: A
     assert names(tmp_path) == ["checkpoint_1"]
 
 
-def test_space_that_only_a_quota_limits(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk has room for it, the error does not blame its space."""
-    synced = os.fsync
-
-    def full(descriptor: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_file():
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        synced(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(errors.StorageError, match=r"free in .*, so what is used up is a quota, or the number of files"):
-        ours.save_checkpoint(tmp_path, {"a": np.ones(3)}, 1)
-    assert os.listdir(tmp_path) == []
-
-
 MEGABYTE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
 LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in ([\d.]+) s, ([\d.]+) GB/s \((.*)\)"
 

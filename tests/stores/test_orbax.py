@@ -13,8 +13,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.byte_reads import Read, neighbours
-from flax_ckpt_compat._core.storage import Source
+from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours
 from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.both_formats.test_corpus import assert_equal, read_case, restore
 from tests.support import corpus, s3

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
 from flax_ckpt_compat._core.local.presence import open_regular
-from flax_ckpt_compat._core.storage import HEAD_BYTES, Source
 from flax_ckpt_compat._core.storage_errors import translated
 
 MAPPED_FROM = 32 * 2**10  # bytes, below which a copy costs no more than the page faults

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import struct
 
 import numpy as np
 
@@ -27,19 +26,14 @@ _MAX_PIECES = 512  # for one system call; below every system's limit (IOV_MAX, 1
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 # Errors of a file system, or for the memory of a driver, for which direct writes do not work after all.
 _REFUSALS = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP)
-# Linux, statx(2): flags, mask, bytes of the answer, and where in it the mask and the two alignments are.
-_AT_EMPTY_PATH, _STATX_DIOALIGN, _STATX_BYTES, _MASK_AT, _ALIGNMENTS_AT = 0x1000, 0x2000, 256, 0, 0x98
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000  # Linux, statx(2)
 
 
 def create(path: str, *, past_cache: bool = False) -> NewFile:
     """Create a file that does not exist; it is written ``past_cache`` if its file system can."""
     descriptor = create_file(path)
-    try:
-        is_direct = past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True)
-        return _FileOfPages(path, descriptor) if is_direct else NewFile(path, descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    is_direct = past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True)
+    return _FileOfPages(path, descriptor) if is_direct else NewFile(path, descriptor)
 
 
 class NewFile:
@@ -163,12 +157,8 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 
 def _can_pass_cache(descriptor: int) -> bool:
     """Return whether the kernel says, since Linux 6.1, that pages of memory can be written to a file directly."""
-    function = function_of_libc("statx")
-    if function is None or not _DIRECT:
+    function, answer = function_of_libc("statx"), (ctypes.c_uint32 * 64)()
+    if not _DIRECT or function is None or function(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return False
-    answer = ctypes.create_string_buffer(_STATX_BYTES)
-    if function(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
-        return False
-    (mask,) = struct.unpack_from("=I", answer, _MASK_AT)
-    alignments = struct.unpack_from("=II", answer, _ALIGNMENTS_AT)
-    return bool(mask & _STATX_DIOALIGN) and all(alignment and memory.PAGE % alignment == 0 for alignment in alignments)
+    # Which fields of the answer are filled in, and those at byte 0x98: the alignments in memory and in the file.
+    return bool(answer[0] & _STATX_DIOALIGN) and all(one and memory.PAGE % one == 0 for one in answer[38:40])

@@ -22,7 +22,6 @@ CANNOT_BE_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
 # In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
 _STANDARD = (0, 1, 2)
-_MAX_SHOWN = 300  # characters of a name
 # Returns whether the user trusts links out of a checkpoint; `flax_ckpt_compat.config` puts its setting here.
 follows_links: Callable[[], bool] = bool  # which is False
 
@@ -89,11 +88,7 @@ def open_regular(path: str) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise StorageError(f"{path}: expected a regular file, found {_described(kind)}", path=path, errno=errno.EINVAL)
-
-
-def _described(kind: int) -> str:
-    return {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(kind), "a device")
+    raise StorageError(f"{path} is a pipe, a socket or a device, no regular file", path=path, errno=errno.EINVAL)
 
 
 def stays_inside(relative: str) -> bool:
@@ -117,29 +112,26 @@ class ContainedFiles:
 
         Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
         checkpoint's directory, unless the setting ``links`` is "follow"."""
-        shown = relative if len(relative) <= _MAX_SHOWN else f"{relative[:_MAX_SHOWN]}…"
-        wrong, folder = f"{self._path}: its file {shown!r}", relative.rpartition("/")[0]
+        path, folder = f"{self._path}/{relative}", relative.rpartition("/")[0]
+        wrong = f"{self._path}: its file {relative!r:.300}"
         try:
             if folder not in self._folders:
                 self._check_target(folder)
                 self._folders.add(folder)
-            status = os.lstat(f"{self._path}/{relative}")
-            if stat.S_ISLNK(status.st_mode):
+            kind = os.lstat(path)
+            if stat.S_ISLNK(kind.st_mode):
                 self._check_target(relative)
-                status = os.stat(f"{self._path}/{relative}")
+                kind = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno in CANNOT_BE_THERE:
-                message = f"{wrong} cannot be a file's path ({error.strerror})"
-                raise CorruptCheckpointError(message, path=self._path) from error
-            raise storage_error(f"{self._path}/{relative}", error, "read") from error
-        if stat.S_ISREG(status.st_mode):
-            return status.st_size
-        if not stat.S_ISDIR(status.st_mode):
-            message = f"{wrong} is {_described(status.st_mode)}, where a regular file was expected"
-            raise CorruptCheckpointError(message, path=self._path)
-        return None
+            if error.errno not in CANNOT_BE_THERE:
+                raise storage_error(path, error, "read") from error
+            message = f"{wrong} cannot be a file's path ({error.strerror})"
+            raise CorruptCheckpointError(message, path=self._path) from error
+        if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):
+            raise CorruptCheckpointError(f"{wrong} is a pipe, a socket or a device", path=self._path)
+        return kind.st_size if stat.S_ISREG(kind.st_mode) else None
 
     def check_folder(self, folder: str) -> dict[str, int]:
         """Check all files directly in a directory, and return their sizes by name."""

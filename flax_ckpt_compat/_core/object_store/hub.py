@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
-from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.object_store.client import Client
 from flax_ckpt_compat._core.progress import Meter
-from flax_ckpt_compat._core.storage import Stat
+from flax_ckpt_compat._core.storage import Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _MISSING_FILE = ("FileNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError")  # no cached one is no network
@@ -38,7 +37,7 @@ class HubClient(Client):
         return None
 
     def read_there(self, url: str, start: int, stop: int | None, version: str | None) -> tuple[bytes, Stat | None]:  # noqa: ARG002
-        return LocalLocation(self.local_copy(url)).read(start, stop), None
+        return Location(self.local_copy(url)).read(start, stop), None
 
     def local_copy(self, url: str) -> str:
         import huggingface_hub

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Self
 
+from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
-from flax_ckpt_compat._core.local.storage import LocalLocation
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.client import ConflictError
 from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
-from flax_ckpt_compat._core.storage import HEAD_BYTES, SHORT_HEAD, Listing, Location, Source, Stat
+from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -103,6 +103,12 @@ class ObjectLocation(Location):
     def stored_crc32c(self) -> int | None:
         return self.unlisted()._stat().crc32c
 
+    def identity(self) -> None:
+        return None
+
+    def resolve(self) -> str:
+        return self.path
+
     def watch(self) -> Callable[[], bool]:
         before = _versions(self._inside())
         # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
@@ -154,6 +160,9 @@ class ObjectLocation(Location):
             return not found.size
         return is_unfinished(inside)
 
+    def restore_set_aside(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
+        return []
+
     def temporary_path(self) -> str:
         """Return a path in this user's folder for temporary files, and remove those of dead writers."""
         folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
@@ -178,7 +187,7 @@ class ObjectLocation(Location):
         copy = client_for(self.path).local_copy(self.path)
         if copy is None:
             return OpenedObject(self.path)
-        source = LocalLocation(copy).open_file()
+        source = Location(copy).open_file()
         source.path = self.path
         return source
 

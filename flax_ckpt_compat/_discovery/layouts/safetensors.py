@@ -14,11 +14,10 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
-from flax_ckpt_compat._core.byte_reads import Read, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.location import Location, of_text
-from flax_ckpt_compat._core.storage import Source
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
