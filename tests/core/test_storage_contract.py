@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import ArgumentError, ConcurrentWriteError, M
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.location import Location, location_of
-from flax_ckpt_compat._core.object_store import multiprocess
+from flax_ckpt_compat._core.object_store import upload as uploads
 from flax_ckpt_compat._core.storage import Listing, Stat
 from tests.support.peers import version
 from tests.support.store_places import Place
@@ -359,13 +359,13 @@ class TestCommits:
         target = root / "c_1"
         if root.path.startswith("shelf://"):
             with pytest.raises(StorageError, match="several processes cannot save"):
-                multiprocess.begin(target, in_gda_folder=False)
+                uploads.begin(target, in_gda_folder=False)
             return
-        begun = multiprocess.begin(target, in_gda_folder=False)
+        begun = uploads.begin(target, in_gda_folder=False)
         assert (begun is not None) == root.is_remote
         if begun is None:
             return
-        upload = multiprocess.Upload(**begun.fields()) if joined else begun
+        upload = uploads.Upload(**begun.fields()) if joined else begun
         part = f"d{upload.tag}/x"
         write(str(tmp_path / "here"), {part: b"1", f"d{upload.tag}/last": b"2"})
         upload.upload_files(str(tmp_path / "here"), [part, f"d{upload.tag}/last"], f"d{upload.tag}/last")

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import flax_ckpt_compat
-from flax_ckpt_compat._core.object_store import commit, storage
+from flax_ckpt_compat._core.object_store import commit, storage, upload
 from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
@@ -201,22 +201,28 @@ class History:
         assert len({key.split("/")[4] for key in self.store.objects}) <= 1
 
 
-def test_a_step_that_is_being_removed_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its remover, which has taken the commit file, goes on to the new data: the writer does not say that it saved."""
-    store = Memory(needs_commit_file=True, by_content=False)
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_step_that_is_being_removed(is_saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remover lists a folder whose commit file its writer has taken: its writer hears of that, or has saved it."""
+    store, found = Memory(needs_commit_file=True, by_content=False), dict[str, Stat]()
     monkeypatch.setitem(commit.CLIENTS, "gs", store)
-    monkeypatch.setattr(commit, "_PAUSE", 0.0)
     save(1, "orbax")
 
-    def delete(url: str, version: str | None = None) -> bool:
-        if url.endswith(COMMIT_FILE):
-            store.objects.pop(url, None)
-        return Memory.delete(store, url, version)
+    def write(url: str, *rest: Any) -> str:
+        if url.endswith(MANIFEST):
+            found.update(store.list(URL))
+        if url.endswith(COMMIT_FILE) and not is_saved:
+            commit.remove_folder(URL, found)
+        return Memory.write(store, url, *rest)
 
-    monkeypatch.setattr(store, "delete", delete)
-    with pytest.raises(ConcurrentWriteError):
+    monkeypatch.setattr(store, "write", write)
+    if is_saved:
         save(2, "other")
-    assert restored() is None
+        commit.remove_folder(URL, found)
+    else:
+        with pytest.raises(ConcurrentWriteError):
+            save(2, "other")
+    assert restored() == (2 if is_saved else None)
 
 
 def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
@@ -226,8 +232,8 @@ def serially(function: Callable[[Any], Any], items: Any, *_: Any) -> list[Any]:
 
 def run(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
     """Run histories on stores of both kinds."""
-    patch.setattr(commit, "_PAUSE", 0.0)
-    for module in (commit, storage):
+    patch.setattr(upload, "_PAUSE", 0.0)
+    for module in (commit, storage, upload):
         patch.setattr(module, "in_parallel", serially)
     for seed in seeds:
         store = Memory(needs_commit_file=seed % 2 == 0, by_content=seed % 2 == 1)

@@ -15,7 +15,7 @@ from flax_ckpt_compat import verify
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._core.object_store import multiprocess
+from flax_ckpt_compat._core.object_store import upload as uploads
 from flax_ckpt_compat.errors import ConcurrentWriteError, CorruptCheckpointError
 from tests.multiprocess import jobs, real_jobs, store_jobs
 from tests.stores.test_rules_crash import from_change
@@ -257,7 +257,7 @@ def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy])
 def test_a_commit_that_loses_late(bucket: Bucket) -> None:
     """What it leaves counts as nothing, also once the other writer has given up: it is no copy from a disk."""
     target = location_of(f"{bucket.url}/run/checkpoint_1")
-    upload = multiprocess.begin(target, in_gda_folder=False)
+    upload = uploads.begin(target, in_gda_folder=False)
     assert upload is not None
     upload.write(f"ocdbt.process_0{upload.tag}/d/1", b"")
     staged, other = Path(target.temporary_path()), f"run/checkpoint_1/{layout.BEGUN}.{2**40}.{'0' * 32}"
@@ -275,26 +275,6 @@ def test_a_commit_that_loses_late(bucket: Bucket) -> None:
     bucket.delete(other)
     assert ours.available_steps(f"{bucket.url}/run") == []
     assert target.holds_nothing()
-
-
-def test_a_commit_file_that_is_removed_during_a_look(bucket: Bucket) -> None:
-    """The save that ends says that it lost, and nothing else."""
-    target = location_of(f"{bucket.url}/run/checkpoint_1")
-    upload = multiprocess.begin(target, in_gda_folder=False)
-    assert upload is not None
-    commit_file = f"run/checkpoint_1/{layout.COMMIT_FILE}"
-    bucket.put(commit_file, b"of another save")
-
-    def rule(method: str, path: str) -> str:
-        if method == "GET" and path.endswith(layout.COMMIT_FILE):
-            bucket.delete(commit_file)
-        return ""
-
-    staged = target.temporary_path()
-    temporaries.create_directory(staged)
-    with bucket.proxy.failing(rule), pytest.raises(ConcurrentWriteError):
-        upload.publish(staged, new=True)
-    assert bucket.keys() == []
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.object_store.client import ConflictError
 from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
+from flax_ckpt_compat._core.object_store.upload import Upload
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import SHORT_HEAD, Listing, Location, Stat
@@ -195,7 +196,7 @@ class ObjectLocation(Location):
         client_for(self.path).prepare(self.path)
         for name, found in commit.leftovers(self.path, self._inside()).items():
             with commit.harmless(f"{self}/{name}", "what an interrupted save left"):  # it must not prevent a save
-                commit.remove_folder(f"{self}/{name}", found)
+                commit.delete(f"{self}/{name}", found)
 
     def leftovers(self) -> dict[str, bool]:
         store = client_for(self.path)
@@ -209,16 +210,16 @@ class ObjectLocation(Location):
         store = client_for(self.path)
         for name, found in commit.leftovers(self.path, store.list(self.path)).items():
             if name in names:
-                commit.remove_folder(f"{self}/{name}", found)
+                commit.delete(f"{self}/{name}", found)
         store.stale_parts(self.path, names)
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         if presence.isdir(temporary):
-            commit.FolderSave(self.path).publish(temporary, new=new, meter=meter)
+            Upload(self.path, self.path).publish(temporary, new=new, meter=meter)
         else:
             commit.publish_object(temporary, self.path, new=new, meter=meter)
-        if not new:
-            commit.remove_arrays_beside(self.path)
+            if not new:
+                commit.remove_arrays_beside(self.path)
         atomic.remove_temporary(temporary)
 
 

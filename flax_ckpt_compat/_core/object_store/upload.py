@@ -1,0 +1,280 @@
+"""Save a folder to a store, which has no rename. It is written in this order:
+
+1. a marker ``_begun…`` with the names of the data. It is also the claim of its writer: of several the highest counts,
+   all others give up;
+2. data, under names that no other save uses, beside what is there;
+3. a list, which tells what is there, and whether a later writer has begun;
+4. the commit file of what is replaced goes. From here on the folder has a marker and no commit file: it is unfinished;
+5. all other files, each on the condition that it is as it was listed;
+6. another list, ``commit_success.txt``, which Orbax too writes last in stores, and a last list. If anything else has
+   changed, all begins again at step 3;
+7. what was replaced goes, and the marker.
+
+An overwrite of the same tree changes nothing but the index, times and checksums. There the folder stays complete: in
+step 4 the commit file is replaced, the old checksums go, and the index, which is written first, switches from the old
+arrays to the new.
+
+Several processes may write the data: process 0 writes the marker, all write below names that end in its tag, and
+process 0 goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
+from flax_ckpt_compat._core.local import presence
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.object_store.client import ABSENT, ConflictError
+from flax_ckpt_compat._core.object_store.commit import AT_ONCE, Files, lost
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, MANIFEST, is_upload_marker
+from flax_ckpt_compat._core.progress import OFF, Meter
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.storage import Location
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+_ROUNDS, _PAUSE = 8, 0.5  # of a writer to which others give way, and seconds between them
+_COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
+
+
+class Upload:
+    """A save of a folder, in one of its processes.
+
+    Attributes:
+        url: of the checkpoint.
+        folder: what is written: the checkpoint, or the folder of its arrays.
+        marker: the name of the marker, once the save has begun.
+        needs_commit_file: real Flax, and jax, look for ``commit_success.txt`` before they read arrays.
+    """
+
+    def __init__(self, url: str, folder: str, marker: str = ""):
+        """Take a marker if process 0 has begun the save."""
+        self.url, self.folder, self.marker, self._client = url, folder, marker, commit.client_for(folder)
+        self.needs_commit_file = self._client.needs_commit_file
+        self._expected: dict[str, str] = {}  # name of a file that other saves have, too → version that is there
+        self._is_shared = False  # another call has begun it
+        self._has_begun = False  # such files may be there, or those of another save are gone
+
+    def fields(self) -> dict[str, str]:
+        """Return the arguments with which other processes make this object."""
+        return {"url": self.url, "folder": self.folder, "marker": self.marker}
+
+    def begin(self, *, new: bool = False, data: Collection[str] = ()) -> None:
+        """Write the marker, with the names of the data; with ``new``, only where no checkpoint is."""
+        found = self._client.list(self.folder)
+        is_there, needs_it = COMMIT_FILE in found, self.needs_commit_file
+        is_copy = bool(found) and not (is_there or needs_it or commit.is_unfinished(found))  # of a local checkpoint
+        if new and (is_there or is_copy):
+            raise lost(self.url)
+        if is_copy and not self.folder.endswith(ARRAYS_POSTFIX):  # it would be unfinished beside a marker
+            with suppress(ConflictError):
+                self._put_commit_file(ABSENT)
+        if not self._client.shares_names:
+            self._client.delete(self.folder)
+        self.marker = commit.new_marker(max(int(time.time()), commit.time_of(commit.last_marker(found)) + 1))
+        self._put_marker(data)
+
+    def _put_marker(self, data: Collection[str]) -> None:
+        self.write(self.marker, "\n".join(data).encode())
+
+    def _put_commit_file(self, version: str) -> None:
+        text = _COMMITTED.format(self.marker or uuid.uuid4().hex)
+        self._expected[COMMIT_FILE] = self._client.put(f"{self.folder}/{COMMIT_FILE}", text.encode(), version)
+
+    # What each of several processes does.
+
+    @property
+    def tag(self) -> str:
+        """Return the suffix of the names of directories that no other save uses."""
+        return f".{commit.tag_of(self.marker)}"
+
+    def written(self) -> list[str]:
+        """List what the processes have written so far, relative to the folder."""
+        return list(filter(self._is_part, self._client.list(self.folder)))
+
+    def _is_part(self, key: str) -> bool:
+        return f".{commit.tag_of(key)}" == self.tag and key != self.marker
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file below the folder."""
+        self._client.put(f"{self.folder}/{name}", data)
+
+    def upload_files(self, directory: str, names: Collection[str], last: str, meter: Meter = OFF) -> None:
+        """Upload this process's files under the same names; ``last`` tells others that all are complete.
+
+        Raise ConcurrentWriteError if process 0 has aborted the save."""
+
+        def put(name: str) -> None:
+            self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
+
+        in_parallel(put, [name for name in names if name != last], AT_ONCE)
+        put(last)
+        self.check_active(names)
+
+    def check_active(self, written: Collection[str]) -> None:
+        """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
+        if self._client.find(f"{self.folder}/{self.marker}") is None:
+            self._delete(written)
+            message = f"{self.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
+            raise ConcurrentWriteError(message, path=self.url)
+
+    def delete_harmless(self, name: str) -> None:
+        """Delete a file below the folder without which the save is as complete as with it, if that is permitted."""
+        with commit.harmless(self.url, "what told how far a save was"):
+            self._delete([name])
+
+    def _delete(self, names: Collection[str]) -> None:
+        in_parallel(lambda name: self._client.delete(f"{self.folder}/{name}"), names, AT_ONCE)
+
+    def abort(self) -> None:
+        """Remove what a save that has not been published has written; ignore refusals."""
+        with suppress(StorageError):
+            self._delete([*self.written(), self.marker])
+
+    # The commit.
+
+    def publish(self, staged: str, *, new: bool = False, meter: Meter = OFF) -> None:
+        """Commit a local file or directory, with what all processes have written; see `Location.publish`."""
+        if self.folder != self.url:
+            self._publish_file(staged, new)
+            return
+        self._is_shared, replaced = bool(self.marker), self._client.find(self.url)
+        uploaded = self.written() if self._is_shared else []
+        names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
+        data = [name for name in names if not commit.is_fixed(name)]
+        if not self._is_shared:
+            self.begin(new=new, data=data)
+
+        def put(name: str) -> None:
+            version = None if name in data else self._expected.get(name, ABSENT)
+            version = self._client.put(f"{self.url}/{name}", Path(staged, name), version, meter)
+            if name not in data:
+                self._expected[name] = version
+
+        parts, fixed = [*data, *uploaded], sorted(set(names).difference(data))
+        try:
+            in_parallel(put, data, AT_ONCE)
+            for left in reversed(range(_ROUNDS)):
+                try:
+                    there = self._replace(staged, put, fixed, parts, new)
+                    break
+                except ConflictError:
+                    if not left:
+                        raise
+                    time.sleep(_PAUSE)
+        except BaseException as error:
+            with suppress(StorageError):
+                if self._has_begun:  # others may count on what is there; so it names itself unfinished
+                    self._put_marker(data)
+                else:
+                    self._delete([*parts, self.marker])
+            if isinstance(error, ConflictError):
+                raise lost(self.url) from error
+            raise
+        with commit.after_commit(self.url):
+            if replaced is not None:
+                self._client.delete(self.url, replaced.version)
+            ours = {*names, *uploaded, COMMIT_FILE, self.marker}
+            commit.delete(self.url, {name: stat for name, stat in there.items() if name not in ours})
+        with commit.harmless(self.url, "the marker of a save that is complete"):
+            self._client.delete(f"{self.url}/{self.marker}")
+        if not new:
+            commit.remove_arrays_beside(self.url)
+
+    def _replace(self, staged: str, put: Callable[[str], None], fixed: list[str], parts: list[str], new: bool) -> Files:
+        """Replace the files that other saves have, too, and commit them with the parts; return all that is there.
+
+        Raise ConflictError if another writer changes any of them."""
+        there = self._look(parts)
+        if new and COMMIT_FILE in there:
+            raise ConflictError(self.url)
+        self._expected = commit.fixed(there)
+        indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
+        rest = [name for name in fixed if name not in indexes]
+        switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, rest, indexes)
+        self._has_begun = True
+        if switches:  # other writers find another commit file, and so no more what they listed
+            self._put_commit_file(self._expected[COMMIT_FILE])
+        gone = layout.CHECKSUMS if switches else COMMIT_FILE
+        if gone in self._expected and not self._client.delete(f"{self.url}/{gone}", self._expected.pop(gone)):
+            raise ConflictError(self.url)
+        # The first file decides who writes.
+        for group in [indexes, rest] if switches else [rest[:1], rest[1:], indexes]:
+            in_parallel(put, group, AT_ONCE)
+        there = self._check(parts)
+        if switches:
+            return there
+        self._put_commit_file(ABSENT)
+        try:
+            return self._check(parts)
+        except (ConflictError, ConcurrentWriteError):  # another writer has begun to replace files just before
+            self._client.delete(f"{self.url}/{COMMIT_FILE}", self._expected[COMMIT_FILE])
+            raise
+
+    def _look(self, parts: Collection[str] = ()) -> Files:
+        """List the folder; raise ConcurrentWriteError if a later writer has begun, or removed parts of this save."""
+        there = self._client.list(self.folder)
+        if commit.last_marker(there) != self.marker or not set(parts) <= there.keys():
+            raise lost(self.url)
+        return there
+
+    def _check(self, parts: Collection[str]) -> Files:
+        """List the folder; raise ConflictError if another writer has changed what this one expects."""
+        there = self._look(parts)
+        if commit.fixed(there) != self._expected:
+            raise ConflictError(self.url)
+        return there
+
+    def _is_same_tree(self, staged: str, rest: list[str], indexes: list[str]) -> bool:
+        """Return whether nothing but indexes, checksums and times tell the new checkpoint from the old one."""
+        if self._expected.keys() != {*rest, *indexes, COMMIT_FILE}:
+            return False
+
+        def is_same(name: str) -> bool:
+            old = self._client.read(f"{self.url}/{name}")
+            return _meaning(name, Path(staged, name).read_bytes()) == _meaning(name, old)
+
+        with suppress(FileNotFoundError):  # another writer removes it
+            return all(in_parallel(is_same, [name for name in rest if name != layout.CHECKSUMS], AT_ONCE))
+        return False
+
+    def _publish_file(self, staged: str, new: bool) -> None:
+        """Commit the msgpack file that refers to the arrays in the folder."""
+        try:
+            there = self._look()
+            commit.publish_object(staged, self.url, new=new)
+        except ConcurrentWriteError:
+            self.abort()
+            raise
+        old = [key for key in there if key != self.marker and not self._is_part(key)]
+        with commit.after_commit(self.url):
+            self._delete([*commit.arrays_among(old), *filter(is_upload_marker, old)])
+        self.delete_harmless(self.marker)
+
+
+def _meaning(name: str, text: bytes) -> object:
+    """Return a small file without the blanks at its end, which tell saves apart, and metadata without their times."""
+    if name == layout.STEP_METADATA:
+        with suppress(ValueError, AttributeError):
+            return {key: value for key, value in json.loads(text).items() if not key.endswith("timestamp_nsecs")}
+    return text.rstrip()
+
+
+def begin(location: Location, *, in_gda_folder: bool) -> Upload | None:
+    """Begin a save by several processes, in process 0; None where all write to one local temporary."""
+    url = location.path
+    if not location.is_remote:
+        return None
+    if not commit.client_for(url).shares_names:
+        message = f"{url}: several processes cannot save one checkpoint to this store, which has no conditional writes"
+        raise StorageError(f"{message}; save to a shared disk, s3:// or gs://, and copy that", path=url)
+    upload = Upload(url, url + ARRAYS_POSTFIX if in_gda_folder else url)
+    upload.begin()
+    return upload
