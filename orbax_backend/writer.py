@@ -75,7 +75,7 @@ def _end(path: str) -> None:
         os.unlink(os.path.join(path, layout.BEGUN))
     except OSError as error:
         why = f"its directory was renamed or removed while it was written ({error.strerror})"
-        raise StorageError(f"{path}: {why}, so parts of it are lost; save it again", path=path) from error
+        raise StorageError(f"{path}: {why}, so parts are lost; save it again", path=path, errno=error.errno) from error
 
 
 def encoding_of(options: WriteOptions) -> Encoding:

@@ -132,9 +132,7 @@ def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_
 
 
 def start_commit(checkpointer: Any, directory: Location, then: Callable[[], Any]) -> None:
-    """Register a save that a user's checkpointer may still be committing; the next call for its directory finishes it.
-
-    That waits for the commit, and does what follows."""
+    """Register a save that a user's checkpointer commits; the next call waits for it, and calls ``then``."""
 
     def finish() -> None:
         checkpointer.wait_until_finished()
@@ -230,7 +228,10 @@ def wait_for_multiprocess_saves(directory: Location) -> None:
 
 def wait_for_async_saves(directory: Location) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    saves = saves_into(directory)
+    _finish(saves_into(directory))
+
+
+def _finish(saves: list[BackgroundSave]) -> None:
     for save in saves:
         save.wait()
     _raise_failures(saves)
@@ -239,10 +240,8 @@ def wait_for_async_saves(directory: Location) -> None:
 def _wait_for_checkpointer(checkpointer: Any, directory: Location) -> None:
     """Finish the saves of this checkpointer, and of any other into this directory; raise a failure."""
     here = saves_into(directory)
-    for save in list(_saves):
-        if save.checkpointer is not None and (save.checkpointer is checkpointer or save in here):
-            save.wait()
-            _raise_failures([save])
+    commits = [save for save in list(_saves) if save.checkpointer is not None]
+    _finish([save for save in commits if save.checkpointer is checkpointer or save in here])
     if hasattr(checkpointer, "wait_until_finished"):
         checkpointer.wait_until_finished()
 

@@ -1,7 +1,6 @@
 """Coordinate the processes of a job by jax's key-value store: barriers with timeouts, and errors that all raise.
 
-jax's own ``wait_at_barrier`` needs an identifier that all processes agree on, which is what the first barrier finds
-out; it blocks signals for the whole timeout, and names only some of the missing processes.
+jax's own ``wait_at_barrier`` blocks signals for the whole timeout, and names only some of the missing processes.
 """
 
 from __future__ import annotations
@@ -107,10 +106,10 @@ def _encode_error(error: BaseException | None) -> dict[str, Any] | None:
 
 def _decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
     """Return the error of `_encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
-    kind, own_path = getattr(errors, encoded["kind"], None), encoded["path"] or path
+    kind, path = getattr(errors, encoded["kind"], None), encoded["path"] or path
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        return MultiprocessSaveError(f"{path}: {encoded['message']}", path=own_path)
-    error = kind(encoded["message"], path=own_path)
+        return MultiprocessSaveError(f"{path}: {encoded['message']}", path=path)
+    error = kind(encoded["message"], path=path)
     error.leaf = encoded["leaf"]
     if isinstance(error, ProcessTimeoutError):
         error.absent = tuple(encoded["absent"])
@@ -120,10 +119,8 @@ def _decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
 class Coordinator:
     """One process's view of a save by all processes of the job; each process makes one for each save.
 
-    At a barrier every process leaves a report. Process 0 collects those of its path, acts, and answers each. At the
-    first barrier it so learns the identifiers that the others chose for this save. Nothing is counted, so a process
-    that skipped a save is not one behind for ever.
-    """
+    At a barrier every process leaves a report. Process 0 collects those of its path, acts, and answers each. So it
+    learns the identifiers that the others chose for this save: counted, one that skipped a save would stay behind."""
 
     def __init__(self, path: str, timeout: float):
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
@@ -146,10 +143,8 @@ class Coordinator:
     ) -> Any:
         """Do this process's work, and wait for all; process 0 then calls ``on_primary`` with what the others' returned.
 
-        Return its result in all. If the work of one fails, the save fails in all with that reason: process 0 waits for
-        the others only until they have stopped writing. Raise ProcessTimeoutError if processes do not arrive in time,
-        and in every process what ``on_primary`` raises.
-        """
+        Return its result in all. What it raises, or the work of one, is raised in all, once the others have stopped to
+        write. Raise ProcessTimeoutError if processes do not arrive in time."""
         report, failed = dict[str, Any](), None
         try:
             report.update(work() or {})
@@ -158,8 +153,9 @@ class Coordinator:
         if self.is_primary:
             return self._lead(stage, failed, on_primary)
         try:
-            report |= {"path": self._path, "error": _encode_error(failed)}
-            self._store.set(f"{_REPORTS}/{stage}/{self._id}", report)
+            self._store.set(
+                f"{_REPORTS}/{stage}/{self._id}", {**report, "path": self._path, "error": _encode_error(failed)}
+            )
             answer = self._wait_for_answer(stage, is_failed=failed is not None)
         except BaseException as error:
             if stage == BEGIN:

@@ -1,12 +1,8 @@
 """Copy arrays to host memory before a save, all at once: of background saves every array, else what lies on GPUs.
 
-The caller blocks until this returns. New pages can cost far more than the copy, so each manager keeps the memory of its
-last save for the next one. It is used again once nothing refers to the arrays in it: what a save still reads is never
-written to.
-
-A GPU writes to page-locked memory by itself; into any other memory its driver copies through small buffers, which takes
-ten times as long. jax keeps the page-locked memory for the next transfers. numpy sees it without a copy, and jax
-remembers no second copy of the values.
+New pages can cost far more than the copy, so each manager keeps the memory of its last save for the next one, once
+nothing refers to the arrays in it. A GPU writes to page-locked memory by itself, which numpy sees without a copy; into
+any other memory its driver copies through small buffers, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -39,28 +35,9 @@ _Array = np.ndarray[Any, Any]
 _BYTE = np.dtype(np.uint8)
 
 
-class _Block:
-    """Memory that `lend` gives to one save at a time."""
-
-    def __init__(self, nbytes: int):
-        self._bytes = memory.empty_pages(nbytes)
-        self.nbytes = nbytes
-        self._lent: weakref.ref[_Array] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Return whether no array in it is left."""
-        return self._lent is None or self._lent() is None
-
-    def lend(self) -> _Array:
-        """Return the memory with undefined values."""
-        lent: _Array = np.frombuffer(self._bytes.data, _BYTE)  # the base of views of it, and of views of these
-        self._lent = weakref.ref(lent)
-        return lent
-
-
-# Manager → the blocks of its last save. Changed by single operations only, as a signal handler may save, too.
-_kept: weakref.WeakKeyDictionary[Any, list[_Block]] = weakref.WeakKeyDictionary()
+# Manager → the blocks of memory of its last save, and what that has of each: once nothing refers to this, the block is
+# free. Changed by single operations only, as a signal handler may save, too.
+_kept: weakref.WeakKeyDictionary[Any, list[tuple[_Array, weakref.ref[_Array]]]] = weakref.WeakKeyDictionary()
 
 
 class Copies:
@@ -68,9 +45,10 @@ class Copies:
 
     def __init__(self, manager: Any) -> None:
         """Use the memory of the manager's last save, if that save has ended."""
-        self._manager, self._free, self._used = manager, list[_Block](), list[_Block]()
+        self._manager, self._free = manager, list[_Array]()
+        self._used: list[tuple[_Array, weakref.ref[_Array]]] = []
         with suppress(TypeError):  # an object that has no weak references, or no hash
-            self._free = [block for block in _kept.pop(manager, ()) if block.is_free]
+            self._free = [block for block, lent in _kept.pop(manager, ()) if lent() is None]
         self._pairs: list[tuple[_Array, _Array]] = []
         self._shards: list[tuple[HostCopy, tuple[slice, ...], Any]] = []
         self._bytes, self._offset = np.empty(0, _BYTE), 0
@@ -100,13 +78,11 @@ class Copies:
         return copy
 
     def _next_block(self, nbytes: int) -> _Array:
-        block = next((block for block in self._free if block.nbytes >= nbytes), None)
-        if block is None:
-            block = _Block(max(_BLOCK_BYTES, nbytes))
-        else:
-            self._free.remove(block)
-        self._used.append(block)
-        return block.lend()
+        found = next((number for number, block in enumerate(self._free) if block.nbytes >= nbytes), None)
+        block = memory.empty_pages(max(_BLOCK_BYTES, nbytes)) if found is None else self._free.pop(found)
+        lent: _Array = np.frombuffer(block.data, _BYTE)  # the base of views of it, and of views of these
+        self._used.append((block, weakref.ref(lent)))
+        return lent
 
     def make(self) -> None:
         """Make all copies; the caller may then change or donate the arrays. Nobody changes the copies any more."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat import config
@@ -15,7 +16,6 @@ from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
 from flax_ckpt_compat._core.location import Location, local, normal, of_text
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._discovery import saved_steps
-from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 # Bytes of a part of an array; a new object is begun from 64 MiB on, so most have two.
@@ -79,22 +79,12 @@ def of_step(
 ) -> SaveRequest:
     """Validate the arguments of a save of one step of a normalised directory, and read the settings.
 
-    ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
-    """
-    given, step = step, steps.of_replicated(step)
-    text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
-    directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
-    if given is not step:
-        what = f"step is an array of shape {given.shape} of equal numbers, as of a replicated state"
-        log_once(("step", directory.path), f"{what}: checkpoints are named after that number")
-    if options.get("replace_only_checkpoints") and directory.name == name:
-        raise ArgumentError(
-            f"{directory} is named like step {step} itself; leave out step=, or pass its parent {directory.parent}",
-            path=directory.path,
-        )
+    ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag."""
+    step = steps.of_replicated(step)
+    text, checkpoint_dir = steps.step_text(step), saved_steps.checkpoint_dir(ckpt_dir, prefix)
     return _request(
         checkpoint_dir=checkpoint_dir,
-        name=name,
+        name=steps.check_name(checkpoint_dir.prefix + text),
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
         keep=check_keep(keep),
@@ -109,7 +99,7 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     if name in ("", os.curdir, os.pardir) or not of_text(path).can_hold_checkpoint():
         raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
     return _request(
-        checkpoint_dir=_checkpoint_dir(directory, "", name),
+        checkpoint_dir=saved_steps.checkpoint_dir(directory, ""),
         name=steps.check_name(name),
         shown_path=path,
         replace_only_checkpoints=True,
@@ -133,6 +123,12 @@ def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None
         **fields,
     )
     normal(request.path)  # raises for characters that stores do not take
+    try:
+        has_nul = b"\0" in os.fsencode(request.path)
+    except UnicodeEncodeError:
+        has_nul = True
+    if has_nul:
+        raise ArgumentError(f"{request.path!r} contains characters that no path can have; remove them")
     return request
 
 
@@ -149,26 +145,12 @@ def write_options(
     )
 
 
-def _checkpoint_dir(ckpt_dir: str, prefix: str, name: str = "") -> CheckpointDir:
-    for text in (ckpt_dir, prefix, name):
-        try:
-            if b"\0" in os.fsencode(text):
-                raise ArgumentError(f"{text!r} contains the NUL character, which no path can have; remove it")
-        except UnicodeEncodeError as error:
-            raise ArgumentError(f"{text!r} contains characters that no path can have ({error}); remove them") from error
-    return saved_steps.checkpoint_dir(ckpt_dir, prefix)
-
-
 def check_keep(keep: Any) -> int:
     """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
     value = _count(keep, "keep")
-    if not value >= 0:
-        raise ArgumentError(f"keep must be 0 (keep all) or more, found {value}")
-    if math.isinf(value):
-        return 0
-    if value != int(value):
-        raise ArgumentError(f"keep must be a whole number, found {value}")
-    return int(value)
+    if not value >= 0 or (not math.isinf(value) and value != int(value)):
+        raise ArgumentError(f"keep must be a whole number, 0 (keep all) or more, found {value}")
+    return 0 if math.isinf(value) else int(value)
 
 
 def check_every(every: Any) -> float | None:
@@ -180,13 +162,9 @@ def check_every(every: Any) -> float | None:
 
 
 def _count(value: Any, name: str) -> float:
-    """Return a number, or the one value of an array; infinity for an int beyond every float."""
+    """Return a number, or the one value of an array."""
     one = arguments.number(value, name, of_any_rank=True)
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         if not isinstance(one, bool | str):  # which float would take, too
             return float(one)
-    except OverflowError:
-        return math.inf if one > 0 else -math.inf
-    except (TypeError, ValueError):
-        pass
     raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")

@@ -28,10 +28,10 @@ _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
 _AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
-# Directory → name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. Retention
-# of one neither counts nor removes checkpoints of the other. Other processes cannot know, so a save warns.
-# Changed by single operations only: with a lock, a signal handler or a fork that saves could wait for ever.
-_saved: dict[str, dict[str, str]] = {}
+# Directory and name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. One
+# neither counts nor removes checkpoints of the other. Other processes cannot know, so a save warns. Changed by single
+# operations only: with a lock, a signal handler or a fork that saves could wait for ever.
+_saved: dict[tuple[str, str], str] = {}
 
 
 def retain(request: SaveRequest) -> None:
@@ -44,7 +44,7 @@ def retain(request: SaveRequest) -> None:
     global _last_saved
     try:
         if request.step is not None:
-            _prefixes_of(request.checkpoint_dir)[request.name] = request.checkpoint_dir.prefix
+            _saved[request.directory.resolve(), request.name] = request.checkpoint_dir.prefix
         if request.step is not None and request.number is not None:
             _remove_others(request)
         elif not request.location.is_remote and not request.location.exists():
@@ -64,7 +64,7 @@ def _remove_others(request: SaveRequest) -> None:
         names = saved_steps.names_in(listed)
         if request.name not in names and not request.location.is_remote and request.location.exists():
             names.append(request.name)  # a listing misses what is being replaced
-        counted, doomed = _counted_and_doomed(request, listed, names)
+        counted, doomed = counted_and_doomed(request, listed, names)
         if request.name in counted:
             failures += _remove(request, listed, doomed, names)
             if not checkpoint_dir.directory.is_remote:  # else a live writer cannot be detected
@@ -88,7 +88,7 @@ def _is_complete(location: Location) -> bool:
     return contents.contents_of(location).is_complete
 
 
-def _counted_and_doomed(
+def counted_and_doomed(
     request: SaveRequest, listed: CheckpointDir, names: list[str]
 ) -> tuple[Collection[str], list[str]]:
     """Return the steps of this prefix that `saved_steps.counted_steps` counts, and which to remove.
@@ -167,7 +167,7 @@ def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], prese
             arrays = [name for name in arrays if name in present]
         failed |= directory.discard(arrays)
         for name in removed:
-            _prefixes_of(listed).pop(name, None)
+            _saved.pop((directory.resolve(), name), None)
         failures.extend(failed.values())
 
     if not names:  # no need to lock the directory
@@ -234,16 +234,12 @@ def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: fl
     return removed
 
 
-def _prefixes_of(checkpoint_dir: CheckpointDir) -> dict[str, str]:
-    """Return the record of a directory: name of a committed checkpoint → its prefix."""
-    return _saved.setdefault(checkpoint_dir.directory.resolve(), {})
-
-
 def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
     """Return names that look like steps of this prefix, but were saved with another one; warn of them once."""
     prefix, directory = checkpoint_dir.prefix, checkpoint_dir.directory
-    known = dict(_prefixes_of(checkpoint_dir)).items()
-    found = {name: other for name, other in known if other != prefix and steps.step_of(name, prefix) is not None}
+    real = directory.resolve()
+    known = [(name, other) for (folder, name), other in list(_saved.items()) if folder == real and other != prefix]
+    found = {name: other for name, other in known if steps.step_of(name, prefix) is not None}
     for other in set(found.values()):
         first, second = sorted((prefix, other))
         log_once(

@@ -40,9 +40,7 @@ Replicas = dict[Path, tuple[tuple[int, ...], str, tuple[int, ...]]]
 
 
 def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = None) -> Node:
-    """Return the neutral tree of a user's tree; for a background save, with copies of all values.
-
-    Arrays that several processes hold whole are added to ``replicas``."""
+    """Return the neutral tree, for a background save with copies of all values; ``replicas`` gets what several hold."""
     snapshot = _Snapshot(request, replicas)
     tree = state_dict.describe(target)
     # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
@@ -60,10 +58,10 @@ class _Snapshot:
     """Converter of one tree; caches which types of leaves need no conversion."""
 
     def __init__(self, request: SaveRequest, replicas: Replicas | None = None):
-        # levels: depth of the tree so far.
-        self._request, self.levels, self._replicas = request, 0, replicas
-        # Collects the arrays to copy: all in the background. In the foreground those of GPUs, but of several processes
-        # none: each copies what it writes, and no more, while it writes.
+        self._request, self._replicas = request, replicas
+        self.levels = 0  # depth of the tree so far
+        # The arrays to copy: all in the background. In the foreground those of GPUs, but of several processes none:
+        # each copies what it writes, and no more, while it writes.
         self.copies, self._in_background = Copies(request.async_manager), bool(request.async_manager)
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
@@ -105,14 +103,12 @@ class _Snapshot:
                 self._array_types.add(type(taken))
             elif not self._in_background or not isinstance(taken, np.ndarray):
                 self._simple_types.add(type(taken))
-        if isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray):
-            return apart  # for an array of another process, no memory is held
-        # Copies on the host are filled in by `make`.
-        if isinstance(apart, jax.Array):
+        if isinstance(apart, jax.Array):  # copies on the host are filled in by `make`
             return self._array(apart)
         if isinstance(apart, KeyData) and isinstance(apart.data, jax.Array):
             return KeyData(apart.impl, self._array(apart.data))
-        if not self._in_background or not isinstance(apart, np.ndarray):
+        # For an array of another process, no memory is held.
+        if not self._in_background or not isinstance(apart, np.ndarray) or isinstance(leaf, jax.Array):
             return apart
         return self.copies.add(apart) if type(apart) is np.ndarray and not apart.dtype.hasobject else apart.copy()
 
@@ -133,8 +129,8 @@ def _traits(sharding: Any) -> tuple[bool, bool, bool]:
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     """Return the leaf if it has values that this process can read, alone or, in a multi-process save, in part."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        remedy = "pass the arrays, not the result of jax.eval_shape"
-        raise _unsupported(path, f"is abstract (a ShapeDtypeStruct): it has no values to save; {remedy}")
+        why = "is abstract (a ShapeDtypeStruct): it has no values to save"
+        raise _unsupported(path, f"{why}; pass the arrays, not the result of jax.eval_shape")
     if isinstance(leaf, jax.core.Tracer):
         why = "save_checkpoint was called inside of jit or another transformation"
         remedy = "return the state from it, and save outside of it"
@@ -149,12 +145,10 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
         return _from_processes(path, leaf)
     if leaf.is_fully_replicated and leaf.sharding.addressable_devices:
         return leaf.addressable_data(0)
-    raise MPACheckpointingRequiredError(
-        f"{request.attempt}: {show_path(path)} is spread over several processes and "
-        "this one sees only a part of it; use save_checkpoint_multiprocess, called by all processes.",
-        path=request.path,
-        leaf=show_path(path),
-    )
+    name = show_path(path)
+    what = f"{name} is spread over several processes and this one sees only a part of it"
+    remedy = "use save_checkpoint_multiprocess, called by all processes."
+    raise MPACheckpointingRequiredError(f"{request.attempt}: {what}; {remedy}", path=request.path, leaf=name)
 
 
 def _unsupported(path: Path, why: str) -> UnsupportedLeafError:
@@ -196,6 +190,6 @@ def plain(leaf: Any, path: Path) -> Any:
         _warned.add(kind)
         _log.warning(
             "%s: a %s.%s is saved as the plain %s %.100r, and restored as that",
-            show_path(path), kind.__module__, kind.__qualname__, type(value).__name__, value,
+            show_path(path), kind.__module__, kind.__qualname__, type(value).__name__, value
         )  # fmt: skip
     return value

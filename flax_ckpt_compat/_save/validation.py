@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import jax
 
@@ -16,9 +16,8 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage import Listing
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import contents, not_found, opening, orbax_items, orbax_trees, saved_steps
+from flax_ckpt_compat._discovery import contents, opening, orbax_items, orbax_trees, saved_steps
 from flax_ckpt_compat._discovery.contents import State
-from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -27,7 +26,7 @@ from flax_ckpt_compat.errors import InvalidCheckpointError
 _ORBAX_NAMES = {
     layout.STEP_METADATA, layout.TREE_METADATA, layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS,
     layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
-    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES,
+    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES
 }  # fmt: skip
 _SHOWN = 4  # checkpoints that an error names
 # How often to check a checkpoint that other writers keep replacing.
@@ -35,15 +34,10 @@ _ATTEMPTS = 100
 
 
 def check(request: SaveRequest) -> Listing | None:
-    """Raise unless the save may write, and ``overwrite`` allows what it replaces.
-
-    Return the listing of the directory in a store, for whoever looks there next."""
+    """Raise unless the save may write, and ``overwrite`` allows what it replaces; return a store's listing, if any."""
     if why := request.location.why_too_long():
         message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
         raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
-    if expanded := not_found.unexpanded_home(request.directory):
-        message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
-        log_once((request.directory.path, "home"), message)
     listed = _listed(request)
     _check_directory(listed)
     _check_replaced(listed)
@@ -58,9 +52,7 @@ def check(request: SaveRequest) -> Listing | None:
 def publish(request: SaveRequest, rename: Callable[[Location, bool], None]) -> None:
     """Check again what other writers put there during the save, and give the checkpoint its final name.
 
-    ``rename`` renames or uploads to a location, with the listing of the check if there was one; where the second
-    argument is True, it refuses to replace what another writer saved meanwhile.
-    """
+    ``rename`` does so; where its second argument is True, it refuses to replace what another writer saved meanwhile."""
     location = request.location
     if request.replace_only_checkpoints or not location.is_remote:  # in a store, this would be one more request
         listed = _listed(request)
@@ -100,11 +92,9 @@ def _check_directory(request: SaveRequest) -> None:
 
 
 def _check_replaced(request: SaveRequest) -> None:
-    """Raise if something is there that may not be replaced.
+    """Raise if something is there that may not be replaced: anything but a checkpoint, be it an incomplete one.
 
-    `save_checkpoint` replaces all checkpoints, incomplete ones too; with ``replace_only_checkpoints``, a save replaces
-    only what is exactly one checkpoint.
-    """
+    With ``replace_only_checkpoints``, a save replaces only what is exactly one whole checkpoint."""
     path, strict = request.location, request.replace_only_checkpoints
     if strict and (not path.exists() or path.holds_nothing()):
         return
@@ -185,22 +175,17 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = request.number
     if step is None:
         return
-    others = retention.saved_by_other_prefixes(checkpoint_dir)
-    last = saved_steps.newest_step(checkpoint_dir, step, but=others)
+    last = saved_steps.newest_step(checkpoint_dir, step, but=retention.saved_by_other_prefixes(checkpoint_dir))
     if last is not None:
         state = "is newer" if request.is_newer(last) else "is the same step"
-        removed = "" if request.replace_only_checkpoints else _removed(request, step, others)
+        removed = "" if request.replace_only_checkpoints else _removed(request)
         message = f"{checkpoint_dir.path(last)} {state}; pass overwrite=True to save it anyway{removed}."
         raise _invalid(request, f"cannot save step {request.step}: {message}")
 
 
-def _removed(request: SaveRequest, since: float, others: Container[str]) -> str:
-    """Return the end of a sentence: which checkpoints ``overwrite`` removes; only a few are looked at."""
-    checkpoint_dir, prefix = request.checkpoint_dir, request.checkpoint_dir.prefix
-    numbered = steps.in_order(saved_steps.names_in(checkpoint_dir), prefix)
-    names = [name for name in numbered if name not in others and (steps.step_of(name, prefix) or 0) >= since]
-    with_items = request.orbax_checkpointer is not None
-    counted = saved_steps.counted_steps(checkpoint_dir, names[:_SHOWN], with_items=with_items)
-    removed = [name for name, may_go in counted.items() if may_go]
-    removed += [f"newer ones up to {names[-1]}"] if len(names) > _SHOWN else []
-    return f" and to remove {', '.join(removed)}" if removed else ""
+def _removed(request: SaveRequest) -> str:
+    """Return the end of a sentence: which checkpoints ``overwrite`` removes."""
+    asked, names = dataclasses.replace(request, overwrite=True, keep=0), saved_steps.names_in(request.checkpoint_dir)
+    _, doomed = retention.counted_and_doomed(asked, request.checkpoint_dir, names)
+    shown = doomed if len(doomed) <= _SHOWN else [*doomed[: _SHOWN - 1], f"newer ones up to {doomed[-1]}"]
+    return f" and to remove {', '.join(shown)}" if doomed else ""

@@ -117,15 +117,13 @@ def test_a_path_inside_a_checkpoint(inner: str, tmp_path: Path, caplog: pytest.L
 def test_an_unexpanded_home(
     path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in Flax, ``~`` is a directory's name: errors and warnings say so, and a save does once."""
+    """As in Flax, ``~`` is a directory's name: errors and warnings say so."""
     monkeypatch.chdir(tmp_path)
     remedy = f"{tmp_path}/{path} does not exist, as '~' is not expanded: write os.path.expanduser('{path}')"
     assert remedy in error_of(restore, path)
     assert remedy in warning_of(path, caplog)
     for step in (1, 2):
         assert checkpoints.save_checkpoint(path, tree(1), step) == f"{path}/checkpoint_{step}"
-    (warning,) = (record.message for record in caplog.records[1:] if record.levelname == "WARNING")
-    assert f"Saving to {tmp_path}/{path}, as '~' is not expanded: write os.path.expanduser('{path}')" in warning
     assert (tmp_path / path / "checkpoint_2").exists()
     caplog.clear()
     assert checkpoints.restore_checkpoint(path, None) is not None

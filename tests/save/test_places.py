@@ -73,8 +73,6 @@ def test_a_directory_named_as_a_step_is_a_directory(flag: bool, tmp_path: Path) 
     for step in (1, 2):
         checkpoints.save_checkpoint(tmp_path / f"checkpoint_{step}", tree(step), step)
         assert checkpoints.restore_checkpoint(tmp_path / f"checkpoint_{step}", None, step)["n"] == step
-    with pytest.raises(errors.ArgumentError, match="leave out step="):
-        save(tmp_path / "checkpoint_3", tree(3), step=3)
 
 
 @pytest.mark.parametrize("function", LOOKS)
