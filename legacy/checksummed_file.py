@@ -12,7 +12,6 @@ from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.byte_reads import (
     PIECE_BYTES,
     Deliver,
-    Filled,
     Read,
     Run,
     cut,
@@ -79,7 +78,7 @@ class ChecksummedFile:
         """Verify the whole file, given its bytes."""
         for block in range(len(self._verified)):
             run = self._run(block, [])
-            self._check(run, Filled([run.start], [memoryview(data)[run.start : run.stop]]))
+            self._check(run, memoryview(data)[run.start : run.stop])
 
     def verify(self, start: int, stop: int) -> bool:
         """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
@@ -105,12 +104,10 @@ class ChecksummedFile:
         start = block * self._block_bytes
         return Run(self._source, start, min(start + self._block_bytes, self._sums.size), reads)
 
-    def _check(self, run: Run, filled: Filled) -> None:
+    def _check(self, run: Run, data: memoryview) -> None:
         """Compare the checksum of a block with the recorded one."""
-        block, units = run.start // self._block_bytes, checksums.BlockSums(self._sums.crc)
-        for piece in filled.pieces:
-            units.update(piece)
-        if self._sums.crc(units.encoded()) != self._sums.blocks[block]:
+        block, crc = run.start // self._block_bytes, self._sums.crc
+        if crc(checksums.of_blocks(data, crc)) != self._sums.blocks[block]:
             raise self._damaged(run)
         self._verified[block] = True
 
@@ -146,7 +143,7 @@ class ChecksummedObject:
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
         """Read parts, of the ``whole`` object with the bytes between them, which are compared with what was parsed."""
-        source, found, filled = self._source, 0, dict[int, Filled]()
+        source, found, filled = self._source, 0, dict[int, memoryview]()
         if not whole or self._expected is None:
             return read_unverified(source, reads, deliver, meter)
         parts, cut_reads = _by_block(reads, PIECE_BYTES)
@@ -158,10 +155,10 @@ class ChecksummedObject:
             ]
             read_runs(runs, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
             for run in runs:
-                for start, piece in zip(*filled.pop(run.start), strict=True):
-                    if source.contradicts(piece, start):
-                        raise _changed(source.path)
-                    found = checksums.crc32c(piece, found)
+                data = filled.pop(run.start)
+                if source.contradicts(data, run.start):
+                    raise _changed(source.path)
+                found = checksums.crc32c(data, found)
         if found != self._expected:
             raise ChecksumError(
                 f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports "

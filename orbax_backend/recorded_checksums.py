@@ -21,7 +21,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import array_boxes, checksums
 from flax_ckpt_compat._core.array_boxes import Shape
-from flax_ckpt_compat._core.byte_reads import Filled, Run
+from flax_ckpt_compat._core.byte_reads import Run
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES, Crc
 from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.local import presence
@@ -209,22 +209,21 @@ class Verifier:
         """Return whether there are checksums of an expected chunk."""
         return chunk in self._expected
 
-    def check(self, run: Run, filled: Filled) -> None:
+    def check(self, run: Run, data: memoryview) -> None:
         """Check the blocks of chunks that are in a run."""
         chunks = {read.content.within for read in run.reads} if self._expected else ()
         for chunk in chunks:
             if (expected := self._expected.get(chunk)) is not None:
-                self._check(expected, chunk, run, filled)
+                self._check(expected, chunk, run, data)
 
-    def _check(self, expected: _Expected, chunk: ByteRange, run: Run, filled: Filled) -> None:
+    def _check(self, expected: _Expected, chunk: ByteRange, run: Run, data: memoryview) -> None:
         start, stop = max(run.start - chunk.offset, 0), min(run.stop - chunk.offset, chunk.length)
         for number in range(-(-start // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
             first, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, chunk.length)
             if end > stop != expected.data_end():
                 break
-            found = 0
-            for _, part in filled.cut(chunk.offset + first, chunk.offset + min(end, stop)):
-                found = expected.crc(part, found)
+            at = chunk.offset - run.start
+            found = expected.crc(data[at + first : at + min(end, stop)])
             found = expected.crc(bytes(max(end - stop, 0)), found)
             at = SUM_BYTES * number
             sums = expected.sums[:at] + checksums.encode(found) + expected.sums[at + SUM_BYTES :]

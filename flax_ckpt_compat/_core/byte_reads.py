@@ -8,7 +8,6 @@ bytes is shown those of each run, which are in the CPU's cache still where piece
 from __future__ import annotations
 
 import abc
-import bisect
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +25,8 @@ HEAD_BYTES = 64 * 2**10
 PIECE_BYTES = 16 * 2**20
 # Of fewer bytes, or smaller reads on average, threads cost more than they gain: Python does not work in two at once.
 _THREADS_FROM_BYTES, _THREADS_FROM_AVERAGE = 4 * 2**20, 16 * 2**10
-# Shorter parts of a joint read are copied: a system call takes at most IOV_MAX pieces of memory.
-_DIRECT_FROM = 4 * 2**10
+# A read of so many bytes of a local file fills its memory by a system call of its own; shorter ones are copied there.
+_DIRECT_FROM = 32 * 2**10
 
 
 class Source(abc.ABC):
@@ -53,14 +52,11 @@ class Source(abc.ABC):
     def read(self, start: int, stop: int) -> bytes:
         """Read from ``start`` to ``stop`` or the end; raise StorageError if this version is no longer there."""
 
-    def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
-        """Fill pieces of memory with consecutive bytes, by one read, and return their number; fewer at the end."""
-        data, at = memoryview(self.read(offset, offset + sum(map(len, pieces)))), 0
-        for piece in pieces:
-            part = data[at : at + len(piece)]
-            piece[: len(part)] = part
-            at += len(part)
-        return at
+    def fill(self, target: memoryview, offset: int) -> int:
+        """Fill memory with bytes, and return their number; fewer at the end."""
+        data = self.read(offset, offset + len(target))
+        target[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:  # noqa: B027  (stores inherit it)
         """Close it; of a store nothing is open."""
@@ -88,32 +84,9 @@ class Run(NamedTuple):
     reads: Sequence[Read]
 
 
-class Filled(NamedTuple):
-    """Consecutive bytes of a source in memory."""
-
-    starts: Sequence[int]  # offset of each piece in the source
-    pieces: Sequence[memoryview]
-
-    def cut(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the parts of a range that are here, each with its offset in the source."""
-        starts, pieces = self
-        for number in range(max(bisect.bisect_right(starts, start) - 1, 0), len(pieces)):
-            first = starts[number]
-            if first >= stop:
-                return
-            at = max(start, first)
-            if part := pieces[number][at - first : stop - first]:
-                yield at, part
-
-    def joined(self, start: int, stop: int) -> memoryview:
-        """Return a range, without a copy where it lies in one piece."""
-        parts = [part for _, part in self.cut(start, stop)]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-
 Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 # Is shown the bytes of each run, on any thread; raises ChecksumError if they are damaged.
-Check = Callable[[Run, Filled], object]
+Check = Callable[[Run, memoryview], object]
 # Returns the error for a file that ends before a read does; None for one that ends in a run, behind all its reads.
 Ended = Callable[[Read | None], Exception]
 offset_of = operator.itemgetter(1)
@@ -148,9 +121,10 @@ def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
     gap = source.gap
     first = end = -gap - 1
     for read in sorted(reads, key=offset_of):
-        offset, nbytes = read[1:3]
-        if not nbytes:  # an empty array may lie behind the end of a file, where nothing else is
-            runs.append(Run(source, offset, offset, [read]))
+        _, offset, nbytes, _, target, *_ = read
+        is_direct = source.is_local and nbytes >= _DIRECT_FROM and target is not None and len(target) == nbytes
+        if is_direct or not nbytes:  # an empty array may lie behind the end of a file, where nothing else is
+            runs.append(Run(source, offset, offset + nbytes, [read]))
             continue
         if offset - end > gap or offset + nbytes - first > longest:
             groups.append([])
@@ -182,54 +156,34 @@ def read_runs(
 
 def _read_run(deliver: Deliver, ended: Ended, meter: Meter, check: Check | None, run: Run) -> None:
     source, start, stop, reads = run
-    filled, rest = _memory_of(run)
-    count = source.fill(filled.pieces, start)
-    if count < stop - start:
-        raise ended(next((read for read in reads if read.offset + read.nbytes > start + count), None))
+    target = reads[0].target if len(reads) == 1 else None
+    if is_direct := target is not None and len(target) == stop - start:
+        data = target
+    elif source.is_local:
+        data = np.empty(stop - start, np.uint8).data
+    else:
+        data = memoryview(source.read(start, stop))
+    if is_direct or source.is_local:
+        data = data[: source.fill(data, start)]
+    if len(data) < stop - start:
+        raise ended(next((read for read in reads if read.offset + read.nbytes > start + len(data)), None))
     if check is not None:
-        check(run, filled)
-    if rest:
-        _hand_over(rest, filled, deliver)
+        check(run, data)
+    if reads and not is_direct:
+        _hand_over(run, data, deliver)
     if reads and meter.is_on:
         meter.add(sum([read.nbytes for read in reads]), reads[-1].owner)
 
 
-def _memory_of(run: Run) -> tuple[Filled, Sequence[Read]]:
-    """Return memory for the bytes of a run, that of its reads where it can be, and the other reads."""
-    _, at, stop, reads = run
-    if len(reads) == 1 and (target := reads[0].target) is not None and len(target) == stop - at:
-        return Filled([at], [target]), ()
-    starts: list[int] = []
-    pieces: list[memoryview] = []
-    rest: list[Read] = []
-    for read in reads:
-        target = read.target
-        if target is None or read.offset < at or (len(target) < _DIRECT_FROM and len(reads) > 1):
-            rest.append(read)
-            continue
-        if read.offset > at:
-            starts.append(at)
-            pieces.append(np.empty(read.offset - at, np.uint8).data)
-        starts.append(read.offset)
-        pieces.append(target)
-        at = read.offset + len(target)
-    if stop > at or not starts:
-        starts.append(at)
-        pieces.append(np.empty(stop - at, np.uint8).data)
-    return Filled(starts, pieces), rest
-
-
-def _hand_over(reads: Sequence[Read], filled: Filled, deliver: Deliver) -> None:
+def _hand_over(run: Run, data: memoryview, deliver: Deliver) -> None:
     """Copy the bytes of reads to their memory, and deliver those of the others."""
     found: list[tuple[Read, memoryview]] = []
-    first, piece = filled.starts[0], filled.pieces[0]  # of small neighbours, the only one
-    is_only = len(filled.pieces) == 1
-    for read in reads:
-        _, start, nbytes, _, target, *_ = read
-        data = piece[start - first : start - first + nbytes] if is_only else filled.joined(start, start + nbytes)
+    for read in run.reads:
+        _, offset, nbytes, _, target, *_ = read
+        part = data[offset - run.start : offset - run.start + nbytes]
         if target is None:
-            found.append((read, data))
+            found.append((read, part))
         else:
-            target[:] = data[: len(target)]
+            target[:] = part[: len(target)]
     if found:
         deliver(found)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, restore, save
 from flax_ckpt_compat._core import byte_reads
-from flax_ckpt_compat._core.byte_reads import Filled, Read, Run, Source, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import Read, Run, Source, neighbours, read_runs
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import LocalFile
 from flax_ckpt_compat._core.location import Location, location_of
@@ -84,15 +84,12 @@ class Seen:
         self.bytes, self.lock = dict[Source, dict[int, int]](), threading.Lock()
         self.parts: dict[tuple[str, ...], list[tuple[int, bytes]]] = {}
 
-    def __call__(self, run: Run, filled: Filled) -> None:
+    def __call__(self, run: Run, data: memoryview) -> None:
         with self.lock:
-            there = self.bytes.setdefault(run.source, {})
-            for start, piece in zip(filled.starts, filled.pieces, strict=True):
-                there.update(zip(range(start, start + len(piece)), piece, strict=True))
+            self.bytes.setdefault(run.source, {}).update(zip(range(run.start, run.stop), data, strict=True))
             for read in run.reads:
-                stop = read.offset + read.nbytes
-                parts = [(at, bytes(part)) for at, part in filled.cut(read.offset, stop)]
-                self.parts.setdefault(read.owner, []).extend(parts)
+                at = read.offset - run.start
+                self.parts.setdefault(read.owner, []).append((read.offset, bytes(data[at : at + read.nbytes])))
 
     def crc32_of(self, read: Read) -> int:
         """The checksum of all that was shown of a read."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
 from flax_ckpt_compat._core.local.presence import open_regular
 from flax_ckpt_compat._core.storage_errors import translated
@@ -66,17 +66,13 @@ class LocalFile(Source):
         stop = min(stop, self.size)
         return b"" if stop <= start else os.pread(self._fd, stop - start, start)
 
-    def fill(self, pieces: Sequence[memoryview], offset: int) -> int:
+    def fill(self, target: memoryview, offset: int) -> int:
         """Fill memory, see `Source`."""
-        rest, at = [piece for piece in pieces if piece], offset
+        done = 0
         with translated(self.path, "read"):
-            while rest:
-                count = os.preadv(self._fd, rest, at)
-                at += count
-                if not count:
-                    break
-                memory.drop_first(rest, count)
-        return at - offset
+            while done < len(target) and (count := os.preadv(self._fd, [target[done:]], offset + done)):
+                done += count
+        return done
 
     def map(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         """Map ranges (offset and length) as writable uint8 arrays over one mapping, which outlives this object.
