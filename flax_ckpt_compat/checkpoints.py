@@ -216,7 +216,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    found = step_lookup.latest(checkpoint_dir)
+    found = step_lookup.in_one_listing(checkpoint_dir, step_lookup.latest_of)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
 
@@ -235,7 +235,8 @@ def available_steps(
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
-    for entry in step_lookup.available(checkpoint_dir):
+    # A step that may not be listed is there, by its name: a restore of it tells of the permission.
+    for entry in step_lookup.in_one_listing(checkpoint_dir, step_lookup.available_in, lists_denied=True):
         try:
             found.append(step_type(entry.text))
         except (TypeError, ValueError, ArithmeticError) as error:  # the last one of a Decimal
@@ -281,7 +282,8 @@ def _checkpoint_path_step(path: str) -> float | None:
 
 def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    return [os.path.join(checkpoint_dir.shown, entry.name) for entry in step_lookup.all_of(checkpoint_dir)]
+    found = step_lookup.in_one_listing(checkpoint_dir, step_lookup.all_of)
+    return [os.path.join(checkpoint_dir.shown, entry.name) for entry in found]
 
 
 if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any misspelt name

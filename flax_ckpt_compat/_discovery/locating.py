@@ -75,16 +75,10 @@ def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
         return LocatedCheckpoint(latest.location, named=False)
     if _is_checkpoint(root):
         return LocatedCheckpoint(root, named=True)
-    # In a store, an upload may not have ended. All names begin with the empty prefix.
-    lost = directory.newest(
-        lambda entry, found: (
-            found.state is State.INCOMPLETE
-            and not found.is_upload
-            and (entry.step is not None or checkpoint_dir.prefix != "")
-        )
-    )
+    # In a store, an upload may not have ended.
+    lost = directory.newest(lambda found: found.state is State.INCOMPLETE and not found.is_upload)
     absence = not_found.of_checkpoints(checkpoint_dir, directory.names)
-    return dataclasses.replace(absence, lost=None if lost is None else lost[1])
+    return dataclasses.replace(absence, lost=lost and directory.classify(lost))
 
 
 def _is_checkpoint(root: Location) -> bool:
@@ -119,14 +113,13 @@ def _exists(path: Location) -> bool:
     if (is_there := path.exists()) or path.is_remote:
         return is_there
     try:
-        names = path.parent.listdir()
+        path.parent.restore_set_aside(path.parent.listdir())
     except ValueError:  # a NUL in the path
         return False
     except StorageError as error:
         if is_denied(error) or error.errno in CANNOT_BE_THERE:
             return False
         raise
-    path.parent.restore_set_aside(names)
     return path.exists()
 
 
@@ -182,7 +175,7 @@ def read_found(
             with foreign.naming_lfs_pointers(found.location):
                 return read(found.location.listed())
         except Exception as error:
-            if not _has_changed(found, before, error, lambda: find(checkpoint_dir, step)):
+            if not _has_changed(found, before, error, checkpoint_dir):
                 if not found.named and isinstance(error, _UNUSABLE):
                     _add_older_step(error, checkpoint_dir, found.location)
                 raise
@@ -201,9 +194,9 @@ def _add_older_step(error: CheckpointError, checkpoint_dir: CheckpointDir, path:
     """Add to the error of the latest step which older one looks complete."""
     with suppress(CheckpointError, OSError):
         directory = Directory(checkpoint_dir, tolerant=True)
-        older = directory.newest(lambda entry, found: found.is_complete and entry.location != path)
+        older = directory.newest(lambda found: found.is_complete and found.location != path)
         if older is not None:
-            sentence = f"The newest other checkpoint that looks complete is {older[0].name}: pass step={older[0].text}."
+            sentence = f"The newest other checkpoint that looks complete is {older.name}: pass step={older.text}."
             add_sentence(error, sentence)
 
 
@@ -229,9 +222,7 @@ def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
     return checkpoint_dir.root.path, checkpoint_dir.given_prefix, "absent"
 
 
-def _has_changed(
-    found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
-) -> bool:
+def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkpoint_dir: CheckpointDir) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     location = found.location
     if isinstance(error, ReplacedError) and error.path == found.path:
@@ -243,18 +234,18 @@ def _has_changed(
     location = location.unlisted()
     if not is_there(location) or location.identity() != before:
         return True
-    if found.named:
-        return False
-    try:
-        now = find_now()
-    except CheckpointError:
-        return False
-    return isinstance(now, Absence) or now.path != found.path
+    if not found.named:
+        with suppress(CheckpointError):
+            now = find(checkpoint_dir, None)
+            return isinstance(now, Absence) or now.path != found.path
+    return False
 
 
 @contextmanager
 def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterator[Callable[[], bool]]:
     """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two.
+
+    Raise CheckpointNotFoundError for an error of a checkpoint that was removed during it.
 
     With ``since``, which an earlier block yielded, it may not have been replaced since that one began, either."""
     is_replaced = path.watch() if since is None else since
@@ -262,6 +253,8 @@ def unchanged(path: Location, since: Callable[[], bool] | None = None) -> Iterat
     try:
         yield is_replaced
     except Exception as error:
+        if not is_there(path):
+            raise removed_error(path) from error
         # In a store objects may just be lost, as the error says; a restore tries again, and finds out.
         if (since is not None and path.is_remote) or not is_replaced():
             raise
@@ -283,14 +276,3 @@ def removed_error(path: Location) -> CheckpointNotFoundError:
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
     dangling = presence.dangling_link(path.path)
     return CheckpointNotFoundError(dangling or removed, path=path.path, has_remedy=dangling is not None)
-
-
-@contextmanager
-def reporting_removal(path: Location) -> Iterator[None]:
-    """Raise CheckpointNotFoundError for an error of reading a checkpoint that was removed meanwhile."""
-    try:
-        yield
-    except Exception as error:
-        if is_there(path):
-            raise
-        raise removed_error(path) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from flax_ckpt_compat._core import steps
@@ -36,9 +36,6 @@ class Entry:
     step: float | None  # its number; None for ``prefix + text``
     text: str  # the step as the name spells it
     managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
-
-
-Found = tuple[Entry, Contents]  # an entry with what it holds
 
 
 class ChangedError(Exception):
@@ -118,13 +115,35 @@ class Directory:
         if not is_final and set(self.names) != set(saved_steps.names_in(self.checkpoint_dir)):
             raise ChangedError
 
-    def newest(self, is_wanted: Callable[[Entry, Contents], bool]) -> Found | None:
-        """Return the newest step, or else ``prefix + text``, that is wanted."""
-        entries = reversed([*self.texts, *(self.steps or self.other_family)])
-        return next((one for one in map(self._found, entries) if is_wanted(*one)), None)
+    def numbered(self) -> Sequence[Entry]:
+        """Return the steps, oldest first, of which all will be classified."""
+        entries = self.steps or self.other_family
+        self.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
+        return entries
 
-    def _found(self, entry: Entry) -> Found:
-        return entry, self.classify(entry)
+    def newest(self, is_wanted: Callable[[Contents], bool]) -> Entry | None:
+        """Return the newest step, or else ``prefix + text``, whose contents are wanted."""
+        # All names begin with the empty prefix.
+        texts = self.texts if self.checkpoint_dir.prefix else []
+        entries = reversed([*texts, *(self.steps or self.other_family)])
+        return next((entry for entry in entries if is_wanted(self.classify(entry))), None)
+
+    def counts(self, entry: Entry) -> bool:
+        """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign.
+
+        Without a prefix every other folder of the directory would count."""
+        state = self.classify(entry).state
+        if state is State.FOREIGN:
+            return not entry.managed and (entry.step is not None or self.checkpoint_dir.prefix != "")
+        return state in (State.COMPLETE, State.DENIED)
+
+    def warn_of_incomplete(self, entries: Iterable[Entry]) -> None:
+        """Warn of the entries that are incomplete and were passed over, once."""
+        found = [one for one in map(self.classify, entries) if one.state is State.INCOMPLETE]
+        shown = "; ".join(sorted(f"{one.name} ({one.why})" for one in found))
+        folder = self.checkpoint_dir.directory
+        message = f"Skipping incomplete checkpoints in {folder}: {shown}" if found else None
+        log_once((folder.path, self.checkpoint_dir.prefix, "incomplete"), message)
 
     def _entry(self, name: str, text: str, *, managed: bool = False) -> Entry:
         return Entry(name, self.checkpoint_dir.path(name), steps.parse_step(text), text, managed)
@@ -178,106 +197,64 @@ def in_one_listing(
     raise AssertionError
 
 
-def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
-    """Return the latest checkpoint, or None."""
-    return in_one_listing(checkpoint_dir, latest_of)
-
-
 def latest_of(directory: Directory) -> Entry | None:
     """Return the latest checkpoint of one listing; classify entries newest first, as few as possible.
 
     Raise CheckpointNotFoundError if newer ones than that are listed and not there."""
-    skipped: list[Found] = []
+    passed: list[Entry] = []
     for tier in directory.tiers():
+        is_longer = tier is directory.longer
         for entry in reversed(tier):
             found = directory.classify(entry)
-            is_longer = tier is directory.longer
-            may_be = found.is_complete and saved_steps.is_checkpoint(entry.location) if is_longer else True
-            if may_be and _counts(directory, entry, found):
-                _warn_of_skipped(directory, skipped)
+            if found.state is State.ABSENT:
+                _refuse_old_list(entry)
+            may_be = not is_longer or (found.is_complete and saved_steps.is_checkpoint(entry.location))
+            if may_be and directory.counts(entry):
+                directory.warn_of_incomplete(passed)
                 if is_longer:
                     _warn_of_longer(directory.checkpoint_dir, entry)
                 return entry
-            if found.state is State.INCOMPLETE:
-                skipped.append((entry, found))
-            if found.state is State.ABSENT:
-                _refuse_old_list(directory.checkpoint_dir, entry)
+            passed.append(entry)
     directory.check_unchanged()
-    _warn_of_skipped(directory, skipped)
+    directory.warn_of_incomplete(passed)
     return None
 
 
-def _counts(directory: Directory, entry: Entry, found: Contents) -> bool:
-    """Return whether look-ups include it: complete checkpoints, and, as in Flax, what is foreign.
-
-    Without a prefix every other folder of the directory would count."""
-    if found.state is State.FOREIGN:
-        return not entry.managed and (entry.step is not None or directory.checkpoint_dir.prefix != "")
-    return found.state in (State.COMPLETE, State.DENIED)
-
-
-def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
+def _refuse_old_list(entry: Entry) -> None:
     """Raise for a name that is listed again and again and not there: an older one is not the latest."""
-    folder = checkpoint_dir.directory
     raise CheckpointNotFoundError(
-        f"{folder} lists {entry.name}, but it is not there: others have changed the directory, or its "
+        f"{entry.location.parent} lists {entry.name}, but it is not there: others have changed the directory, or its "
         "network file system still shows an old list. Try again in a minute, or name a step with step=",
         path=entry.location.path,
         has_remedy=True,
     )
 
 
-def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
-    """Return the available steps, oldest first, each number once; warn about incomplete ones."""
-    # A step that may not be listed is there, by its name: a restore of it tells of the permission.
-    return in_one_listing(checkpoint_dir, available_in, lists_denied=True)
-
-
 def available_in(directory: Directory) -> list[Entry]:
-    """Return the available steps of one listing; see `available`."""
-    found = _classified_steps(directory)
-    counted = [entry for entry, contents in found if _counts(directory, entry, contents)]
+    """Return the available steps of one listing, oldest first, each number once; warn about incomplete ones."""
+    entries = directory.numbered()
+    counted = [entry for entry in entries if directory.counts(entry)]
     if not counted:
         directory.check_unchanged()
-    _warn_of_skipped(directory, [one for one in found if one[1].state is State.INCOMPLETE])
+    directory.warn_of_incomplete(entries)
     shadowed = {entry.step for entry in counted if not entry.managed}
     return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
 
 
-def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
+def all_of(directory: Directory) -> list[Entry]:
     """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
-
-    def look(directory: Directory) -> list[Entry]:
-        found = [entry for entry, contents in everything_of(directory) if _counts(directory, entry, contents)]
-        return sorted(found, key=lambda entry: entry.step is not None)
-
-    return in_one_listing(checkpoint_dir, look)
+    found = everything_of(directory)
+    return sorted(filter(directory.counts, found), key=lambda entry: entry.step is not None)
 
 
-def everything_of(directory: Directory) -> list[Found]:
+def everything_of(directory: Directory) -> list[Entry]:
     """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
-    found = _classified_steps(directory) + [(entry, directory.classify(entry)) for entry in directory.texts]
-    ours = [
-        (entry, contents)
-        for entry, contents in found
-        if contents.state in (State.INCOMPLETE, State.TEMPORARY) or _counts(directory, entry, contents)
-    ]
+    unfinished = (State.INCOMPLETE, State.TEMPORARY)
+    entries = [*directory.numbered(), *directory.texts]
+    ours = [one for one in entries if directory.counts(one) or directory.classify(one).state in unfinished]
     if not ours:
         directory.check_unchanged()
     return ours
-
-
-def _classified_steps(directory: Directory) -> list[Found]:
-    entries = directory.steps or directory.other_family
-    directory.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
-    return [(entry, directory.classify(entry)) for entry in entries]
-
-
-def _warn_of_skipped(directory: Directory, skipped: Sequence[Found]) -> None:
-    checkpoint_dir = directory.checkpoint_dir
-    shown = "; ".join(sorted(f"{entry.name} ({found.why})" for entry, found in skipped))
-    message = f"Skipping incomplete checkpoints in {checkpoint_dir.directory}: {shown}" if skipped else None
-    log_once((checkpoint_dir.directory.path, checkpoint_dir.prefix, "incomplete"), message)
 
 
 def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:

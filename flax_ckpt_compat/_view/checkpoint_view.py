@@ -157,7 +157,7 @@ class Checkpoint(_Shown):
         root = self._root if paths is None else self._select(paths)
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
         location = self._opened.location
-        with locating.unchanged(location, self._is_replaced), locating.reporting_removal(location):
+        with locating.unchanged(location, self._is_replaced):
             return restore_pipeline.read_state(self._opened, trees)
 
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:

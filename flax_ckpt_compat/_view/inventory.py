@@ -63,8 +63,8 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
     def records(listed: step_lookup.Directory) -> list[CheckpointRecord]:
         found = [
-            record_of(entry.location, entry.step, os.path.join(checkpoint_dir.shown, entry.name), what)
-            for entry, what in step_lookup.everything_of(listed)
+            record_of(one.location, one.step, os.path.join(checkpoint_dir.shown, one.name), listed.classify(one))
+            for one in step_lookup.everything_of(listed)
         ]
         if None in found and not listed.tolerant:
             raise step_lookup.ChangedError

@@ -215,7 +215,7 @@ def _verify(location: Location, count: Callable[[int], None], is_named: bool) ->
     reported = _UNOPENED if is_named else (*_UNOPENED, errors.UnrecognizedFormatError, errors.CheckpointNotFoundError)
     try:
         listed = location.listed()
-        with locating.unchanged(listed), locating.reporting_removal(listed):
+        with locating.unchanged(listed):
             found = _verify_files(listed, count, is_named)
     except reported as error:
         is_damaged = not isinstance(error, (*_NO_DAMAGE, errors.CheckpointNotFoundError))
