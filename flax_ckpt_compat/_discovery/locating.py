@@ -78,7 +78,7 @@ def _latest(directory: Directory) -> LocatedCheckpoint | Absence:
     # In a store, an upload may not have ended.
     lost = directory.newest(lambda found: found.state is State.INCOMPLETE and not found.is_upload)
     absence = not_found.of_checkpoints(checkpoint_dir, directory.names)
-    return dataclasses.replace(absence, lost=lost and directory.classify(lost))
+    return dataclasses.replace(absence, lost=None if lost is None else directory.classify(lost))
 
 
 def _is_checkpoint(root: Location) -> bool:

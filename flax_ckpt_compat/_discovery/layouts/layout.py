@@ -1,16 +1,18 @@
-"""What the readers of other programs' layouts share: their errors, and the files that an index names."""
+"""What the readers of other programs' files share: whole arrays, their errors, and the files that an index names."""
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.array_boxes import full_box
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, IncompleteCheckpointError
 from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
@@ -19,19 +21,40 @@ _MAX_INDEX = 100_000_000  # bytes, as of a header of safetensors
 DECODE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
+class WholeReader(Reader):
+    """Reader of arrays that are read whole, from which slices are cut; an unsupported one has its error as locator."""
+
+    format = Format.MSGPACK  # by whose rules its leaves are restored
+    places_on_device, keeps_lists = False, False
+
+    @abc.abstractmethod
+    def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
+        """Read leaves."""
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        """Read leaves, and once those that slices are cut from; see `Reader.read`."""
+        keys = [number if isinstance(one, LeafHandle) else -id(one.handle) for number, one in enumerate(handles)]
+        leaves = dict(zip(keys, map(handle_of, handles), strict=True))
+        for leaf in leaves.values():
+            if leaf.kind is LeafKind.UNSUPPORTED:
+                raise leaf.locator
+        values = dict(zip(leaves, self.read_whole(list(leaves.values())), strict=True))
+        return [
+            one.cut(values[key]) if isinstance(one, ArraySlice) else values[key]
+            for key, one in zip(keys, handles, strict=True)
+        ]
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:  # noqa: ARG002
+        """Yield the whole; see `Reader.boxes`."""
+        yield full_box(handle.shape)
+
+
 def damaged(
     file: Location, what: str, leaf: str | None = None, kind: type[CorruptCheckpointError] = CorruptCheckpointError
 ) -> CorruptCheckpointError:
     """Return the error for a file of another program that is damaged; ``what`` says how."""
     message = f"{file}: {what}; restore the file from a backup, or download it again"
     return kind(message, path=file.path, leaf=leaf)
-
-
-def raise_for_unsupported(leaves: Iterable[LeafHandle]) -> None:
-    """Raise the error that is the first of a locator of an unsupported leaf, if there is one."""
-    for leaf in leaves:
-        if leaf.kind is LeafKind.UNSUPPORTED:
-            raise leaf.locator[0]
 
 
 def check_depth(file: Location, levels: int) -> None:

@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from flax_ckpt_compat._core.array_boxes import full_box
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -32,7 +32,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Node, from_leaves
-from flax_ckpt_compat._discovery.layouts.layout import check_depth, damaged, nbytes_of, raise_for_unsupported
+from flax_ckpt_compat._discovery.layouts.layout import WholeReader, check_depth, damaged, nbytes_of
 
 _SUFFIX = ".npy"
 _PIECE = 16 * 2**20
@@ -44,13 +44,8 @@ _DAMAGE = (
 )
 
 
-class NpzReader(Reader):
-    """Reader of one file, by Python's zipfile; in a store, of its bytes in memory.
-
-    The locator of an array is its member, that of an unsupported one the error for it."""
-
-    format = Format.MSGPACK
-    places_on_device, keeps_lists = False, False
+class NpzReader(WholeReader):
+    """Reader of one file, by Python's zipfile; in a store, of its bytes in memory. Locators are members."""
 
     def __init__(self, location: Location):
         """Read the archive's directory, and the header of each array."""
@@ -91,29 +86,25 @@ class NpzReader(Reader):
         """Return a leaf that raises UnsupportedLeafError when it is read."""
         message = f"{self.path}: {name} {what}; save the arrays alone with the program that wrote it"
         error = UnsupportedLeafError(message, path=self.path, leaf=name)
-        return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, (error,))
+        return LeafHandle((name,), LeafKind.UNSUPPORTED, (), None, member.file_size, name, self, error)
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        """Read each array whole, and cut slices from it; see `flax_ckpt_compat._core.backend.Reader.read`."""
-        raise_for_unsupported(map(handle_of, handles))
-        found, last, whole = [], None, np.empty(0)
-        for one in handles:
-            if (leaf := handle_of(one)) is not last:
-                assert leaf.dtype is not None
-                with self._content(leaf) as stream:
-                    last, whole = leaf, npy.read_array(stream, allow_pickle=False).view(leaf.dtype)
-                self.meter.add(whole.nbytes, leaf.path)
-            found.append((one if isinstance(one, ArraySlice) else ArraySlice(leaf, ())).cut(whole))
-        return found
+    def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
+        """See `WholeReader.read_whole`."""
+        return list(map(self._array, leaves))
 
-    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:  # noqa: ARG002
-        """Yield the whole: an array decodes only as a whole; see `Reader.boxes`."""
-        yield full_box(handle.shape)
+    def _array(self, leaf: LeafHandle) -> np.ndarray[Any, Any]:
+        assert leaf.dtype is not None
+        array = memory.empty(leaf.shape, leaf.dtype)
+        with self._content(leaf) as stream:
+            array[...] = npy.read_array(stream, allow_pickle=False).view(leaf.dtype)
+        self.meter.add(array.nbytes, leaf.path)
+        return array
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Check the CRC-32 of the archive's member; see `Reader.verify_checksums`."""
         if handle is not None:
-            raise_for_unsupported([handle])
+            if handle.kind is LeafKind.UNSUPPORTED:
+                raise handle.locator
             with self._content(handle, ChecksumError) as stream:
                 while stream.read(_PIECE):
                     pass

@@ -8,12 +8,11 @@ own.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import KIND_OF_TYPE, ArraySlice, Format, LeafHandle, LeafKind, Reader, handle_of
+from flax_ckpt_compat._core.backend import KIND_OF_TYPE, LeafHandle, LeafKind
 from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError, StorageError, UnsupportedLeafError
@@ -23,11 +22,11 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves
 from flax_ckpt_compat._discovery.layouts.layout import (
     DECODE_ERRORS,
+    WholeReader,
     check_depth,
     damaged,
     files_of,
     nbytes_of,
-    raise_for_unsupported,
 )
 
 # Those of safetensors 0.8, by numpy's names.
@@ -43,11 +42,8 @@ _LENGTH = 8  # bytes of the header's length
 _MAX_HEADER = 100_000_000  # bytes, of the format's own reader
 
 
-class SafetensorsReader(Reader):
+class SafetensorsReader(WholeReader):
     """Reader of a file, or of the index of shards; the locator of an array is its file and the offset of its bytes."""
-
-    format = Format.MSGPACK  # by whose rules its leaves are restored
-    places_on_device, keeps_lists = False, False
 
     def __init__(self, location: Location):
         """Read the headers; raise CorruptCheckpointError if one contradicts its file."""
@@ -88,17 +84,16 @@ class SafetensorsReader(Reader):
                 yield path, self._value(path, value)
             for name in header.keys() - paths:
                 check_depth(file, name.count(".") + 1)
-            end, arrays = _LENGTH + len(text), list[LeafHandle]()
-            for name, entry in header.items():
+            data = end = _LENGTH + len(text)
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 path = paths.get(name, tuple(name.split(".")))
-                arrays.append(self._array(file, source, path, name, entry, _LENGTH + len(text)))
-            for leaf in sorted(arrays, key=lambda leaf: (leaf.locator[1], leaf.nbytes)):
-                if leaf.locator[1] != end:
-                    raise damaged(file, f"{leaf.name} overlaps another tensor, or leaves a gap before it", leaf.name)
+                leaf = self._array(file, source, path, name, entry, data)
+                if data + entry["data_offsets"][0] != end:
+                    raise damaged(file, f"{name} overlaps another tensor, or leaves a gap before it", name)
                 end += leaf.nbytes
+                yield path, leaf
             if end != source.size:
                 raise damaged(file, f"{source.size - end} bytes behind the last tensor")
-            yield from ((leaf.path, leaf) for leaf in arrays)
         except DECODE_ERRORS as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -122,30 +117,22 @@ class SafetensorsReader(Reader):
             return LeafHandle(path, LeafKind.ARRAY, tuple(shape), dtype, nbytes, name, self, (source, data + start))
         what = f"{file}: {name} is of the dtype {entry['dtype']!r:.40}, which numpy does not have"
         error = UnsupportedLeafError(f"{what}; cast it with the program that wrote it", path=file.path, leaf=name)
-        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, (error, data + start))
+        return LeafHandle(path, LeafKind.UNSUPPORTED, tuple(shape), None, nbytes, name, self, error)
 
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        """See `flax_ckpt_compat._core.backend.Reader.read`."""
-        raise_for_unsupported(map(handle_of, handles))
+    def read_whole(self, leaves: Sequence[LeafHandle]) -> list[Any]:
+        """See `WholeReader.read_whole`."""
         found, reads = list[Any](), list[Read]()
-        for one in handles:
-            leaf = handle_of(one)
-            if leaf.dtype is None:
-                found.append(leaf.locator)
-                continue
-            source, offset = leaf.locator
-            if source.is_closed:
-                raise StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
-            first, rows = 0, leaf.shape  # of a slice, the rows that it lies in
-            if isinstance(one, ArraySlice) and one.index:
-                first, rows = one.index[0].start, (one.index[0].stop - one.index[0].start, *leaf.shape[1:])
-            array = memory.empty(rows, leaf.dtype)
-            offset += first * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-            if array.nbytes:
-                reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array), leaf))
-            found.append(array)
+        for leaf in leaves:
+            found.append(leaf.locator)
+            if leaf.dtype is not None:
+                source, offset = leaf.locator
+                if source.is_closed:
+                    raise StorageError(f"{source.path}: the checkpoint was closed; open it again", path=source.path)
+                found[-1] = array = memory.empty(leaf.shape, leaf.dtype)
+                if array.nbytes:
+                    reads.append(Read(source, offset, array.nbytes, leaf.path, memory.as_bytes(array), leaf))
         read_runs(neighbours(reads), lambda _: None, _ended, self.meter)
-        return [_columns(one, value) for one, value in zip(handles, found, strict=True)]
+        return found
 
     def close(self) -> None:
         """Close the files."""
@@ -158,14 +145,6 @@ def _key_path(file: Location, names: Any) -> Path:
         raise ValueError(f"the key path {names!r:.100}, which is no list of text")
     check_depth(file, len(names))
     return tuple(names)
-
-
-def _columns(one: LeafHandle | ArraySlice, rows: Any) -> Any:
-    """Cut a slice out of the rows that it lies in."""
-    if isinstance(one, LeafHandle) or one.handle.dtype is None or not one.index:
-        return rows
-    index = (slice(None), *one.index[1:])
-    return rows if rows[index].shape == rows.shape else ArraySlice(one.handle, index).cut(rows)
 
 
 def _ended(read: Read | None) -> Exception:
