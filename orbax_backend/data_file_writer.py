@@ -22,8 +22,8 @@ from flax_ckpt_compat._core.thread_pools import Pool, Task
 
 from .chunk_codecs import checksum_of, compressed
 from .files import ByteRange, sync_directory, write_file
+from .ocdbt import Entry
 from .ocdbt_encode import INLINE_BYTES, encode_index
-from .ocdbt_nodes import Entry
 from .zarr import Encoding
 
 _THREADS = min(8, os.cpu_count() or 1)

@@ -162,8 +162,3 @@ def _scalar_kind(dtype: np.dtype[Any]) -> LeafKind:
 
 def _utf8(array: np.ndarray[Any, Any]) -> str:
     return array.tobytes().decode("utf-8", "surrogatepass")
-
-
-def may_be_key_data(dtype: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an array may be the data of PRNG keys."""
-    return bool(dtype == "uint32") and bool(shape) and shape[-1] in KEY_WIDTHS.values()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.backend import Inspection
+from flax_ckpt_compat._core.backend import Inspection, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.tree import Path
 
-from .decode_leaves import may_be_key_data
+from .decode_leaves import StoredLeaf
 from .files import list_names, read_json
 from .open_index import Index
-from .tree_structure import Structure, implementations_in, is_unlisted
+from .tree_structure import Structure, implementations_in
 from .zarr import ArrayInfo
 
 _FILES = {
@@ -33,10 +32,8 @@ _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DA
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 
 
-def inspect(
-    location: Location, structure: Structure, index: Index | None, infos: Mapping[str, ArrayInfo]
-) -> Inspection:
-    """Compare the files in a directory; ``infos`` is stored name → metadata of every array."""
+def inspect(location: Location, structure: Structure, index: Index | None, leaves: Sequence[LeafHandle]) -> Inspection:
+    """Compare the files in a directory with its leaves."""
     damaged: tuple[str, ...] = ()
     try:
         for file in list_names(location / layout.ARRAY_METADATAS):
@@ -44,8 +41,11 @@ def inspect(
         read_json(location, layout.SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
         damaged = (str(error),)
+    infos = {leaf.name: leaf.locator.info for leaf in leaves if isinstance(leaf.locator, StoredLeaf)}
+    lost = f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"
+    doubtful = [leaf.path for leaf in leaves if LeafKind.PRNG_KEY in leaf.possible_kinds]
     unexpected = [*_strange_files(location, infos), *_orphans(structure, index)]
-    return Inspection(tuple(unexpected), dict(_unlisted_keys(structure, infos)), damaged)
+    return Inspection(tuple(unexpected), dict.fromkeys(doubtful, lost), damaged)
 
 
 def _strange_files(location: Location, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
@@ -79,11 +79,3 @@ def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
         for name in layout.ARRAY_METADATA_FILES:
             if key.endswith(name.encode()) and key[: -len(name)] not in known:
                 yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"
-
-
-def _unlisted_keys(structure: Structure, infos: Mapping[str, ArrayInfo]) -> Iterator[tuple[Path, str]]:
-    """Yield key path and problem of possible PRNG keys that ``array_metadatas`` does not list."""
-    for entry in structure.entries:
-        info = infos.get(entry.name)
-        if info is not None and is_unlisted(structure, entry) and may_be_key_data(info.dtype, info.shape):
-            yield entry.path, f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"

@@ -1,4 +1,4 @@
-"""Describe the leaves of a directory as handles: which values, arrays and texts they are, and how they are stored."""
+"""Describe the leaves of a directory as handles, with how each is stored, and build their tree."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
-from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .decode_leaves import StoredLeaf, describe_leaf, may_be_key_data
+from .decode_leaves import KEY_WIDTHS, StoredLeaf, describe_leaf
+from .files import corrupt
+from .msgpack_file import Kinds
 from .open_index import Index
-from .tree_structure import UNKNOWN, LeafEntry, Structure, implementation, is_unlisted
-from .type_annotations import LeafType
+from .tree_structure import UNKNOWN, LeafEntry, Structure
+from .type_annotations import ContainerType, LeafType
 from .zarr import ArrayInfo, UnsupportedArrayError, parse_array_metadata
 
 _EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
@@ -25,6 +28,7 @@ _EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
 _ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKNOWN])
 _STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
 _UNANNOTATED = LeafType()
+_IMPLEMENTATIONS = {2: "threefry2x32", 4: "rbg"}  # of PRNG keys, by the width of their data
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -48,7 +52,7 @@ class LeafDescriptions:
     def handles(self) -> list[Node]:
         """Return a handle for each entry of the structure, or None or an empty container; warn of what is doubtful."""
         leaves = list(map(self._leaf, self._structure.entries))
-        if self._structure.annotations is None:
+        if self._structure.leaf_types is None:
             self._warn_of_lost_keys(leaves)
         self._warn_of_shared_names()
         return leaves
@@ -99,8 +103,8 @@ class LeafDescriptions:
             if text is None:
                 return None
         annotation = None
-        if structure.annotations is not None:
-            annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
+        if structure.leaf_types is not None:
+            annotation = structure.leaf_types.get(name, _UNANNOTATED)
         elif value_type == UNKNOWN and name in structure.shardings:
             value_type = layout.JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
         alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
@@ -123,8 +127,12 @@ class LeafDescriptions:
         impl = self._structure.key_impls.get(entry.name)
         if impl is not None or not self._structure.is_typed_key:
             return impl
-        impl, guessed = implementation(info.shape[-1] if info.shape else 0)
-        if guessed:
+        # The metadata of key items does not name it (orbax-checkpoint 0.5.7 to 0.12.8, measured).
+        width = info.shape[-1] if info.shape else 0
+        if width not in _IMPLEMENTATIONS:
+            raise ValueError(f"expected PRNG key data of width 2 or 4, found {width}")
+        impl = _IMPLEMENTATIONS[width]
+        if width == 4:
             _log.warning(
                 f"{self._path}: the files of this PRNG key do not name its implementation; {impl!r} is assumed, which "
                 f"has the same shape as 'unsafe_rbg': for that one, wrap jax.random.key_data again"
@@ -135,9 +143,11 @@ class LeafDescriptions:
         """Warn of possible PRNG keys that ``array_metadatas``, the only file to tell them from arrays, lacks."""
         doubtful = []
         for entry, leaf in zip(self._structure.entries, leaves, strict=True):
-            if not isinstance(leaf, LeafHandle) or not is_unlisted(self._structure, entry):
+            # Of a release that lists all jax arrays there.
+            is_unlisted = entry.write_shape is not None and entry.name not in self._structure.key_impls
+            if not (is_unlisted and entry.value_type == layout.JAX_ARRAY and isinstance(leaf, LeafHandle)):
                 continue
-            if may_be_key_data(leaf.dtype, leaf.shape):
+            if leaf.dtype == "uint32" and leaf.shape and leaf.shape[-1] in KEY_WIDTHS.values():
                 leaf.possible_kinds |= {LeafKind.PRNG_KEY}
                 doubtful.append(leaf.name)
         if doubtful:
@@ -180,3 +190,63 @@ def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptC
         path=path,
         leaf=keystr,
     )
+
+
+def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
+    """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
+    containers = structure.containers
+    if structure.is_single_array:
+        return leaves[0]
+    if not leaves or (len(leaves) == 1 and not structure.entries[0].path):
+        return _annotated(leaves[0] if leaves else Branch({}), containers.get(()))
+    # Path of each branch → the branch, and Orbax's key types on the way to its children.
+    branches, file = dict[Path, tuple[Branch, Kinds]](), structure.location / layout.TREE_METADATA
+    for entry, leaf in zip(structure.entries, leaves, strict=True):
+        _put(branches, file, entry.path, entry.kinds, leaf)
+    for path, (branch, _) in branches.items():
+        if branch.container is Container.LIST:
+            expected = [str(index) for index in range(len(branch.children))]
+            if branch.children.keys() != set(expected):
+                found = f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}"
+                raise corrupt(file, f"{found}, expected 0 to {len(expected) - 1}")
+            branch.children = {index: branch.children[index] for index in expected}
+    for path, annotation in containers.items():
+        if path in branches:
+            _annotated(branches[path][0], annotation)
+        elif path and path[:-1] in branches and path[-1] in (children := branches[path[:-1]][0].children):
+            children[path[-1]] = _annotated(children[path[-1]], annotation)
+    return branches[()][0]
+
+
+def _put(branches: dict[Path, tuple[Branch, Kinds]], file: Location, path: Path, kinds: Kinds, node: Node) -> None:
+    """Put a node into its branch, which is made if it is not there yet."""
+    if not path:
+        raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
+    parent, name = path[:-1], path[-1]
+    if parent not in branches:
+        branch = Branch({}, Container.LIST if kinds[-1] == layout.SEQUENCE_KEY else Container.DICT)
+        branches[parent] = branch, kinds
+        if parent:
+            _put(branches, file, parent, kinds[:-1], branch)
+    branch, expected = branches[parent]
+    if kinds != expected:
+        if kinds[:-1] != expected[:-1]:
+            raise corrupt(file, f"the leaf {show_path(path)!r} contradicts the entries before it")
+        branch.container = Container.DICT  # children by index and by name, as of `flax.nnx.List`
+    if name in branch.children:
+        raise corrupt(file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
+    branch.children[name] = node
+
+
+def _annotated(node: Node, annotation: ContainerType | None) -> Node:
+    """Apply an annotation to a branch, or to a node without values."""
+    if annotation is None:
+        return node
+    if node is None and annotation.container is Container.NAMEDTUPLE:
+        return Branch({}, Container.NAMEDTUPLE)
+    if isinstance(node, Branch):
+        if node.container.is_sequence == annotation.container.is_sequence:
+            node.container = annotation.container
+            node.type_name = annotation.type_name
+        node.int_keys = annotation.int_keys & frozenset(node.children)
+    return node

@@ -26,8 +26,7 @@ from . import writer
 from .data_file_writer import write_index
 from .encode_leaves import EncodedLeaf
 from .files import AT_ONCE, make_directory, sync_directory, write_file, write_files
-from .ocdbt import read_entries
-from .ocdbt_nodes import Entries
+from .ocdbt import Entries, read_entries
 from .ocdbt_writer import metadata_of
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database

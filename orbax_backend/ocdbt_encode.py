@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .chunk_codecs import CHECKSUM_NBYTES, ZSTD_LEVEL, compressed, with_checksum
 from .files import ByteRange
-from .ocdbt_nodes import (
+from .ocdbt import (
     HEADER_NBYTES,
     INDIRECT,
     INLINE,

@@ -23,8 +23,8 @@ from flax_ckpt_compat._core.tree import Shard, is_jax_array
 from .chunk_codecs import CHECKSUM_NBYTES, with_checksum
 from .data_file_writer import DataFiles, Value, padded, write_index
 from .encode_leaves import EncodedLeaf
+from .ocdbt import Entry
 from .ocdbt_encode import INLINE_BYTES
-from .ocdbt_nodes import Entry
 from .zarr import ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # A copy of a smaller array is cheaper than an entry of its own in a system call.

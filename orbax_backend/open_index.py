@@ -11,8 +11,7 @@ from flax_ckpt_compat._core.local.presence import stays_inside
 from flax_ckpt_compat._core.location import Location
 
 from .files import ByteRange, CheckpointFiles, corrupt, list_names, read_existing, refuse_escape
-from .ocdbt import read_entries
-from .ocdbt_nodes import Entries
+from .ocdbt import Entries, read_entries
 
 _MAX_METADATA_BYTES = 1 << 20
 StoredValue = bytes | ByteRange

@@ -14,11 +14,10 @@ from flax_ckpt_compat._core.errors import DepthError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.tree import Node
 
-from .build_tree import build_tree
 from .chunk_codecs import RAW, UndecodableChunkError
 from .decode_leaves import StoredLeaf
 from .inspection import inspect
-from .leaf_handles import LeafDescriptions, Unsupported, corrupt_leaf, unsupported_leaf
+from .leaf_handles import LeafDescriptions, Unsupported, build_tree, corrupt_leaf, unsupported_leaf
 from .msgpack_file import OpenMsgpack
 from .open_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -132,8 +131,7 @@ class OrbaxReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        infos = {leaf.name: leaf.locator.info for leaf in handles_of(self) if isinstance(leaf.locator, StoredLeaf)}
-        return inspect(self.location, self._structure, self._index, infos)
+        return inspect(self.location, self._structure, self._index, handles_of(self))
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """See `flax_ckpt_compat._core.backend.Reader.verify_checksums`."""

@@ -23,7 +23,7 @@ from .files import Check, corrupt, list_names, read_ahead, read_json
 from .msgpack_file import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .open_index import holds_array, process_databases
 from .shardings import read_shardings
-from .type_annotations import ContainerType, TypeAnnotations, parse_annotations, parse_rich_types
+from .type_annotations import ContainerType, LeafType, parse_annotations, parse_rich_types
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
@@ -51,9 +51,8 @@ class Structure:
     use_ocdbt: bool  # storage format of arrays, like the next
     zarr3: bool
     fills_missing: bool  # whether chunks of only the fill value were not stored
-    annotations: TypeAnnotations | None  # our type annotations, or None in a checkpoint of another writer
-    # Types of containers that Orbax records beside the entries, if it is told to.
-    rich_types: dict[Path, ContainerType]
+    leaf_types: dict[str, LeafType] | None  # our type annotations by name, or None in a checkpoint of another writer
+    containers: dict[Path, ContainerType]  # types of branches, from these or Orbax's own
     strings: dict[str, Any] | None  # content of ``_strings.json``, or None
     # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there are
     # annotations.
@@ -114,8 +113,8 @@ def read_structure(
         use_ocdbt=use_ocdbt,
         zarr3=fields.get("use_zarr3") is True,
         fills_missing=fields.get("store_array_data_equal_to_fill_value") is not True,
-        annotations=annotations,
-        rich_types=parse_rich_types(fields),
+        leaf_types=None if annotations is None else annotations.leaves,
+        containers={**parse_rich_types(fields), **(annotations.containers if annotations else {})},
         strings=_read_strings(location, entries, check),
         key_impls={} if annotations is not None else _read_key_impls(location, entries),
         is_single_array=has_array and (metadata is None or is_single_array(location, metadata, use_ocdbt)),
@@ -181,12 +180,6 @@ def _missing_structure(location: Location) -> Exception:
     expected = f"{layout.TREE_METADATA} or, of a release before 0.5, {layout.MSGPACK_FILE}"
     message = f"{location}: expected {expected}, found {names[:8]}; restore it from a backup, or check the path"
     return kind(message, path=location.path)
-
-
-def is_unlisted(structure: Structure, entry: LeafEntry) -> bool:
-    """Return whether an array is of a release that lists all in ``array_metadatas``, and is not listed there."""
-    is_recent = entry.value_type == layout.JAX_ARRAY and entry.write_shape is not None
-    return is_recent and structure.annotations is None and entry.name not in structure.key_impls
 
 
 def implementations_in(folder: Location, file: str) -> dict[str, str | None]:
@@ -257,18 +250,6 @@ def is_typed_key(location: Location) -> bool:
         file = location.parent / layout.JAX_KEY_METADATA
         raise corrupt(file, "it is missing, or does not say whether the PRNG key is typed")
     return typed
-
-
-def implementation(width: int) -> tuple[str, bool]:
-    """Return jax's PRNG implementation for key data of a width, and whether it is a guess.
-
-    The metadata of key items does not name it (orbax-checkpoint 0.5.7 to 0.12.8, measured).
-    """
-    if width == 2:
-        return "threefry2x32", False
-    if width == 4:
-        return "rbg", True
-    raise ValueError(f"expected PRNG key data of width 2 or 4, found {width}")
 
 
 def _handlers(location: Location) -> Any:

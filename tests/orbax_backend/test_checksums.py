@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -266,19 +265,14 @@ def test_what_others_write_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_edited_json_is_no_damage(tmp_path: Path) -> None:
-    """A file with another size was edited; one with the same size and a database of its own was overwritten."""
+    """A file with another size was edited."""
     path = saved(tmp_path / "c")
     sharding, metadata = path / "_sharding", path / "_METADATA"
     sharding.write_text(sharding.read_text().replace("cpu:0", "cpu:10"))
     metadata.write_text(metadata.read_text() + "\n")
     assert equal(fcc.restore(path)["list"], TREE["list"])
-    other = saved(tmp_path / "other", {**TREE, "text": "t"})
-    for file in other.rglob("*"):  # a copy over it that leaves out our file
-        if file.is_file() and file.name != CHECKSUMS:
-            shutil.copy(file, path / file.relative_to(other))
-    assert fcc.restore(path)["text"] == "t"
     sharding.unlink()
-    assert fcc.restore(path)["text"] == "t"
+    assert equal(fcc.restore(path)["list"], TREE["list"])
 
 
 def test_real_orbax_overwrites(tmp_path: Path) -> None:

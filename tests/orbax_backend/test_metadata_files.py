@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import encode_metadata, writer, zarr
-from flax_ckpt_compat.orbax_backend.build_tree import build_tree
+from flax_ckpt_compat.orbax_backend.leaf_handles import build_tree
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 from flax_ckpt_compat.orbax_backend.type_annotations import ContainerType
 
@@ -54,8 +54,7 @@ def built(entries: list[tuple[str, str]], containers: Any = None) -> Any:
     structure: Any = types.SimpleNamespace(
         is_single_array=False,
         location=location_of("/p"),
-        annotations=None if containers is None else types.SimpleNamespace(containers=containers),
-        rich_types={},
+        containers=containers or {},
         entries=[
             types.SimpleNamespace(
                 path=tuple(path.split("/")), kinds=tuple({"s": SEQUENCE_KEY, "d": DICT_KEY}[one] for one in kinds)
