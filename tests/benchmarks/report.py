@@ -1,14 +1,76 @@
-"""Figures as tables, for people and for RESULTS.md."""
+"""The figures of results.json as tables: RESULTS.md for people, and the one in README.md.
 
+``python -m tests.benchmarks.report`` writes both; ``--check`` exits with 1 where README shows other figures.
+"""
+
+import argparse
 import dataclasses
+import json
 import statistics
 import sys
+from pathlib import Path
+from typing import Any
 
-from tests.benchmarks import lineup
+from tests.benchmarks import lineup, peers
 from tests.benchmarks.series import Entry, Series
-from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, OURS, RAW, RESTORE, RESTORE_NONE, SAVE, TOUCHED
-from tests.benchmarks.workloads import Workload
+from tests.benchmarks.systems import (
+    BLOCKED,
+    COLD,
+    COPY,
+    FLAX,
+    OTHER_MESH,
+    OURS,
+    RAW,
+    RESTORE,
+    RESTORE_NONE,
+    SAVE,
+    TOUCHED,
+)
 
+# ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`), ``peaks`` and ``losses``.
+Results = dict[str, Any]
+DATA, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_name("RESULTS.md")
+README = Path(__file__).parents[2] / "README.md"
+_BEGIN = "<!-- figures: written by `python -m tests.benchmarks.report` -->\n"
+_END = "<!-- end of figures -->"
+_README_ROWS = (
+    ("0.5 GB (GPT-2 small)", "gpt2-jax"),
+    ("1.5 GB (with Adam's state)", "gpt2+adamw"),
+    ("5,000 arrays, 2.6 MB", "leaves-jax"),
+)
+_HEAD = """\
+# Benchmark results
+
+`python -m tests.benchmarks --rounds {rounds} --write`. All systems of a table ran in the same process and the same
+rounds, in an order of each round's own. On the small leaves all ran {small} rounds, but Orbax's interfaces up to
+{slow}. Each save went to a fresh directory, and every restored leaf was compared bit by bit.
+
+- *peer ÷ ours*: msgpack beside Flax's msgpack; Orbax's format beside the fastest of Orbax's interfaces in that table
+  (Flax with the flag on, `PyTreeCheckpointer`, `StandardCheckpointer`, Orbax v1), which is named; both formats' saves
+  in the background beside Orbax's fastest. safetensors and `np.savez` are shown only: they hold arrays, no checkpoint.
+- *÷ limit*: how many times the machine's own limit it took. That is the faster of one thread and of one for each CPU
+  that write and sync, or read into fresh memory, the same bytes as one file; for *blocked* it is one copy in memory.
+- Ratios of systems that ran equally often are medians of the ratios within each round: the host of a virtual machine
+  may slow down by half from one second to the next. All other ratios are those of medians.
+- *synced*: what the kernel says of the files right after the save returned.
+- *cold*: the files were synced and then put out of the page cache one by one (`posix_fadvise`) until the kernel said
+  that nothing of them was in it. Where they lie on the disk was still known, and the host of a virtual machine may
+  still have had the data. All other restores read from a warm page cache.
+- *zstd*: with the setting `compression`. Orbax compresses so unless told otherwise, ours does not.
+- *mapped*: with the setting `mapped`; *restore* is then the time before anything was touched.
+- Flax's msgpack restores give numpy's arrays, and so do ours, also where the target's are on devices.
+- GPT-2 small has 148 arrays in Flax: 12 in each of 12 layers, and 4.
+"""
+_LOSSES = """\
+## Training time lost by a save in the background
+
+`python -m tests.benchmarks.training_loop --write`, three saves a round, 8 s apart. Each system has processes of its
+own, and systems take turns. A step reads and writes every array once, on all cores; those on devices donate the state.
+*blocked* is how long the call took; *lost* is what the call and all steps until the next save took beyond as many steps
+of the last third of that time, when the save has long ended."""
+# Orbax's best ÷ ours, and seconds that a call may block for each 0.5 GB.
+_LOST_GOAL, _BLOCKED_GOAL = 4.0, 0.1
+_V1 = {one.name for one in peers.V1}
 OPERATIONS = (SAVE, RESTORE, OTHER_MESH, RESTORE_NONE, COLD, TOUCHED, BLOCKED)
 _COPY_ROW = "raw: one copy in memory"
 
@@ -43,7 +105,7 @@ class Table:
         console.print(table)
 
 
-def tables(workload: Workload, series: Series) -> list[Table]:
+def tables(workload: str, summary: str, series: Series) -> list[Table]:
     """One table for each operation on a workload, and one that compares the two positions of the flag."""
     columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "synced")
     made = []
@@ -52,10 +114,10 @@ def tables(workload: Workload, series: Series) -> list[Table]:
         if rows:
             rows += [_copy_row(series)] if operation == BLOCKED else []
             shown = columns if operation == SAVE else columns[:-1]
-            title = f"{workload.name}, {operation} ({workload.summary})"
+            title = f"{workload}, {operation} ({summary})"
             made.append(Table(title, shown, [row[: len(shown)] for row in rows]))
     flag = _flag_rows(series)
-    return [*made, Table(f"{workload.name}, flag on ÷ flag off (ours)", ("operation", "ratio"), flag)] if flag else made
+    return [*made, Table(f"{workload}, flag on ÷ flag off (ours)", ("operation", "ratio"), flag)] if flag else made
 
 
 def memory_table(peaks: list[Entry]) -> Table:
@@ -66,6 +128,23 @@ def memory_table(peaks: list[Entry]) -> Table:
         shown = "unknown" if peak is None else str(round(peak / 2**20))
         rows.append((f"{entry['workload']}, {entry['operation']}, {entry['system']}", shown))
     return Table("Peak memory above the live tree", ("what", "MiB"), rows)
+
+
+def losses_table(losses: list[Entry], workload: Entry) -> Table:
+    """Training time that saves of a workload cost, beside the least that those of Orbax do.
+
+    ``losses`` are its entries in results.json: system, seconds that calls ``blocked``, and that saves ``lost``."""
+    orbax = [statistics.median(one["lost"]) for one in losses if one["system"] in {peers.ASYNC.name, *_V1}]
+    allowed, rows = _BLOCKED_GOAL * max(1.0, workload["nbytes"] / 0.5e9), []
+    for one in losses:
+        measured = [text for name in ("blocked", "lost") for text in (_fixed(one[name]), _spread_of(one[name]))]
+        ratio = min(orbax) / max(statistics.median(one["lost"]), 1e-3)
+        is_met = ratio >= _LOST_GOAL and statistics.median(one["blocked"]) <= allowed
+        is_ours = one["system"] in {system.name for system in OURS}
+        rows.append((one["system"], *measured, f"{ratio:.2f}", ("yes" if is_met else "no") if is_ours else ""))
+    columns = ("system", "blocked, median s", "min to max s", "lost, median s", "min to max s", "Orbax's best ÷ it")
+    goal = f"≥ {_LOST_GOAL:g}, blocked ≤ {allowed:.2g} s"
+    return Table(f"{losses[0]['workload']} ({workload['title']})", (*columns, goal), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +178,8 @@ class _Figures:
         return f"{self.median / self.limit:.2f}" if self.limit else ""
 
 
-def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Figures]:
-    names = [one.name for one in (*lineup.SYSTEMS[workload.name], *lineup.BACKGROUND.get(workload.name, ()))]
+def _all_figures(workload: str, series: Series, operation: str) -> list[_Figures]:
+    names = [one.name for one in (*lineup.SYSTEMS[workload], *lineup.BACKGROUND.get(workload, ()))]
     systems = [name for name in dict.fromkeys(names) if (name, operation) in series.seconds]
     return [_figures(series, operation, system) for system in systems]
 
@@ -150,3 +229,97 @@ def _spread(seconds: list[float]) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _fixed(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.3f}"
+
+
+def _spread_of(seconds: list[float]) -> str:
+    return f"{min(seconds):.3f} to {max(seconds):.3f}"
+
+
+def page(results: Results) -> str:
+    """RESULTS.md."""
+    of = {name: [one for one in results["seconds"] if one["workload"] == name] for name in results["workloads"]}
+    rounds = min(len(one["seconds"]) for one in results["seconds"])
+    head = _HEAD.format(rounds=rounds, small=rounds * lineup.SMALL_REPEATS, slow=lineup.SLOW_ROUNDS)
+    facts = "\n".join(["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in results["machine"].items())])
+    made = [
+        table
+        for name, workload in results["workloads"].items()
+        for table in tables(name, workload["title"], Series.of(of[name]))
+    ]
+    lost: dict[str, list[Entry]] = {}
+    for one in results["losses"]:
+        lost.setdefault(one["workload"], []).append(one)
+    beside = [losses_table(losses, results["workloads"][name]).markdown() for name, losses in lost.items()]
+    measured = [table.markdown() for table in (*made, memory_table(results["peaks"]))]
+    return "\n\n".join([f"{head}\n{facts}", *measured, _LOSSES, *beside]) + "\n"
+
+
+def readme_table(results: Results) -> str:
+    """The table of median seconds in README.md."""
+    lines = [
+        "| seconds | msgpack: ours | Flax | Orbax's format: ours | Flax on Orbax |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    medians = {(one["workload"], one["operation"], one["system"]): one["seconds"] for one in results["seconds"]}
+    medians |= {(one["workload"], "lost", one["system"]): one["lost"] for one in results["losses"]}
+    systems = [system.name for pair in zip(OURS, FLAX, strict=True) for system in pair]
+    rows = [(f"{verb} {label}", name, verb, systems) for label, name in _README_ROWS for verb in (SAVE, RESTORE)]
+    beside = [*systems[:3], peers.ASYNC.name]
+    rows += [
+        (f"training time lost to a background save of {label}", name, "lost", beside)
+        for label, name in _README_ROWS
+        if (name, "lost", systems[0]) in medians
+    ]
+    for label, workload, operation, names in rows:
+        found = [statistics.median(medians[workload, operation, name]) for name in names]
+        cells = [f"{value:.2f}" if value >= 0.1 else f"{value:.3f}" for value in found]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(text: str, results: Results) -> str:
+    """README's text with the figures of these results."""
+    head, begin, rest = text.partition(_BEGIN)
+    _, end, tail = rest.partition(_END)
+    assert begin and end, f"README.md has no {_BEGIN.strip()} … {_END}"
+    return f"{head}{begin}\n{readme_table(results)}\n{end}{tail}"
+
+
+def as_text(results: Results) -> str:
+    """JSON with an entry to a line, so that two runs can be compared line by line."""
+    parts = []
+    for name, part in results.items():
+        entries = part if isinstance(part, list) else [f"{json.dumps(key)}: {json.dumps(part[key])}" for key in part]
+        lines = ",".join(f"\n  {one if isinstance(one, str) else json.dumps(one)}" for one in entries)
+        opening, closing = "[]" if isinstance(part, list) else "{}"
+        parts.append(f' "{name}": {opening}{lines}\n {closing}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def write(results: Results) -> None:
+    """Writes all three files."""
+    DATA.write_text(as_text(results), encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+    README.write_text(updated(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the tables, or compares README's with ``--check``."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if README is stale")
+    options, results = parser.parse_args(arguments), json.loads(DATA.read_text(encoding="utf-8"))
+    text = README.read_text(encoding="utf-8")
+    if options.check and updated(text, results) != text:
+        print(f"{README} does not show the figures of {DATA}: run python -m tests.benchmarks.report")
+        return 1
+    if not options.check:
+        write(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,15 +10,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.benchmarks import disk, lineup, readme_figures, results, sections, training_loop
+from tests.benchmarks import disk, lineup, report, training_loop
 from tests.benchmarks.peak import above_tree
-from tests.benchmarks.readme_figures import README, RESULTS, updated
 from tests.benchmarks.series import Series
-from tests.benchmarks.systems import OURS, RESTORE, SAVE
+from tests.benchmarks.systems import OURS, SAVE
 from tests.benchmarks.training_loop import Loss
 from tests.benchmarks.workloads import Workload, gpt2_shapes, workloads
 
 ROOT = Path(__file__).parents[2]
+RESULTS = json.loads(report.DATA.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
@@ -59,15 +59,6 @@ def test_workloads_are_as_they_say(workload: Workload) -> None:
     assert not any(leaf.any() for leaf in jax.tree.leaves(target))
 
 
-def test_everyone_has_a_place() -> None:
-    """Every workload has systems, and whoever ours are compared with runs on it too."""
-    for workload in workloads(quick=True):
-        names = {system.name for system in lineup.SYSTEMS[workload.name]}
-        assert {system.name for system in OURS} <= names
-        for system in OURS:
-            assert names & set(lineup.peers_of(system.name, SAVE))
-
-
 def test_ratios_are_those_within_a_round() -> None:
     """A host that slows down in some rounds decides nothing; who ran less often is compared by medians."""
     series = Series()
@@ -80,59 +71,22 @@ def test_ratios_are_those_within_a_round() -> None:
     assert series.ratio(SAVE, "nobody", "ours") is None
 
 
-def test_results_are_kept_as_data() -> None:
-    """What results.json holds makes the same figures again."""
-    first, *_ = workloads(quick=True)
-    series = Series()
-    for operation, seconds in ((SAVE, 1.5), (SAVE, 2.5), (RESTORE, 0.25)):
-        series.add("ours, msgpack", operation, seconds)
-    series.add_unsynced("ours, msgpack", 4096)
-    data = json.loads(results.as_text(results.collect({"CPUs": "2"}, [(first, series)], [])))
-    assert data["machine"] == {"CPUs": "2"}
-    assert data["workloads"]["gpt2-jax"]["leaves"] == first.leaves
-    assert data["seconds"][0] == {
-        "workload": "gpt2-jax",
-        "operation": "save",
-        "system": "ours, msgpack",
-        "seconds": [1.5, 2.5],
-        "unsynced": 4096,
-    }
-    again = Series.of(data["seconds"])
-    assert (again.seconds, again.unsynced) == (series.seconds, series.unsynced)
-
-
 def test_files_leave_the_page_cache(tmp_path: Path) -> None:
     """What was dropped is not cached, by the kernel's own count, and reads as before."""
     data = os.urandom(2**20)
     (tmp_path / "file").write_bytes(data)
     if not disk.drop_cache(str(tmp_path)):
         pytest.skip("this system cannot drop a file's pages, or does not say so")
-    assert disk._pages(str(tmp_path / "file")).cached == 0
+    assert disk.cached(str(tmp_path / "file")) == 0
     assert (tmp_path / "file").read_bytes() == data
-    assert disk._pages(str(tmp_path / "file")).cached > 0
-
-
-PAGE = "# Results\n\ntable\n"
-
-
-def test_sections() -> None:
-    """A new section goes to the end, and replaces an older one of its heading where that is."""
-    assert sections.kept(PAGE) == ""
-    both = sections.with_section(sections.with_section(PAGE, "## A", "one"), "## B", "two\n")
-    assert both == "# Results\n\ntable\n\n## A\n\none\n\n## B\n\ntwo\n"
-    assert sections.kept(both) == "\n## A\n\none\n\n## B\n\ntwo\n"
-    assert sections.with_section(both, "## A", "new") == both.replace("one", "new")
-    assert sections.with_section(both, "## B", "new") == both.replace("two", "new")
+    assert disk.cached(str(tmp_path / "file"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-numpy", training_loop.TRAINED])
-def test_every_system_trains(name: str, tmp_path: Path) -> None:
-    """Each has a row, what was saved last is what the state was, and nothing is left behind."""
-    found = training_loop.measure(name, 1, str(tmp_path), quick=True)
-    assert [row[0] for row in training_loop.table(name, found).rows] == [
-        system.name for system in training_loop.SYSTEMS
-    ]
+def test_every_system_trains(tmp_path: Path) -> None:
+    """Each has a figure, what was saved last is what the state was, and nothing is left behind."""
+    found = training_loop.measure("gpt2-numpy", 1, str(tmp_path), quick=True)
+    assert found.keys() == {system.name for system in training_loop.SYSTEMS} and all(found.values())
     assert not list(tmp_path.iterdir())
 
 
@@ -140,43 +94,35 @@ def test_ratios_are_to_orbaxs_best() -> None:
     """Of medians; a call that blocks for too long does not meet the goal, whatever is lost."""
     lost = {"ours, msgpack": 0.1, "ours, orbax format": 0.1, "flax, msgpack": 9.0, "orbax AsyncCheckpointer": 0.5}
     # Older releases of Orbax have no v1.
-    names = [system.name for system in training_loop.SYSTEMS]
-    found = {name: [Loss(0.05, lost.get(name, 0.8))] * 3 for name in names}
+    found = {system.name: [Loss(0.05, lost.get(system.name, 0.8))] * 3 for system in training_loop.SYSTEMS}
     found["ours, orbax format"] = [Loss(0.3, 0.1)] * 3
-    rows = {row[0]: row for row in training_loop.table("gpt2-jax", found).rows}
+    entries = training_loop._entries("gpt2-jax", found)
+    rows = {row[0]: row for row in report.losses_table(entries, RESULTS["workloads"]["gpt2-jax"]).rows}
     assert rows["ours, msgpack"][-2:] == ("5.00", "yes")
     assert rows["ours, orbax format"][-2:] == ("5.00", "no")
     assert rows["flax, msgpack"][-2:] == ("0.06", "")
 
 
-BEGIN = "<!-- figures: written by `python -m tests.benchmarks.readme_figures` -->"
-TEXT = f"before\n{BEGIN}\nold\n<!-- end of figures -->\nafter\n"
-
-
-def test_readme_is_up_to_date() -> None:
-    """README shows the figures of the committed results."""
-    text = README.read_text(encoding="utf-8")
-    assert updated(text, json.loads(RESULTS.read_text(encoding="utf-8"))) == text
-
-
-def test_the_table_shows_medians() -> None:
-    """A cell is the median of what was measured, and everything around the table stays."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    text = updated(TEXT, results)
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+def test_pages_show_the_results() -> None:
+    """README's table is of the results, and a cell is the median of what was measured."""
+    readme = report.README.read_text(encoding="utf-8")
+    assert report.as_text(RESULTS) == report.DATA.read_text(encoding="utf-8")
+    assert readme == report.updated(readme, RESULTS)
+    assert all(f"| {name} | {fact} |" in report.page(RESULTS) for name, fact in RESULTS["machine"].items())
     [entry] = [
-        e for e in results["seconds"]
-        if (e["workload"], e["operation"], e["system"]) == ("gpt2-jax", "save", "flax, msgpack")
+        one for one in RESULTS["seconds"]
+        if (one["workload"], one["operation"], one["system"]) == ("gpt2-jax", "save", "flax, msgpack")
     ]  # fmt: skip
-    [row] = [line for line in text.splitlines() if line.startswith("| save 0.5 GB")]
+    [row] = [line for line in readme.splitlines() if line.startswith("| save 0.5 GB")]
     assert float(row.split("|")[3]) == pytest.approx(statistics.median(entry["seconds"]), rel=0.01)
 
 
 def test_check_fails_on_stale_figures(monkeypatch, tmp_path, capsys) -> None:
     """``--check`` exits with 1 and changes nothing where README shows other figures."""
     stale = tmp_path / "README.md"
-    stale.write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(readme_figures, "README", stale)
-    monkeypatch.setattr("sys.argv", ["readme_figures", "--check"])
-    assert readme_figures.main() == 1
-    assert stale.read_text(encoding="utf-8") == TEXT and "run python -m" in capsys.readouterr().out
+    monkeypatch.setattr(report, "README", stale)
+    stale.write_text(before := f"before\n{report._BEGIN}\nold\n{report._END}\nafter\n", encoding="utf-8")
+    assert report.main(["--check"]) == 1
+    assert stale.read_text(encoding="utf-8") == before and "run python -m" in capsys.readouterr().out
+    after = report.updated(before, RESULTS)
+    assert after.startswith("before\n") and after.endswith("\nafter\n") and "old" not in after
