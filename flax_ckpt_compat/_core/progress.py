@@ -1,15 +1,15 @@
 """Report the progress of saves and restores: `Meter` counts bytes, and the user's callback gets a `Progress`.
 
 `Stopwatch` logs one line for each: bytes, seconds, and where the time went. The setting
-``progress="bar"`` stands for a callback that draws bars on a terminal, one for each that runs."""
+``progress="bar"`` stands for a callback that draws a bar on a terminal."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -24,8 +24,8 @@ from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 _log = logging.getLogger("flax_ckpt_compat")
 _EVERY_SECONDS = 0.2
 BAR = "bar"  # value of the setting ``progress``
-_NAME_WIDTH = 32
-_LOCKED_SECONDS = 1.0  # how long a report waits for one that is under way, which may be waiting for what it reports
+_NAME_WIDTH, _BAR_WIDTH = 32, 20
+_LOCKED_SECONDS = 1.0  # how long the report of a failure waits for a call of the callback that is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Meter:
         self._added.clear()
         self._counted, self._rounds = 0, rounds
 
-    def add(self, nbytes: int, name: str | Path) -> None:
+    def add(self, nbytes: int, name: str | Path = "") -> None:
         """Count bytes of a leaf, or of a file, that were read or written."""
         if not self.is_on:
             return
@@ -171,93 +171,32 @@ def callback_of(setting: Any) -> Callback | None:
     """Return the callback that a value of the setting ``progress`` means; no bar where no terminal shows it."""
     if setting != BAR:
         return setting  # type: ignore[no-any-return]
-    return _bars() if is_shown() else None
+    return bar if is_shown() else None
 
 
 def is_shown() -> bool:
-    """Return whether standard error is a terminal that takes escape sequences, without which there is no bar."""
+    """Return whether standard error is a terminal, without which there is no bar."""
     try:
         return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     except (AttributeError, ValueError, OSError):  # there is none, or one that is closed, or of a program's own
         return False
 
 
-def display(**options: Any) -> Any:
-    """Return rich's display of bars of bytes on standard error, which vanishes when it stops.
-
-    ``options`` are those of ``rich.progress.Progress``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Display
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Display(*columns, console=Console(stderr=True), transient=True, **options)
-
-
-@functools.cache
-def _bars() -> _Bars:
-    return _Bars()
-
-
-class _Bars:
-    """The bars of this process; they are drawn while a save or restore runs.
-
-    The first failure to draw, such as that of a terminal that is gone, ends them: no save or restore fails with it."""
-
-    def __init__(self) -> None:
-        # Saves in the background report beside restores. A signal handler that saves may have interrupted one of these
-        # within a report, so that nobody waits for another for long.
-        self._lock = threading.RLock()
-        self._display: Any = None
-        self._is_broken = False
-        self._tasks: dict[tuple[str, str], Any] = {}
-        self._ended = collections.deque[tuple[str, str]]()  # those whose bars are to go
-
-    def __call__(self, report: Progress) -> None:
-        """Show a report; what ends before its first report has no bar."""
-        key, ends = (report.doing, report.path), report.finished or report.error is not None
-        if ends:
-            self._ended.append(key)
-        if self._is_broken or not self._lock.acquire(timeout=_LOCKED_SECONDS):
-            return
-        try:
-            if not ends:
-                self._show(key, report)
-            while self._ended:
-                if (task := self._tasks.pop(self._ended.popleft(), None)) is not None:
-                    self._display.remove_task(task)
-            if self._display is not None and not self._tasks:
-                self._display.stop()
-                self._display = None
-        except Exception as error:
-            if is_of_handler(error):
-                raise
-            self._is_broken = True
-            _log.warning("Progress is not shown any more: %r", error)
-        finally:
-            self._lock.release()
-
-    def _show(self, key: tuple[str, str], report: Progress) -> None:
-        if self._display is None:
-            # Drawn by each report: a thread of its own would go on after a fork. The program's streams stay its own.
-            self._display = display(auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._display.start()
-        if key not in self._tasks:
-            self._tasks[key] = self._display.add_task("")
-        shown = f"{report.doing[:-1]}ing {os.path.basename(report.path)}  {_shortened(report.name)}"
-        self._display.update(self._tasks[key], description=shown, completed=report.done, total=report.total)
-        self._display.refresh()
-
-
-def _shortened(name: str) -> str:
-    """Return the end of a name, padded: the bars stay where they are."""
-    name = printable(name, one_line=True)
-    return (name if len(name) <= _NAME_WIDTH else "…" + name[1 - _NAME_WIDTH :]).ljust(_NAME_WIDTH)
+def bar(report: Progress) -> None:
+    """Draw a report as a line of standard error that the next one replaces, and the last one removes."""
+    what, part = printable(report.name, one_line=True)[-_NAME_WIDTH:], report.done / max(report.total, 1)
+    if report.path:
+        what = f"{report.doing[:-1]}ing {printable(os.path.basename(report.path), one_line=True)}  {what:{_NAME_WIDTH}}"
+    rate = format_size(report.done / max(report.seconds, 1e-3))
+    text = f"{what}  {'#' * int(_BAR_WIDTH * part):.<{_BAR_WIDTH}} {part:4.0%}  {rate}/s"
+    width = shutil.get_terminal_size().columns - 1
+    ends = report.finished or report.error is not None
+    try:
+        # A name that is wider on the terminal than here, and its bar, may take two lines.
+        print(f"\r{'' if ends else text[:width]:{width}}", end="\r", file=sys.stderr, flush=True)
+    except Exception as error:  # a terminal that is gone ends no save or restore
+        if is_of_handler(error):
+            raise
 
 
 class Stopwatch:

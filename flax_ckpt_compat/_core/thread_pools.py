@@ -99,17 +99,6 @@ class Task:
     __call__ = result
 
 
-def start_thread(run: Callable[[], Any]) -> bool:
-    """Start a thread, for which the interpreter does not wait; return False if none can be started."""
-    try:
-        _thread.start_new_thread(run, ())
-    except RuntimeError as error:
-        if not is_refusal(error):
-            raise
-        return False
-    return True
-
-
 def clear_frames(error: BaseException | None) -> None:
     """Free what the functions held that raised an error, and those before it, which may form a ring."""
     seen = set[int]()
@@ -130,8 +119,7 @@ class Pool:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Task:
         """Return a task to call ``function``, which begins as soon as a thread is free."""
-        task = Task(function, *args)
-        self.begin([task])
+        self.begin([task := Task(function, *args)])
         return task
 
     def begin(self, tasks: Collection[Task]) -> None:
@@ -140,8 +128,8 @@ class Pool:
         self._workers = [worker for worker in self._workers if not worker.done]
         for _ in range(min(len(tasks), self._n_threads - len(self._workers))):
             self._workers.append(Task(self._work))
-            if not start_thread(self._workers[-1].run):
-                return
+            with suppress(RuntimeError):  # none can be started
+                _thread.start_new_thread(self._workers[-1].run, ())
 
     def _work(self) -> None:
         with suppress(IndexError):

@@ -105,7 +105,8 @@ def print_lines(lines: Iterable[Line | Table], *, err: bool = False) -> None:
         console = Console(highlight=False, color_system=colors, no_color=False, stderr=is_error)
         with console.capture() as shown:  # a console of its own would write into a bar
             console.print(line, crop=False)
-        print(shown.get(), end="", file=stream)
+        erase = "\x1b[K" if console.color_system else ""  # a bar that is in this line
+        print(f"{erase}{shown.get()}", end="", file=stream)
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -132,13 +133,12 @@ def progress_shown(*, as_json: bool) -> Iterator[Begin]:
     if as_json or not (is_terminal(sys.stdout) and progress.is_shown()):
         yield BAR.get()
         return
-    with progress.display() as display:
+    meter = progress.Meter(progress.bar)
+    with meter.reporting():
 
         def begin(total: Callable[[], int]) -> Count:
-            for ended in display.task_ids:
-                display.remove_task(ended)
-            task = display.add_task("", total=total())
-            return lambda nbytes, words=None: display.update(task, advance=nbytes, description=words)
+            meter.begin("", total())
+            return meter.add
 
         token = BAR.set(begin)
         try:

@@ -111,14 +111,12 @@ def _converted(jobs: Sequence[Job], count: Count, show: Callable[[Conversion], N
     def progress(nbytes: int) -> None:
         if stopped.is_set():
             raise KeyboardInterrupt
-        count(nbytes)
+        count(nbytes, f"{len(results)}/{len(jobs)}")
 
     with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as executor:
         try:
-            count(0, f"0/{len(jobs)}")
             for result in convert.run(jobs, executor, progress):
                 results[result.source] = result
-                count(0, f"{len(results)}/{len(jobs)}")
                 show(result)
         except KeyboardInterrupt:
             done = sum(result.error is None for result in results.values())

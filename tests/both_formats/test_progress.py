@@ -275,13 +275,15 @@ def test_the_bar_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             checkpoints.save_checkpoint(tmp_path, TREE, 1)
         written = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "saving checkpoint_1" in written
-    assert "━" in written
+    assert "###" in written
     assert terminal.plain(terminal.shown(written)).strip() == ""
-    with monkeypatch.context() as patched, pytest.raises(errors.StorageError):
+    with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", Terminal())
         patched.setattr(os, "fsync", full_disk)
-        save(tmp_path / "c", TREE, format="msgpack", progress="bar")
-    assert not progress._bars()._tasks
+        with pytest.raises(errors.StorageError):
+            save(tmp_path / "c", TREE, format="msgpack", progress="bar")
+        written = sys.stderr.getvalue()
+    assert terminal.plain(terminal.shown(written)).strip() == ""
 
 
 class Broken(Terminal):
@@ -305,36 +307,14 @@ def test_no_work_fails_with_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0)
-    progress._bars.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
         for step in (1, 2):
             save(tmp_path, TREE, step=step, progress="bar")
             found = restore(tmp_path, TREE, progress="bar")
-    progress._bars.cache_clear()
     assert jax.tree.all(jax.tree.map(np.array_equal, found, TREE))
 
 
 def full_disk(*_: Any) -> int:
     """Fail as on a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_bar_that_a_signal_handler_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that saves while the main thread draws ends, although its save has threads; no bar is left."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(progress, "_LOCKED_SECONDS", 0.01)
-    shown = progress._Bars._show
-
-    def interrupted(bars: Any, key: Any, report: Progress) -> None:
-        shown(bars, key, report)
-        if report.doing == "restore" and not (tmp_path / "handler").exists():
-            save(tmp_path / "handler", TREE, format="orbax", progress="bar")
-
-    save(tmp_path / "c", TREE, format="msgpack")
-    monkeypatch.setattr(progress._Bars, "_show", interrupted)
-    assert_same(restore(tmp_path / "c", progress="bar"), TREE)
-    assert_same(restore(tmp_path / "handler"), TREE)
-    assert not progress._bars()._tasks

@@ -265,14 +265,14 @@ def test_bars(tmp_path: Path, line: str, printed: str) -> None:
     environment.pop("NO_COLOR", None)
     code, written = terminal.raw(words, str(tmp_path), environment)
     assert code == 0
-    assert "━" in written
+    assert "##" in written or "verify" in line  # which takes less time than until the first report
     stays = terminal.plain(terminal.shown(written))
-    assert "━" not in stays
+    assert "##" not in stays
     assert printed in " ".join(stays.split())
     if "convert" in line:
         words[words.index("to")] = "to2"
     _, written = terminal.raw([*words, "--json"], str(tmp_path), environment)
-    assert "━" not in written
+    assert "##" not in written
     if "convert" in line:
         words[words.index("to2")] = "to3"
     piped = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
