@@ -71,7 +71,6 @@ TREES = st.recursive(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=TREES)
 def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:

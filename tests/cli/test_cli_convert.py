@@ -1,15 +1,11 @@
 """``flax-ckpt convert``: what it prints, its exit codes, and that each refusal says what to do."""
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import flax_ckpt_compat
 from flax_ckpt_compat.cli import main
+from tests.support import terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,15 +62,11 @@ def test_a_dry_run_says_that_space_is_short(runs: Path, tmp_path: Path, monkeypa
 
 def test_a_narrow_terminal_gets_lines_that_keep_their_indent(runs: Path, tmp_path: Path) -> None:
     """At 80 columns paths, which are not cut, stand in lines of their own."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    arguments = ["convert", runs, tmp_path / "out", "--to", "orbax", "--dry-run"]
+    words = [sys.executable, "-m", "flax_ckpt_compat", "convert", str(runs), str(tmp_path / "out"), "--to", "orbax"]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-m", "flax_ckpt_compat", *arguments]
-    subprocess.run(command, check=True, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment)
-    os.close(theirs)
-    lines = os.read(ours, 1 << 16).decode().split("\r\n")
-    os.close(ours)
+    code, shown = terminal.raw([*words, "--dry-run"], str(ROOT), environment)
+    assert code == 0
+    lines = terminal.plain(shown).splitlines()
     assert f"  {tmp_path}/out/checkpoint_2" in {line.partition(" (")[0].removesuffix(" →") for line in lines}
     assert all(len(line) <= 80 or " " not in line.strip() for line in lines)
 

@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from flax.training import checkpoints as flax_checkpoints
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, save
 from flax_ckpt_compat.cli import main
+from tests.support import terminal
 
 ROOT = Path(__file__).parents[2]
 NOVEMBER = 1_700_000_000  # 2023-11-14 22:13:20 UTC
@@ -176,22 +176,10 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 def test_table_on_a_terminal(columns: int, saved: str, tmp_path: Path) -> None:
     """On a terminal the same facts come as a table that does not break names, times or sizes; on a narrow one, ages."""
     run_of_flax(tmp_path)
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "TZ": "UTC", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "flax_ckpt_compat", "ls", str(tmp_path)]
-    try:
-        subprocess.run(command, stdout=theirs, env=environment, cwd=ROOT, check=True)
-    finally:
-        os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 4096):
-            shown += piece
-    except OSError:  # how Linux tells that the other end of a terminal is closed
-        pass
-    finally:
-        os.close(ours)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    environment = {**os.environ, "COLUMNS": str(columns), "TZ": "UTC", "NO_COLOR": "1"}
+    code, shown = terminal.raw([sys.executable, "-m", "flax_ckpt_compat", "ls", str(tmp_path)], str(ROOT), environment)
+    assert code == 0
+    lines = terminal.plain(shown).splitlines()
     (row,) = (line for line in lines if "checkpoint_2" in line)
     assert "orbax" in row
     assert re.search(saved, row)

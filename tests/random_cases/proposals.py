@@ -1,7 +1,7 @@
 """Proposals for ports and edits of well-known models, with states of real optax; judged by values.
 
 ``python -m tests.random_cases.proposals --cases 5000`` counts them, and prints what is certain and wrong;
-``--held-out`` takes families that nothing was tried on, ``--follow`` pastes what is certain into a restore."""
+``--follow`` pastes what is certain into a restore."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flax_ckpt_compat._suggest import Suggestion, suggest
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own
 from tests.random_cases.edits import EDITS, Module, mapped
-from tests.random_cases.models import DEVELOPED, HELD_OUT, Arrays, Family
+from tests.random_cases.models import FAMILIES, Arrays
 from tests.support.suggest_cases import as_stored
 
 _STEP, _COUNT = np.int32(7), np.int32(5)
@@ -148,11 +148,11 @@ def _edited(model: Module, r: Any, edits: list[str]) -> Module:
     return new
 
 
-def case(seed: int, families: dict[str, Family] = DEVELOPED) -> Case:
+def case(seed: int) -> Case:
     """The case of a seed."""
     r, a = random_module.Random(f"field {seed}"), Arrays()
-    family = r.choice(sorted(families))
-    old = families[family](a, r)
+    family = r.choice(sorted(FAMILIES))
+    old = FAMILIES[family](a, r)
     if r.random() < 0.2:
         old = _edited(old, r, [r.choice(["unlist", "stack_row", "wrap", "flatten", "fuse", "merge_heads", "affix"])])
     often = ["port"] * 5 + ["stack_row", "rename_rows", "group", "neutral"] * 2
@@ -291,13 +291,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--show", default="certain wrong", help="print the first 20 cases of this verdict")
-    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--follow", action="store_true", help="paste what is certain into a restore")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
     start, seed = time.process_time(), options.seed
     while counts.total() < options.cases:
-        one = case(seed, HELD_OUT if options.held_out else DEVELOPED)
+        one = case(seed)
         found, suggestion, wrong = verdict(one)
         if options.follow and found == "certain right" and suggestion and (wrong := followed(one, suggestion)):
             found = "certain wrong"

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from . import table
-from .releases import RELEASES, Release
+from .table import RELEASES, Release
 
 _READER = Path(__file__).with_name("read.py")
 

@@ -1,7 +1,7 @@
 """The guide's table of releases is the one of the results."""
 
 from tests.readers_matrix import table
-from tests.readers_matrix.releases import RELEASES
+from tests.readers_matrix.table import RELEASES
 
 
 def test_the_guide_has_the_table() -> None:

@@ -25,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     # The shim decides what is on disk: a real one only costs time.
     tempfile.tempdir = options.workdir
     from tests.reliability.experiments import EXPERIMENTS, WITH_SHIM
-    from tests.reliability.extent import Extent
-    from tests.reliability.tally import Tally
+    from tests.reliability.tally import Extent, Tally
 
     failed = False
     for experiment in EXPERIMENTS:

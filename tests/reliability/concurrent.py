@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tests.reliability import forks
-from tests.reliability.extent import Extent
 from tests.reliability.judge import quiet, text_of
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import Save, System
 
 _SECONDS = 600

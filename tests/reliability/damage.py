@@ -16,8 +16,7 @@ import numpy as np
 import flax_ckpt_compat
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks
-from tests.reliability.extent import Extent
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import System, same_leaves
 
 _BATCH = 400

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads, removed, stores
-from tests.reliability.extent import Extent
-from tests.reliability.tally import Tally
+from tests.reliability import concurrent, damage, fuzz, kills, power, processes, reads, stores
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
 
 
@@ -69,11 +68,6 @@ WITHOUT_SHIM = (
     Experiment("overwrites s3", "the same, on `s3://`", stores.on("s3", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("overwrites gs", "the same, on `gs://`", stores.on("gs", concurrent.overwrites), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
-    Experiment(
-        "crash loops",
-        "a container is killed while it saves, and starts again under other names, six times",
-        removed.crash_loops,
-    ),
     Experiment(
         "bytes",
         "a small checkpoint: each byte flipped, each file cut to each length",

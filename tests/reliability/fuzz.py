@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import damage, forks
-from tests.reliability.extent import Extent
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SYSTEMS, System
 
 _INPUTS = 500_000

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks, shim
-from tests.reliability.extent import Extent
 from tests.reliability.judge import judge, leftovers
 from tests.reliability.shim import Action
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SCENARIOS, Save, Scenario, System
 
 INJECTIONS = {

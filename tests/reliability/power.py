@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.local import atomic, temporaries
 from tests.reliability import forks, shim
-from tests.reliability.extent import Extent
 from tests.reliability.judge import judge
 from tests.reliability.power_loss import Call, Disk, digest, materialise, read_record
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SCENARIOS, STEPS, Scenario, System
 
 _BATCH = 50

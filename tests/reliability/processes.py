@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_ckpt_compat import config
 from tests.multiprocess import jobs
 from tests.reliability import kills, power, shim
-from tests.reliability.extent import Extent
 from tests.reliability.power_loss import read_record
 from tests.reliability.shim import Action
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import SHARED_SYSTEMS, Save, Scenario, System, shared_tree
 from tests.support.team import Outcome, Team
 

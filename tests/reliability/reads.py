@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from flax_ckpt_compat.errors import CheckpointError, StorageError
 from tests.reliability import forks, shim
-from tests.reliability.extent import Extent
 from tests.reliability.judge import quiet, text_of
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import Save, System
 
 _STEPS = (1, 2, 3)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.reliability import forks
-from tests.reliability.extent import Extent
-from tests.reliability.tally import Tally
+from tests.reliability.tally import Extent, Tally
 from tests.reliability.workloads import System
 
 _PATIENCE = 300.0  # seconds until a server is there

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -280,16 +279,6 @@ def test_flat_names_take_time_in_proportion() -> None:
     assert seconds(flat(f"model.l{n}" for n in range(2000)), flat(f"net_{n}_x" for n in range(2000))) < 3
 
 
-@pytest.mark.slow
-def test_many_siblings_take_time_in_proportion() -> None:
-    """Thousands of layers side by side, in a row or with names of their own."""
-    layers = [{"a": dense(8, 8), "b": dense(8, 16)} for _ in range(1500)]
-    row, other = ({"params": {f"{name}_{n}": layer for n, layer in enumerate(layers)}} for name in ("l", "block"))
-    assert seconds(row, other) < 6
-    named = ({"params": {f"{name}{n}x": layer for n, layer in enumerate(layers)}} for name in ("m", "q"))
-    assert seconds(*named) < 6
-
-
 DEEP = {"l1": dense(8, 16), "l2": dense(16, 3)}
 UNLIKE = [
     "teacher student", "generator discriminator", "encoder decoder", "image_encoder text_encoder", "mean log_std",
@@ -471,26 +460,3 @@ def test_the_order_of_names_does_not_matter(random: Any) -> None:
     """Msgpack keeps the order of definition, Orbax's format sorts: both get the same suggestion."""
     stored, target = case(random.randrange(10**6)).trees
     assert suggest(stored, target) == suggest(shuffled(stored, random), shuffled(target, random))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(nnx, "to_pure_dict"), reason="this Flax has no nnx.to_pure_dict")
-@settings(max_examples=10, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_linen_to_nnx_in_any_order(random: Any) -> None:
-    """A linen state gives a model and an optimizer of NNX their leaves, whatever the order of its names."""
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.hidden, self.out = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 10, rngs=rngs)
-
-    model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
-    params = {"Dense_0": dense(64, 64), "Dense_1": dense(64, 10)}
-    moments = {"hidden": dense(64, 64), "out": dense(64, 10)}
-    new = {"model": nnx.state(model), "optimizer": {"step": 0, "opt_state": jax.eval_shape(ADAM.init, moments)}}
-    plain = {**new, "model": nnx.to_pure_dict(new["model"])}
-    target = state_dict.describe(plain)
-    suggestion = suggest(shuffled(as_stored(trained(params)), random), target)
-    assert suggestion is not None
-    assert "rules.move('params', 'model')" in str(suggestion)
-    assert not suggestion.remaining

@@ -23,15 +23,7 @@ from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves, map_lea
 from flax_ckpt_compat._save import snapshot
 from flax_ckpt_compat._trees import prng_keys, state_dict
 from flax_ckpt_compat.errors import MissingLeavesError
-from tests.support.samples import SAMPLES, Fields, Pair, Serialized, fingerprint, train_state_sample
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_sample_trees_are_rebuilt(name: str) -> None:
-    """rebuild undoes describe for every kind of tree that users save."""
-    tree = SAMPLES[name]()
-    rebuilt = state_dict.TargetTree(tree).rebuild(state_dict.from_stored(state_dict.describe(tree), None, "flax"))
-    assert fingerprint(rebuilt) == fingerprint(tree)
+from tests.support.samples import SAMPLES, Fields, Pair, Serialized, fingerprint
 
 
 @pytest.mark.parametrize(
@@ -61,6 +53,11 @@ def test_empty_pytrees_are_no_lists() -> None:
     """A registered pytree without children is an empty dict, an empty list an empty list."""
     assert state_dict.describe(collections.OrderedDict()).container is Container.DICT
     assert state_dict.describe([]).container is Container.LIST
+
+
+def test_bool_keys_are_not_int_keys() -> None:
+    """A dict with bool keys is not taken for one with int keys, which would come back as other keys."""
+    assert state_dict.describe({True: 1}).int_keys == frozenset()
 
 
 def test_an_overridden_type_names_its_own_state() -> None:
@@ -101,15 +98,6 @@ def test_keys_are_taken_apart_and_put_together(impl: str) -> None:
         assert fingerprint(prng_keys.join_key(apart.children[name])) == fingerprint(key)
     raw = jax.random.PRNGKey(0)
     assert prng_keys.split_key(raw) is raw
-
-
-def test_abstract_targets_are_described() -> None:
-    """Trees of jax.eval_shape have the structure of the real ones."""
-    tree = jax.eval_shape(train_state_sample)
-    described = state_dict.describe(tree)
-    real = state_dict.describe(train_state_sample())
-    assert [path for path, _ in iter_leaves(described)] == [path for path, _ in iter_leaves(real)]
-    assert prng_keys.is_prng_key(jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def test_types_with_own_rules() -> None:
