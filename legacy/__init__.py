@@ -30,12 +30,10 @@ class MsgpackBackend:
 
         Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores them,
         so references can be put in after validation."""
-        if process is None:
-            check_tree(tree)
-            return tree
-        prepared = split(tree, process)
-        check_tree(prepared.tree)
-        return prepared
+        if process is not None:
+            return split(tree, process)
+        check_tree(tree)
+        return tree
 
     write = staticmethod(write_tree)
 

@@ -12,7 +12,6 @@ from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format
-from .gda_split import DistributedArray
 
 # Bytes; msgpack's length fields are four bytes wide.
 _MAX_LENGTH = 2**32 - 1
@@ -75,7 +74,7 @@ def _check_text(path: Path, text: str) -> None:
 
 def _check_leaf(path: Path, leaf: Any) -> None:
     kind = type(leaf)
-    if kind in (float, bool, complex, DistributedArray) or leaf is None:
+    if kind in (float, bool, complex) or leaf is None:
         return
     if isinstance(leaf, np.generic):  # numpy's empty text has item size 0, but becomes an array of item size 1
         _check_dtype(path, np.asarray(leaf).dtype)

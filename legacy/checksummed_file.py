@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.byte_reads import (
     Deliver,
     Read,
     Run,
+    Source,
     cut,
     neighbours,
     offset_of,
@@ -21,25 +22,25 @@ from flax_ckpt_compat._core.byte_reads import (
 )
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError
 from flax_ckpt_compat._core.local.local_file import FileChecksums, LocalFile, recorded_checksums
+from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.tree import show_path
-
-from .read_bytes import MsgpackSource, StoredObject
 
 # Requests to a store are so many that some are under way at once, and joint ones not too small or large for that.
 _STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 _REMEDY = "restore an older step. To read it as it is, set checksums='off'"
 
 
-def open_checksums(source: MsgpackSource) -> ChecksummedFile | ChecksummedObject | None:
+def open_checksums(location: Location, source: Source) -> ChecksummedFile | ChecksummedObject | None:
     """Return the recorded checksums of a file, or the store's of an object; None if there are none."""
-    if isinstance(source, StoredObject):
-        return ChecksummedObject(source)
-    sums = recorded_checksums(source.fileno())
-    return None if sums is None else ChecksummedFile(source, sums)
+    if isinstance(source, LocalFile):
+        recorded = recorded_checksums(source.fileno())
+        return None if recorded is None else ChecksummedFile(source, recorded)
+    expected = location.stored_crc32c()
+    return None if expected is None else ChecksummedObject(source, expected)
 
 
-def read_unverified(source: MsgpackSource, reads: Sequence[Read], deliver: Deliver, meter: Meter) -> None:
+def read_unverified(source: Source, reads: Sequence[Read], deliver: Deliver, meter: Meter) -> None:
     """Read parts of a file or object, those of an object by requests of about one size."""
     longest = min(max(sum([read.nbytes for read in reads]) // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
     runs = neighbours(reads, PIECE_BYTES, None if source.is_local else longest)
@@ -128,47 +129,47 @@ class ChecksummedFile:
 class ChecksummedObject:
     """An object of a store that reports the CRC-32C of its objects, which is verified where it is read whole."""
 
-    def __init__(self, source: StoredObject) -> None:
-        self._source, self.is_verified = source, False
+    def __init__(self, source: Source, expected: int) -> None:
+        self._source, self._expected, self.is_verified = source, expected, False
 
-    @functools.cached_property
-    def _expected(self) -> int | None:
-        return self._source.location.stored_crc32c()
+    def verify_data(self, data: bytes) -> None:
+        """Verify the whole object, given its bytes."""
+        self._check(checksums.crc32c(data))
 
     def verify(self, _start: int, _stop: int) -> bool:
-        """Read and verify the whole object once; return False if the store reports no checksum."""
-        if not self.is_verified and self._expected is not None:
+        """Read and verify the whole object once."""
+        if not self.is_verified:
             self.read([], bool, OFF, whole=True)
-        return self.is_verified
+        return True
 
     def read(self, reads: Sequence[Read], deliver: Deliver, meter: Meter, *, whole: bool) -> None:
-        """Read parts, of the ``whole`` object with the bytes between them, which are compared with what was parsed."""
+        """Read parts, of the ``whole`` object with the bytes between them."""
         source, found, filled = self._source, 0, dict[int, memoryview]()
-        if not whole or self._expected is None:
+        if not whole:
             return read_unverified(source, reads, deliver, meter)
         parts, cut_reads = _by_block(reads, PIECE_BYTES)
         starts, ended = range(0, source.size, PIECE_BYTES), functools.partial(truncated, source.path)
         for first in range(0, len(starts), source.threads):
             runs = [
-                Run(source.opened, start, min(start + PIECE_BYTES, source.size), parts.get(start // PIECE_BYTES, []))
+                Run(source, start, min(start + PIECE_BYTES, source.size), parts.get(start // PIECE_BYTES, []))
                 for start in starts[first : first + source.threads]
             ]
             read_runs(runs, deliver, ended, meter, lambda run, data: filled.update({run.start: data}))
             for run in runs:
-                data = filled.pop(run.start)
-                if source.contradicts(data, run.start):
-                    raise _changed(source.path)
-                found = checksums.crc32c(data, found)
-        if found != self._expected:
-            raise ChecksumError(
-                f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports "
-                f"{self._expected:08x}; they are changed in transit, or the store is damaged. Restore it again, check "
-                f"the proxy, or {_REMEDY}",
-                path=source.path,
-            )
-        self.is_verified = True
+                found = checksums.crc32c(filled.pop(run.start), found)
+        self._check(found)
         deliver(cut_reads)
         return None
+
+    def _check(self, found: int) -> None:
+        path = self._source.path
+        if found != self._expected:
+            raise ChecksumError(
+                f"{path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports {self._expected:08x}; "
+                f"they are changed in transit, or the store is damaged. Check the proxy before the store, or {_REMEDY}",
+                path=path,
+            )
+        self.is_verified = True
 
 
 def _by_block(reads: Iterable[Read], size: int) -> tuple[dict[int, list[Read]], list[tuple[Read, memoryview]]]:

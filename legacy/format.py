@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
@@ -83,16 +81,13 @@ class KeyParts(NamedTuple):
 
 
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
+_LENGTHS = ((1, 2**8), (2, 2**16), (4, 2**32))  # bytes of a length field, and the first length that it does not hold
 
 
 def _sized(length: int, codes: tuple[int, int, int]) -> bytes:
     """Encode a header with the shortest length field that fits, as msgpack's own packer does."""
-    one, two, four = codes
-    if length < 2**8:
-        return struct.pack(">BB", one, length)
-    if length < 2**16:
-        return struct.pack(">BH", two, length)
-    return struct.pack(">BI", four, length)
+    width, code = next((width, code) for (width, end), code in zip(_LENGTHS, codes, strict=True) if length < end)
+    return bytes((code,)) + length.to_bytes(width, "big")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,7 +132,11 @@ def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
     # Flax before 0.3 stored the str of a dtype, not its name, and that of bfloat16 is what no other dtype has.
     dtype = dtypes.dtype_from_name("bfloat16" if name == b"<V2" else name.decode("ascii"))
     start, nbytes = _data_field(head, unpacker.tell())
-    _check_size(shape, dtype, nbytes)
+    needed = math.prod(shape) * dtype.itemsize
+    if dtype.itemsize == 0 or needed != nbytes:
+        raise ValueError(f"shape {tuple(shape)} and dtype {dtype} need {needed} bytes, not {nbytes}")
+    if nbytes == 0:
+        np.empty(shape, dtype)  # numpy rejects some shapes even without elements
     if start + nbytes != length:
         raise ValueError(f"{length} bytes of payload, but {start + nbytes} of header and data")
     # Flax decodes a scalar's payload like an array's; only one without dimensions becomes a scalar.
@@ -157,16 +156,6 @@ def _data_field(head: bytes, at: int) -> tuple[int, int]:
     if len(field) != width:
         raise ValueError("the header is cut")
     return at + 1 + width, int.from_bytes(field, "big")
-
-
-def _check_size(shape: list[int], dtype: np.dtype[Any], nbytes: int) -> None:
-    if dtype.itemsize == 0:
-        raise ValueError(f"dtype {dtype} without a size")
-    needed = math.prod(shape) * dtype.itemsize
-    if needed != nbytes:
-        raise ValueError(f"shape {tuple(shape)} and dtype {dtype} need {needed} bytes, not {nbytes}")
-    if nbytes == 0:
-        np.empty(shape, dtype)  # numpy rejects some shapes even without elements
 
 
 def parse_complex(payload: bytes) -> complex:
@@ -200,10 +189,12 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         return None
     if not all(_is(size, LeafKind.INT) for size in sizes):
         return None
-    if not all(_is(chunk, LeafKind.ARRAY) and is_contiguous(chunk) and len(chunk.shape) == 1 for chunk in chunks):
+    if not all(_is(chunk, LeafKind.ARRAY) and len(chunk.shape) == 1 for chunk in chunks):
         return None
-    shape = tuple(size.locator for size in sizes)
-    dtype = chunks[0].dtype
+    data = [chunk.locator for chunk in chunks]
+    if {type(one) for one in data} not in ({bytes}, {FileRanges}):
+        return None  # arrays of several processes
+    shape, dtype = tuple([size.locator for size in sizes]), chunks[0].dtype
     total = sum(chunk.nbytes for chunk in chunks)
     assert dtype is not None
     is_shape = min(shape, default=0) >= 0 and len(shape) <= MAX_DIMS
@@ -211,19 +202,14 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
-    data = [chunk.locator for chunk in chunks]
-    found: Any = b"".join(data) if type(data[0]) is bytes else FileRanges(tuple([one.ranges[0] for one in data]))
+    ranges = tuple([one for piece in data for one in piece.ranges]) if type(data[0]) is FileRanges else ()
+    found = FileRanges(ranges) if ranges else b"".join(data)
     return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, found)
 
 
 def is_one_range(leaf: LeafHandle) -> bool:
     """Return whether all bytes of a leaf are in one range of the file."""
     return type(leaf.locator) is FileRanges and len(leaf.locator.ranges) == 1
-
-
-def is_contiguous(leaf: LeafHandle) -> bool:
-    """Return whether all bytes of a leaf are in memory, or in one range of the file."""
-    return type(leaf.locator) is bytes or is_one_range(leaf)
 
 
 def _numbered(node: Node) -> list[LeafHandle] | None:
@@ -238,16 +224,12 @@ def _is(node: Node, kind: LeafKind) -> bool:
     return isinstance(node, LeafHandle) and node.kind is kind
 
 
-def maker_of_values(reader: Reader) -> Callable[[Path, Any], LeafHandle | None]:
-    """Return a function that makes the leaf of a decoded Python value; it raises KeyError for other types."""
-
-    def leaf(path: Path, value: Any) -> LeafHandle | None:
-        if value is None:
-            return None
-        kind, nbytes = _kind_of(value)
-        return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
-
-    return leaf
+def leaf_of_value(reader: Reader, path: Path, value: Any) -> LeafHandle | None:
+    """Return the leaf of a decoded Python value; raise KeyError for other types."""
+    if value is None:
+        return None
+    kind, nbytes = _kind_of(value)
+    return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
 
 
 def _kind_of(value: Any) -> tuple[LeafKind, int]:

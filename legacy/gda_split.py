@@ -30,6 +30,7 @@ from flax_ckpt_compat._core.tree import (
 )
 
 from . import format
+from .check_tree import check_tree
 from .gda_read import ZSTD_LEVEL
 
 
@@ -86,27 +87,34 @@ class DistributedArray:
 class SharedTree:
     """A tree of a multi-process save."""
 
-    tree: Node  # tree with `DistributedArray`s among its leaves
-    arrays: tuple[DistributedArray, ...]  # those arrays, in the same order in all processes
+    tree: Node
+    by_path: dict[Path, DistributedArray]  # its distributed arrays, in the same order in all processes
+
+    @property
+    def arrays(self) -> list[DistributedArray]:
+        """Return the distributed arrays."""
+        return list(self.by_path.values())
 
     def document(self, prefix: str) -> Node:
         """Return the tree of the file, with references to arrays below ``prefix`` in place of distributed arrays."""
-        return map_leaves(lambda _, leaf: _with_reference(leaf, prefix), self.tree)
+
+        def replaced(path: Path, leaf: Any) -> Any:
+            if (array := self.by_path.get(path)) is None:
+                return leaf
+            text = format.PLACEHOLDER + (prefix + array.subpath).rstrip("/")
+            return KeyData(leaf.impl, text) if isinstance(leaf, KeyData) else text
+
+        return map_leaves(replaced, self.tree)
 
 
 def split(tree: Node, process: ProcessInfo) -> SharedTree:
-    """Split the distributed arrays from a tree; raise UnsupportedLeafError if one cannot be stored as such."""
+    """Find the distributed arrays of a tree; raise UnsupportedLeafError if a msgpack file cannot hold a leaf."""
     found = {
         path: array for path, leaf in iter_leaves(tree) if (array := _distributed(path, leaf, process)) is not None
     }
+    check_tree(map_leaves(lambda path, leaf: None if path in found else leaf, tree))
     names = choose_subpaths(sorted(found))
-    arrays = {path: DistributedArray(names[path], found[path]) for path in sorted(found)}
-
-    def replaced(path: Path, leaf: Any) -> Any:
-        array = arrays.get(path, leaf)
-        return KeyData(leaf.impl, array) if path in arrays and isinstance(leaf, KeyData) else array
-
-    return SharedTree(map_leaves(replaced, tree), tuple(arrays.values()))
+    return SharedTree(tree, {path: DistributedArray(name, found[path]) for path, name in names.items()})
 
 
 def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
@@ -127,14 +135,6 @@ def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
     else:
         return array
     raise UnsupportedLeafError(f"{show_path(path)} {why}", leaf=show_path(path))
-
-
-def _with_reference(leaf: Any, prefix: str) -> Any:
-    if isinstance(leaf, KeyData):
-        return KeyData(leaf.impl, _with_reference(leaf.data, prefix))
-    if isinstance(leaf, DistributedArray):
-        return format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/")
-    return leaf
 
 
 # Characters: as UTF-8, fewer bytes than most file systems take for one name, and for a path.

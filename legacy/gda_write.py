@@ -27,7 +27,7 @@ _THREADS = 16
 
 def begin(save: ProcessSave) -> None:
     """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
-    arrays: tuple[DistributedArray, ...] = save.prepared.arrays
+    arrays: list[DistributedArray] = save.prepared.arrays
     if not arrays:
         return
     if save.upload is None:

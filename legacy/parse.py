@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ class _Tree:
 
     def __init__(self, reader: Reader, size: int):
         self._reader, self._lengths = reader, PathLengths(size)
-        self._leaf_of = format.maker_of_values(reader)
+        self._leaf_of = functools.partial(format.leaf_of_value, reader)
         # Branches whose children are still values, with their key paths and whether they are in a list: there, parts of
         # arrays and of keys stay dicts.
         self._stack: list[tuple[Path, Branch, bool]] = []

@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import BATCH_BYTES, ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.byte_reads import Read
+from flax_ckpt_compat._core.byte_reads import Read, Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
 from flax_ckpt_compat._core.location import Location
@@ -22,16 +22,16 @@ from flax_ckpt_compat._core.text_formatting import printable
 from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
-from .checksummed_file import ChecksummedFile, open_checksums, read_unverified
+from .checksummed_file import open_checksums, read_unverified
 from .format import FileRanges, is_one_range
 from .parse import parse, parse_stream
-from .read_bytes import MsgpackSource, Window, open_source
+from .read_bytes import Window, open_source, read_parts
 
 _log = logging.getLogger("flax_ckpt_compat")
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
 # A smaller file is read whole when it is opened, and held in memory while it is open.
-_WHOLE = 8 * 2**20
+_WHOLE, _WHOLE_OBJECT = 8 * 2**20, 32 * 2**20
 _ARRAY = LeafKind.ARRAY  # Python 3.11 takes as long to look it up in its class as for an if
 
 
@@ -48,21 +48,22 @@ class MsgpackReader(Reader):
 
     def __init__(self, location: Location, *, of_orbax: bool = False, is_stream: bool = False, verify: bool = False):
         self.location = location.unlisted()
-        self._source = open_source(location)
+        self._source, self._is_closed = open_source(location), False
         self._has_told = of_orbax  # that nothing is verified
         try:
             with translated(self.path, "read"), memory.pause_gc(enabled=self._source.is_local):
-                self._verify, self._sums = verify, open_checksums(self._source) if verify else None
+                self._verify, self._sums = verify, open_checksums(location, self._source) if verify else None
                 self.tree: Node = self._parsed(of_orbax, is_stream)
         except BaseException:
             self.close()
             raise
 
     def _parsed(self, of_orbax: bool, is_stream: bool) -> Node:
-        source, data = self._source, b""
-        if source.is_local and source.size <= _WHOLE:
-            data = source.read(0, source.size)
-            if isinstance(self._sums, ChecksummedFile):
+        source = self._source
+        data = b"" if source.is_local else source.head
+        if source.size <= (_WHOLE if source.is_local else _WHOLE_OBJECT):
+            data += read_parts(source, len(data), source.size)
+            if self._sums is not None:
                 self._sums.verify_data(data)
         window = Window(source, data)
         return parse_stream(window, self) if is_stream else parse(window, self, of_orbax=of_orbax)
@@ -86,12 +87,13 @@ class MsgpackReader(Reader):
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
+        self._is_closed = True
         self._source.close()
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read only the bytes of these leaves; see `Reader.read`."""
         wanted, source = cast(Sequence[LeafHandle], handles), self._source
-        if source.is_closed:
+        if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         self._tell_if_unverified()
         if ArraySlice in set(map(type, handles)):
@@ -168,7 +170,7 @@ class MsgpackReader(Reader):
                 self.read([ArraySlice(data, box)])
             return has_checksums
         with translated(self.path, "read"):
-            sums = self._sums = self._sums or open_checksums(self._source)
+            sums = self._sums = self._sums or open_checksums(self.location, self._source)
             ranges = [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size)
             return sums is not None and all(sums.verify(offset, offset + nbytes) for offset, nbytes in ranges)
 
@@ -193,7 +195,7 @@ def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> No
                 values[index] = array
 
 
-def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
+def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:
     """Map the contiguous arrays of a local file into ``values``, and return their indices.
 
     Most are not aligned: an array starts where its header ends.
@@ -212,7 +214,7 @@ def _map(source: MsgpackSource, handles: Sequence[LeafHandle], values: list[Any]
     return set(found)
 
 
-def _begin(source: MsgpackSource, handle: LeafHandle, reads: list[Read]) -> np.ndarray[Any, Any]:
+def _begin(source: Source, handle: LeafHandle, reads: list[Read]) -> np.ndarray[Any, Any]:
     """Allocate the value and add the reads into it."""
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)

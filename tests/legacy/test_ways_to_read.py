@@ -28,25 +28,24 @@ from tests.legacy.conftest import restore
 from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, arrays, fingerprint, numbers, state_dicts
 
-
-def _sizes(smallest: int, read_over: int = 0) -> dict[str, Any]:
-    sizes = read_bytes.WindowSizes(smallest, smallest, read_over, 1)
-    return {"reader._WHOLE": 0, "read_bytes.OF_FILES": sizes}
-
-
+_WINDOWS = {"legacy.reader._WHOLE": 0, "legacy.reader._WHOLE_OBJECT": 0}
+_OBJECT = {"_core.local.local_file.LocalFile.is_local": False, "legacy.read_bytes._PART": 1000}
+_LARGE = read_bytes.WindowSizes(8192, 8192, 2**30, 1)
 WAYS: dict[str, dict[str, Any]] = {
     "at once": {},
-    "by windows": {"reader._WHOLE": 0},
-    "by windows that end anywhere": _sizes(3000),
-    "by windows over all": _sizes(8192, 2**30),
-    "by single reads": {"reader._WHOLE": 0, "reader._SMALL": 40},
+    "by windows": _WINDOWS,
+    "by windows that end anywhere": _WINDOWS | {"legacy.read_bytes.OF_FILES": read_bytes.WindowSizes(3000, 3000, 0, 1)},
+    "by windows over all": _WINDOWS | {"legacy.read_bytes.OF_FILES": _LARGE},
+    "by single reads": _WINDOWS | {"legacy.reader._SMALL": 40},
+    "an object in parts": _OBJECT,
+    "an object by windows": _OBJECT | _WINDOWS,
 }
 
 
 def use(way: str, patch: pytest.MonkeyPatch) -> None:
     """Read in one of the ways from now on."""
     for name, value in WAYS[way].items():
-        patch.setattr(f"flax_ckpt_compat.legacy.{name}", value)
+        patch.setattr(f"flax_ckpt_compat.{name}", value)
 
 
 def describe(path: Path) -> Any:
@@ -223,7 +222,7 @@ _HOSTILE = {
     "object": (_ext(1, (1,), "O", bytes(8)), "'O'"),
     "record": (_ext(1, (1,), "i4,i4", bytes(8)), "i4,i4"),
     "void": (_ext(1, (1,), "V8", bytes(8)), "V8"),
-    "no size": (_ext(1, (1,), "S0", b""), "without a size"),
+    "no size": (_ext(1, (1,), "S0", b""), "need 0 bytes"),
     "dtype text": (_ext(1, (1,), "int\u00e9", bytes(8)), "does not decode"),
     "dtype nil": (_ext(1, (1,), None, bytes(8)), "not a dtype name"),
     "two fields": (_ext(1, (1,), "int32"), "three fields"),
