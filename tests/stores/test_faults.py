@@ -10,9 +10,9 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.object_store import s3 as s3_client
+from flax_ckpt_compat._core.object_store import clouds
 from flax_ckpt_compat._core.object_store.client import ConflictError
-from flax_ckpt_compat._core.object_store.s3 import S3Client
+from flax_ckpt_compat._core.object_store.clouds import S3Client
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage_errors import not_found
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
@@ -78,8 +78,8 @@ def test_a_store_that_does_not_answer(
     compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting ends, with an error that says so."""
-    monkeypatch.setattr(s3_client, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(s3_client, "_TRIES", 2)
+    monkeypatch.setattr(clouds, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(clouds, "_TRIES", 2)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))  # so that a new client is made
     save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
@@ -103,7 +103,7 @@ def test_an_interrupt_while_a_large_file_is_sent(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends the save as itself, also where the parts that were sent cannot be removed."""
-    monkeypatch.setattr(s3_client, "PART_BYTES", 1000)
+    monkeypatch.setattr(clouds, "PART_BYTES", 1000)
     (tmp_path / "large").write_bytes(bytes(1500))
 
     class Interrupted(Meter):
@@ -119,7 +119,7 @@ def test_an_interrupt_while_a_large_file_is_sent(
 
 def test_large_bytes_are_sent_in_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """As chunks of a ``_gda`` folder are, which come from memory."""
-    monkeypatch.setattr(s3_client, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
+    monkeypatch.setattr(clouds, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
     data = np.random.default_rng(0).bytes(11 * 2**20 + 1)
     S3Client().put(f"{bucket.url}/chunk", data)
     assert bucket.get("chunk") == data
@@ -127,11 +127,11 @@ def test_large_bytes_are_sent_in_parts(bucket: Bucket, monkeypatch: pytest.Monke
 
 def test_the_last_answer_about_a_large_object_is_lost(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The upload is unknown to the store when the client asks again: what was to be written is there."""
-    monkeypatch.setattr(s3_client, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(clouds, "PART_BYTES", 5 * 2**20)
     data, send = np.random.default_rng(0).bytes(6 * 2**20), S3Client._send
 
-    def answer(store: S3Client, url: str, operation: str, **arguments: Any) -> Any:
-        found = send(store, url, operation, **arguments)
+    def answer(store: S3Client, url: str, operation: str, *version: Any, **arguments: Any) -> Any:
+        found = send(store, url, operation, *version, **arguments)
         if operation == "complete_multipart_upload":
             raise not_found(url)
         return found
@@ -146,15 +146,15 @@ def test_an_object_that_is_removed_before_it_is_replaced(
     nbytes: int, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S3 answers 404 to a condition on an object that is gone: another writer was there."""
-    monkeypatch.setattr(s3_client, "PART_BYTES", 1000)
+    monkeypatch.setattr(clouds, "PART_BYTES", 1000)
     (tmp_path / "file").write_bytes(bytes(nbytes))
 
     send = S3Client._send
 
-    def missing(store: S3Client, url: str, operation: str, **arguments: Any) -> Any:
+    def missing(store: S3Client, url: str, operation: str, *version: Any, **arguments: Any) -> Any:
         if operation == "complete_multipart_upload":  # of which moto ignores the condition
             raise not_found(url)
-        return send(store, url, operation, **arguments)
+        return send(store, url, operation, *version, **arguments)
 
     monkeypatch.setattr(S3Client, "_send", missing)
     with pytest.raises(ConflictError):

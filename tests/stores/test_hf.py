@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_fetched_is_not_absent(hub: Hub, monkeypatch: pyte
 
     hub.files["run/checkpoint_1"] = serialization.to_bytes({"w": 1})
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(errors.StorageError, match="check the path, the network"):
+    with pytest.raises(errors.StorageError, match=r"could not be read: .*and the network"):
         checkpoints.restore_checkpoint(f"{hub.url}/run", {"w": 2})
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (f"{hub.url}/none", f"{hub.url}/none/x.msgpack"):
         with pytest.raises(errors.CheckpointNotFoundError):
             flax_ckpt_compat.restore(path)
-    with pytest.raises(errors.StorageError, match="there is no repository 'org/none'"):
+    with pytest.raises(errors.StorageError, match=r"could not be read: .*HF_TOKEN"):
         checkpoints.restore_checkpoint("hf://org/none/x", {"w": 1})
     missing = type("EntryNotFoundError", (Exception,), {})  # as for a folder that is not there
     monkeypatch.setattr("huggingface_hub.HfApi.get_paths_info", Mock(side_effect=missing))

@@ -17,14 +17,13 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
+from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
 from flax_ckpt_compat._core.errors import StorageError, is_of_handler
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
-SCHEMES = ("s3", "gs", "az")
 ABSENT = ""  # the version of an object that is not there
-CONNECT_SECONDS, ANSWER_SECONDS = 10, 30  # without a byte, before a request is tried again
 EXPIRES_AFTER = 24 * 3600  # s; then a writer without a commit counts as dead
 PART_BYTES = 32 * 2**20  # of a large object, sent by one connection
 _Answer = TypeVar("_Answer")
@@ -33,6 +32,12 @@ _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 class ConflictError(StorageError):
     """An object does not have the version that a request was to read, replace or delete."""
+
+
+def replaced(url: str) -> ConflictError:
+    """Return the error for an object that no longer has the version that was found."""
+    message = f"{url} was replaced or removed since it was opened; open it again"
+    return ConflictError(message, path=url, errno=errno.ESTALE)
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -62,10 +67,13 @@ class Client(abc.ABC):
     Attributes:
         needs_commit_file: a folder without ``commit_success.txt`` is incomplete, as for real Orbax.
         shares_names: an object and a folder may have one name.
+        credentials, endpoint: what an error says of how to give them.
     """
 
     needs_commit_file: ClassVar[bool] = False
     shares_names: ClassVar[bool] = True
+    credentials: ClassVar[str]
+    endpoint: ClassVar[str]
 
     @abc.abstractmethod
     def list(self, url: str) -> dict[str, Stat]:
@@ -91,9 +99,9 @@ class Client(abc.ABC):
         """Read an object, or a part of it, in this version; fewer bytes if it ends before ``stop``."""
         return b"" if stop is not None and stop <= start else self.read_there(url, start, stop, version)[0]
 
-    def local_copy(self, url: str) -> str | None:  # noqa: ARG002
-        """Return the path of a local copy to read instead of an object, where the store's own package makes one."""
-        return None
+    def open(self, url: str) -> Source:
+        """Open one version of an object, to read parts of it."""
+        return OpenedObject(self, url)
 
     def put(self, url: str, data: bytes | os.PathLike[str], version: str | None = None, meter: Meter = OFF) -> str:
         """Write bytes, or a local file, to an object that has this version, `ABSENT` or any; return its new one."""
@@ -107,7 +115,7 @@ class Client(abc.ABC):
                     if is_answer and (found := self._version_if_written(url, file)) is not None:
                         return found
                 if version and isinstance(error, FileNotFoundError):  # how S3 answers to a condition
-                    raise ConflictError(f"{url} was removed meanwhile", path=url, errno=errno.ESTALE) from error
+                    raise replaced(url) from error
                 raise
 
     def _version_if_written(self, url: str, file: BinaryIO) -> str | None:
@@ -119,6 +127,25 @@ class Client(abc.ABC):
         pieces = (self.read(url, at, at + PART_BYTES, found.version) for at in range(0, size, PART_BYTES))
         return found.version if all(piece == file.read(PART_BYTES) for piece in pieces) else None
 
+    def translated(self, error: Exception, url: str, doing: str) -> Exception:
+        """Return our error for a client's; ``doing`` completes "could not be …"."""
+        status = _status_of(error)
+        if status in _CONFLICTS:
+            return replaced(url)
+        if re.search(_NO_BUCKET, f"{type(error).__name__}: {error}") or (status == _MISSING and doing == "listed"):
+            remedy = f"there is no bucket {split(url)[1]!r}, or not at this endpoint: create it, or correct the URL"
+            return self.failure(error, url, doing, remedy)
+        return not_found(url) if status == _MISSING else self.failure(error, url, doing)
+
+    def failure(self, error: Exception, url: str, doing: str, remedy: str = "") -> StorageError:
+        """Return the StorageError for a client's error."""
+        reason = str(error).partition("\n")[0][:300] or type(error).__name__
+        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+            reason = "it did not answer in time"
+        credentials = f"the credentials, which may be missing or have expired ({self.credentials})"
+        remedy = remedy or f"check {credentials}, {self.endpoint}, and the network"
+        return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
+
     def prepare(self, url: str) -> None:  # noqa: B027
         """Refuse saves to a folder, or warn of them, where the store cannot do all that they need."""
 
@@ -127,6 +154,28 @@ class Client(abc.ABC):
 
         Most stores have none."""
         return []
+
+
+class OpenedObject(Source):
+    """One version of an object, read in parts."""
+
+    def __init__(self, client: Client, url: str):
+        self.path, self._client = url, client
+        self.head, told = client.read_there(url, 0, HEAD_BYTES, None)
+        if (found := told or client.find(url)) is None:
+            raise not_found(url)
+        self.size, self._version, _ = found
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
+        stop = min(stop, self.size)
+        try:
+            found = self._client.read(self.path, start, stop, self._version)
+        except FileNotFoundError as error:
+            raise replaced(self.path) from error
+        if len(found) < stop - start:
+            raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
+        return found
 
 
 class Key(NamedTuple):
@@ -143,7 +192,6 @@ class FsspecClient(Client):
     Attributes:
         package, extra: what has fsspec's client, and our extra that installs it.
         variables: how the names begin of environment variables that choose the store and the credentials.
-        credentials, endpoint: what an error says of how to give them.
         connect: returns a new client of fsspec, which no other code shares.
         _list, …: coroutines that take a `Key`, and then what follows. They raise the errors of fsspec's client.
     """
@@ -151,8 +199,6 @@ class FsspecClient(Client):
     package: ClassVar[str]
     extra: ClassVar[str]
     variables: ClassVar[tuple[str, ...]]
-    credentials: ClassVar[str]
-    endpoint: ClassVar[str]
     connect: Callable[[], Any]
     _list: Callable[..., Coroutine[Any, Any, dict[str, Stat]]]  # prefix; by names
     _stat: Callable[..., Coroutine[Any, Any, Stat]]
@@ -202,7 +248,7 @@ class FsspecClient(Client):
     def _run(
         self, url: str, doing: str, request: Callable[..., Coroutine[Any, Any, _Answer]], *args: Any, **more: Any
     ) -> _Answer:
-        """Run a coroutine with the `Key` of a URL; ``doing`` completes "could not be …"."""
+        """Run a coroutine with the `Key` of a URL, once more where credentials have expired."""
         for is_last in (False, True):
             try:
                 key = Key(self._store(url), *split(url)[1:])
@@ -220,7 +266,7 @@ class FsspecClient(Client):
                     return b"", None  # type: ignore[return-value]
                 # Another program may have renewed the credentials in their file.
                 if is_last or not _has_expired(error):
-                    raise self._translated(error, url, doing) from error
+                    raise self.translated(error, url, doing) from error
                 self._connected = None, None
         raise AssertionError
 
@@ -238,33 +284,10 @@ class FsspecClient(Client):
             self._connected = wanted, store
         return store
 
-    def _translated(self, error: Exception, url: str, doing: str) -> Exception:
-        """Return our error for a client's."""
-        status, name = _status_of(error), type(error).__name__
-        if status in _CONFLICTS:
-            message = f"{url} was replaced or removed meanwhile; open it again"
-            return ConflictError(message, path=url, errno=errno.ESTALE)
-        has_no_bucket = re.search(_NO_BUCKET, f"{name}: {error}") or (status == _MISSING and doing == "listed")
-        if status == _MISSING and not has_no_bucket:
-            return not_found(url)
-        reason = str(error).partition("\n")[0][:300] or name
-        if isinstance(error, TimeoutError) or "Timeout" in name:
-            reason = "it did not answer in time"
-        remedy = f"check the credentials, which may be missing or have expired ({self.credentials}), {self.endpoint}"
-        remedy += ", and the network"
-        if has_no_bucket:
-            remedy = f"there is no bucket {split(url)[1]!r}, or not at this endpoint: create it, or correct the URL"
-        return StorageError(f"{url} could not be {doing}: {reason}; {remedy}", path=url)
-
-
-def byte_range(start: int, stop: int | None) -> str:
-    """Return the header of a request for a part of an object."""
-    return f"bytes={start}-{'' if stop is None else stop - 1}"
-
 
 _EXPIRED = r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant|RefreshError"
 _NO_BUCKET = r"NoSuchBucket|ContainerNotFound|InvalidBucketName|bucket name|InvalidResourceName"
-_NO_WORD, _DENIED, _MISSING, _OUT_OF_RANGE = 400, 403, 404, 416
+_NO_WORD, _MISSING, _OUT_OF_RANGE = 400, 404, 416
 _CONFLICTS = (409, 412)  # another version, or another writer at this moment
 
 
@@ -274,15 +297,13 @@ def _status_of(error: BaseException) -> int:
         return _MISSING
     if isinstance(error, FileExistsError):
         return _CONFLICTS[1]
-    if isinstance(error, PermissionError) or "Forbidden" in str(error):
-        return _DENIED
     if re.search("request(ed)? range", str(error), re.IGNORECASE):  # of gcsfs
         return _OUT_OF_RANGE
     answer = getattr(error, "response", None)  # of botocore
     if isinstance(answer, dict):
         return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
-    found = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure, of gcsfs
-    return int(str(found)) if str(found).isdigit() else 0
+    found = str(getattr(error, "status_code", None) or getattr(error, "code", None))  # of Azure, of gcsfs
+    return int(found) if found.isdigit() else 0
 
 
 def _has_expired(error: Exception) -> bool:

@@ -19,12 +19,10 @@ from pathlib import Path
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.object_store.az import AzClient
 from flax_ckpt_compat._core.object_store.client import ABSENT, EXPIRES_AFTER, Client, ConflictError, split
+from flax_ckpt_compat._core.object_store.clouds import AzClient, GsClient, S3Client
 from flax_ckpt_compat._core.object_store.epath import EpathClient, is_known
-from flax_ckpt_compat._core.object_store.gs import GsClient
 from flax_ckpt_compat._core.object_store.hub import HubClient
-from flax_ckpt_compat._core.object_store.s3 import S3Client
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX

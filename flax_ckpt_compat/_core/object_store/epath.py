@@ -1,7 +1,7 @@
 """Reach the path classes that are registered with `etils.epath`, through the methods of ``pathlib``.
 
-Such a store can list, read, write and delete files, and no more: files are copied whole, and versions are compared
-before a file is written, not by the store. Saves warn of that once.
+Such a store can list, read, write and delete files, and no more: files are copied whole, whatever is there. Saves warn
+of that once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from flax_ckpt_compat._core.object_store.client import ABSENT, Client, ConflictError, split
+from flax_ckpt_compat._core.object_store.client import ABSENT, Client, replaced, split
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.progress import Meter
 from flax_ckpt_compat._core.storage import Stat
@@ -56,21 +56,18 @@ class EpathClient(Client):
             data = bytes(file.read(-1 if stop is None else stop - start))
         found = self.find(url)
         if version not in (None, found and found.version):
-            raise ConflictError(f"{url} was replaced since it was opened; open it again", path=url)
+            raise replaced(url)
         return data, found
 
     def write(self, url: str, file: BinaryIO, version: str | None, meter: Meter) -> str:
+        path = _path(url)
         with translated(url, "written"):
-            found, path = None if version is None else self.find(url), _path(url)
-            if version not in (None, ABSENT if found is None else found.version):
-                raise ConflictError(f"{url} was replaced or removed meanwhile", path=url)
             # Such a store may be a disk, where no file and folder share a name.
-            if path.is_dir():
-                inside = list(self.list(url))
-                if version == ABSENT and COMMIT_FILE in inside:
-                    raise ConflictError(f"{url} was saved meanwhile", path=url)
-                for name in inside:
-                    self.delete(f"{url}/{name}")
+            inside = list(self.list(url))
+            if version == ABSENT and (COMMIT_FILE in inside or self.find(url) is not None):
+                raise replaced(url)
+            for name in inside:
+                self.delete(f"{url}/{name}")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as there:
                 shutil.copyfileobj(file, there, _PIECE)
@@ -78,17 +75,16 @@ class EpathClient(Client):
             return _stat(path).version
 
     def delete(self, url: str, version: str | None = None) -> bool:
-        with translated(url, "removed"):
-            found, path = self.find(url), _path(url)
-            if found is None or version not in (None, found.version):
-                return False
-            with suppress(FileNotFoundError):
-                path.unlink()
-            with suppress(OSError):  # others write there
-                while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
-                    path = path.parent
-                    path.rmdir()
-            return True
+        found, path = self.find(url), _path(url)
+        if found is None or version not in (None, found.version):
+            return False
+        with translated(url, "removed"), suppress(FileNotFoundError):
+            path.unlink()
+        with suppress(OSError):  # others write there
+            while split(os.fspath(path.parent))[2] and not list(path.parent.iterdir()):
+                path = path.parent
+                path.rmdir()
+        return True
 
     def prepare(self, url: str) -> None:
         _warn_once(split(url)[0])

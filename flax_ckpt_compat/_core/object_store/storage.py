@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import tempfile
@@ -10,11 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Self
 
-from flax_ckpt_compat._core.byte_reads import HEAD_BYTES, Source
+from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, presence, temporaries
 from flax_ckpt_compat._core.object_store import client, commit
-from flax_ckpt_compat._core.object_store.client import ConflictError
 from flax_ckpt_compat._core.object_store.commit import client_for, is_unfinished
 from flax_ckpt_compat._core.object_store.upload import Upload
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, is_upload_marker
@@ -185,12 +183,7 @@ class ObjectLocation(Location):
         return failures
 
     def open_file(self) -> Source:
-        copy = client_for(self.path).local_copy(self.path)
-        if copy is None:
-            return OpenedObject(self.path)
-        source = Location(copy).open_file()
-        source.path = self.path
-        return source
+        return client_for(self.path).open(self.path)
 
     def prepare_directory(self) -> None:
         client_for(self.path).prepare(self.path)
@@ -225,29 +218,3 @@ class ObjectLocation(Location):
 
 def _versions(found: dict[str, Stat]) -> dict[str, str]:
     return {name: one.version for name, one in found.items() if not is_upload_marker(name)}
-
-
-class OpenedObject(Source):
-    """One version of an object, read in parts."""
-
-    def __init__(self, url: str):
-        self.path = url
-        self._client = commit.client_for(url)
-        self.head, told = self._client.read_there(url, 0, HEAD_BYTES, None)
-        if (found := told or self._client.find(url)) is None:
-            raise not_found(url)
-        self.size, self._version, _ = found
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
-        stop = min(stop, self.size)
-        if stop <= start:
-            return b""
-        try:
-            found = self._client.read(self.path, start, stop, self._version)
-        except (ConflictError, FileNotFoundError) as error:
-            message = f"{self.path} was replaced or removed since it was opened; open it again"
-            raise ConflictError(message, path=self.path, errno=errno.ESTALE) from error
-        if len(found) != stop - start:
-            raise StorageError(f"{self.path} could not be read: the answer has fewer bytes", path=self.path)
-        return found
