@@ -116,6 +116,6 @@ def _changed(location: Location) -> float | None:
 
 def begin(checkpoint_dir: CheckpointDir, step: Any) -> Agreement | None:
     """Return the agreement of a restore in a job of several processes; None in a process on its own."""
-    if not coordination.is_connected() or coordination.process_and_count()[1] < 2:
+    if coordination.process_and_count()[1] < 2:
         return None
     return Agreement(checkpoint_dir, step)

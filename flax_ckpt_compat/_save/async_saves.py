@@ -99,8 +99,7 @@ class AsyncManager:
 
 def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_timeout: float | None = None) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    real, work = directory.resolve(), Task(_run, task)
-    here, refusal = threading.get_ident(), ""
+    real, work, here = directory.resolve(), Task(_run, task), threading.get_ident()
     del task
 
     def run() -> None:
@@ -108,27 +107,26 @@ def start(manager: Any, directory: Location, task: Callable[[], Any], *, lookup_
         if work.thread is not None:  # else it was withdrawn
             work.result()
 
-    if _is_within(manager) or here in _submitting:
-        refusal = "none are taken within its tasks, or a call that a signal interrupted"
-    else:
+    refusal = "none are taken within its tasks, or a call that a signal interrupted"
+    if not _is_within(manager) and here not in _submitting:
         _submitting.append(here)
         try:
             future = manager.save_async(run)
+            if not isinstance(future, Future):
+                future = getattr(manager, "save_future", None)
+            if isinstance(future, Future):  # a manager without one alone raises its failures
+                _saves.append(BackgroundSave(real, work, future, lookup_timeout))
         except BaseException as error:
             if not thread_pools.is_refusal(error):
                 work.withdraw()  # it may be queued all the same
                 raise
             refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
+        else:
+            return
         finally:
             _submitting.remove(here)
-    if refusal:
-        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
-        work.result()
-        return
-    if not isinstance(future, Future):
-        future = getattr(manager, "save_future", None)
-    if isinstance(future, Future):  # a manager without one alone raises its failures
-        _saves.append(BackgroundSave(real, work, future, lookup_timeout))
+    _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
+    work.result()
 
 
 def start_commit(checkpointer: Any, directory: Location, then: Callable[[], Any]) -> None:
@@ -162,9 +160,7 @@ def saves_into(directory: Location) -> list[BackgroundSave]:
 
 
 def _raise_once(future: Future[Any]) -> None:
-    """Wait for a manager's save, and raise its failure unless somebody has seen it.
-
-    The save stays the manager's, as in Flax, whose callers ask for its result after a wait."""
+    """Wait for a manager's save, and raise its failure unless somebody has seen it; the save stays the manager's."""
     with suppress(CancelledError):
         future.exception()
     if future not in _raised:
@@ -202,15 +198,14 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
 
 
 def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: Any = None) -> None:
-    """Wait before a restore for a checkpointer's and multi-process saves to its directory; raise failures of all.
-
-    Where no checkpoint is yet, wait for all: a restore would return its target, and train from initial values."""
+    """Wait before a restore for a checkpointer's and multi-process saves to its directory; raise failures of all."""
     directories = {checkpoint_dir.directory, checkpoint_dir.root.parent}
     for directory in directories:
         _wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in saves_into(one)]
     running = [save for save in saves if not save.task.done]
+    # A restore without a checkpoint would return its target, and the program train from initial values.
     if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
         for save in running:
             save.wait()
@@ -218,9 +213,7 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
 
 
 def wait_for_multiprocess_saves(directory: Location) -> None:
-    """Wait for this process's multi-process background saves into a directory, before every look-up in it.
-
-    Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
+    """Wait for this process's multi-process saves before a look-up: processes with the same saves find the same."""
     for save in saves_into(directory):
         if save.lookup_timeout is not None and not save.task.runs_here:
             save.task.wait(save.lookup_timeout)
@@ -292,10 +285,6 @@ def log_failures(*, running: bool = True) -> None:
 
 
 def _finish_saves() -> None:
-    # An executor does not end a thread whose start Ctrl-C interrupted, and the interpreter would wait for it for ever.
-    for manager in list(_managers):
-        with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
-            manager.executor.shutdown(wait=False)
     for save in list(_saves):
         save.wait()
     log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers

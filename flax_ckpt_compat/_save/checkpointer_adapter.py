@@ -1,8 +1,4 @@
-"""Save with a user's Orbax checkpointer object, under our rules for overwriting, publishing and retention.
-
-The object is called and waited for, and never changed. Never imports orbax: a caller with such an object has imported
-it already.
-"""
+"""Save with a user's Orbax checkpointer object, which is called and waited for, never changed; import no orbax."""
 
 from __future__ import annotations
 
@@ -30,11 +26,9 @@ def written_path(path: str) -> str:
 
 
 def save(request: SaveRequest, target: Any, written: str | None = None, *, is_primary: bool = True) -> None:
-    """Save with the request's checkpointer; publish the result, and retain, once it is committed.
+    """Save with the request's checkpointer, to the `written_path`; the primary publishes and retains after the commit.
 
-    A checkpointer that saves in the background goes on after this returns, unless the save replaces something: then
-    this waits for it. In a multi-process save, all processes agree on the `written_path`, and the primary publishes.
-    """
+    A checkpointer that saves in the background goes on after this returns, unless the save replaces something."""
     checkpointer: Any = request.orbax_checkpointer
     written = written or written_path(request.path)
     in_background = hasattr(checkpointer, "wait_until_finished")
@@ -46,11 +40,9 @@ def save(request: SaveRequest, target: Any, written: str | None = None, *, is_pr
         temporaries.release(os.path.dirname(written))  # the next save removes what is left of it
         if not isinstance(error, (TypeError, AttributeError, KeyError)):  # its others say what is wrong with the tree
             raise
-        raise CheckpointerError(
-            f"{request.path}: the given orbax_checkpointer ({described(checkpointer)}) cannot save this tree: {error}; "
-            "pass one for pytrees, or leave orbax_checkpointer out",
-            path=request.path,
-        ) from error
+        what = f"the given orbax_checkpointer ({described(checkpointer)}) cannot save this tree: {error}"
+        remedy = "pass one for pytrees, or leave orbax_checkpointer out"
+        raise CheckpointerError(f"{request.path}: {what}; {remedy}", path=request.path) from error
     if in_background and written == request.path:
         then = functools.partial(_publish, request, written) if is_primary else bool
         async_saves.start_commit(checkpointer, request.directory, then)

@@ -19,8 +19,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
 
 BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
-# How much longer to wait for the rest once the save has failed, so that they get the reason too.
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 30.0  # how much longer to wait for the rest once the save has failed, so that they get the reason too
 _READ_SECONDS = 2.0  # of one blocking read; Python handles no signal meanwhile
 _REPORTS, _ANSWERS = "flax_ckpt_compat/reports", "flax_ckpt_compat/answers"
 # By the clock, so that a process which was started anew takes no answer to the one before for its own.
@@ -73,11 +72,6 @@ class KeyValueStore:
     def _unreachable(self, error: Exception) -> ProcessTimeoutError:
         message = f"{self._path}: process 0, which holds the job's key-value store, does not answer: {error}"
         return ProcessTimeoutError(message, path=self._path, absent=(0,))
-
-
-def is_connected() -> bool:
-    """Return whether this process is connected with others, as one of a job; does not start jax's backends."""
-    return _state().client is not None
 
 
 def process_and_count() -> tuple[int, int]:
@@ -262,10 +256,9 @@ class Coordinator:
         # Process 0 commits, and may have done so before it stopped answering.
         is_unknown = missing == [0] and stage == COMMIT
         outcome = "so it is not known here whether the checkpoint was saved" if is_unknown else "so nothing was saved"
-        return ProcessTimeoutError(
-            f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "
-            f"{waited:g} s, {outcome}. It may have exited, hang, or run other code: all processes have to "
-            "call save_checkpoint_multiprocess. If it only needs more time, raise the setting coordination_timeout.",
-            path=self._path,
-            absent=tuple(missing),
+        message = (
+            f"process {shown} of {self.process.count} did not reach barrier {stage!r} within {waited:g} s, {outcome}"
         )
+        why = "It may have exited, hang, or run other code: all processes have to call save_checkpoint_multiprocess"
+        remedy = "If it only needs more time, raise the setting coordination_timeout."
+        return ProcessTimeoutError(f"{self._path}: {message}. {why}. {remedy}", path=self._path, absent=tuple(missing))

@@ -41,8 +41,8 @@ def find_leftovers(root: Location) -> list[Leftover]:
         raise not_found.no_directory(root).error(root)
     denied: list[StorageError] = []
     found = [leftover for folder, _ in walk.folders_below(root, denied) for leftover in in_folder(folder)]
-    why = "the system refused to list it"
-    return [*found, *(Leftover(root.at(str(error.path)), "a directory, perhaps with more", 0, why) for error in denied)]
+    what, why = "a directory, perhaps with more", "the system refused to list it"
+    return [*found, *(Leftover(root.at(str(error.path)), what, 0, why) for error in denied)]
 
 
 def remove(leftover: Leftover, *, force: bool = False) -> bool:

@@ -1,7 +1,6 @@
 """Run a multi-process save: the steps of `pipeline`, with a barrier before and after writing; process 0 commits.
 
-Before anything is written, small digests of the trees are compared. Arrays spread over processes must agree; of other
-leaves process 0's are saved.
+Before, digests of the trees are compared: arrays spread over processes must agree; of others process 0's are saved.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core.backend import Backend, ProcessSave
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.object_store import upload as uploads
@@ -67,7 +65,6 @@ class _OwnSave:
     tree: Node = None
     replicas: Replicas = dataclasses.field(default_factory=dict)
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
-    nbytes: int = 0  # of what this process writes, if that is reported
     has_begun: bool = False  # this process writes, or did
     publishing: bool = False  # process 0 has begun to publish
 
@@ -111,8 +108,6 @@ class _OwnSave:
         upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
         path = self.part.path if upload else begun["path"]
         self.part = dataclasses.replace(self.part, path=path, upload=upload, options=options)
-        if options.meter.is_on:
-            self.nbytes = _own_nbytes(self.tree, writers, self.part.process.index)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -132,17 +127,18 @@ class _OwnSave:
 
     def write_and_commit(self, failed: BaseException | None = None) -> None:
         """Write this process's part, unless it has failed; then wait for all, and commit in process 0."""
-        request, meter, self.has_begun = self.request, self.part.options.meter, True
+        request, part, meter, self.has_begun = self.request, self.part, self.part.options.meter, True
 
         def write() -> None:
             if failed is not None:
                 raise failed
             with self._writing():
-                self.backend.write_process_part(self.part)
+                self.backend.write_process_part(part)
 
         with meter.reporting():
             if meter.is_on:
-                meter.begin(request.path, self.nbytes, rounds=2 if self.part.upload else 1)
+                nbytes = _own_nbytes(self.tree, part.options.writers, part.process.index)
+                meter.begin(request.path, nbytes, rounds=2 if part.upload else 1)
             try:
                 self.coordinator.barrier(COMMIT, write, on_primary=self._commit)
             finally:
@@ -165,10 +161,8 @@ class _OwnSave:
         retain(request)
 
     def _clean_up(self) -> None:
-        """Remove what is left of the temporary, and in process 0 of an upload that no store may count as a checkpoint.
-
-        Another process removes what all write to only once process 0 has given up: it may have made anew what that one
-        removed."""
+        """Remove what is left of the temporary, and in process 0 of an upload that it has not begun to publish."""
+        # Another process removes what all write to once process 0 has given up: it may have made that anew.
         coordinator, upload = self.coordinator, self.part.upload
         if coordinator.is_primary or coordinator.is_aborted or upload is not None:
             atomic.remove_temporary(self.part.path)
@@ -207,14 +201,12 @@ def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replic
     options, signature = request.options, f"{request.format.value} with overwrite={request.overwrite}"
     if backend.compresses and options.compression is not None:
         signature += f", compression={options.compression!r}"
-    described = Memo[bytes](lambda array: _layout(*array))
     spread, count, names = Counter[str](), 0, 0
     for path, array in _arrays(tree):
         checksum = _checksum(path)
         count, names = count + 1, names + checksum
         if _spans_processes(array):
-            layout = described.of((array.sharding, array.shape, array.dtype))
-            spread[str(checksum % _GROUPS)] += zlib.crc32(layout, checksum)
+            spread[str(checksum % _GROUPS)] += zlib.crc32(_layout(array.sharding, array.shape, array.dtype), checksum)
     return {
         "signature": signature + ("" if options.checksums else ", checksums='off'"),
         "spread": {group: f"{total % 2**32:x}" for group, total in spread.items()},
@@ -240,12 +232,9 @@ def _warn_of_more_leaves(path: str, mine: list[int], reports: Reports) -> None:
     for index, other in sorted(reports.items()):
         number = other["leaves"][0]
         if other["leaves"] != mine and number >= mine[0]:  # one with fewer holds a part of ours
-            log_once(
-                (folder, "more leaves"),
-                f"{folder}: process {index} holds leaves that process 0 does not hold, and these are not saved "
-                f"({number} leaves, and {mine[0]} in process 0). Give the tree the same keys in all processes. This "
-                "warning is shown once.",
-            )
+            what = f"{folder}: process {index} holds leaves that process 0 does not hold, and these are not saved"
+            remedy = "Give the tree the same keys in all processes. This warning is shown once."
+            log_once((folder, "more leaves"), f"{what} ({number} leaves, and {mine[0]} in process 0). {remedy}")
             return
 
 

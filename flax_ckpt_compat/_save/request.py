@@ -38,8 +38,7 @@ class SaveRequest:
     format: Format
     options: WriteOptions
     coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
-    # Saves in the background: ours, Flax's or a user's, with `AsyncManager`'s methods. Later calls raise its failures
-    # if its ``save_future`` is a Future. None saves in the foreground.
+    # Ours, Flax's or a user's: later calls raise its failures if its ``save_future`` is a Future. None: no background.
     async_manager: Any = None
     orbax_checkpointer: Any = None  # of real Orbax: writes in the backend's place; None for the backend
     start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch

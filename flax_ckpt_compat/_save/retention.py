@@ -17,7 +17,6 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.location import Location
-from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import contents, saved_steps
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -26,7 +25,6 @@ from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
 _CLOCK_SECONDS = 2.0  # by which the clock of a file system may be behind, and to which some round
-_AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 # Directory and name → prefix that this process saved it with: ``v23`` is step 23 of ``v`` and step 3 of ``v2``. One
 # neither counts nor removes checkpoints of the other. Other processes cannot know, so a save warns. Changed by single
@@ -37,10 +35,7 @@ _saved: dict[tuple[str, str], str] = {}
 def retain(request: SaveRequest) -> None:
     """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
 
-    Raises:
-        ConcurrentWriteError: another program has removed the checkpoint; or, in a store, where nothing can be locked,
-            this save and one of a newer step have removed each other's.
-    """
+    Raise ConcurrentWriteError if another program has removed the checkpoint, be it by a save of a newer step."""
     global _last_saved
     try:
         if request.step is not None:
@@ -50,9 +45,8 @@ def retain(request: SaveRequest) -> None:
         elif not request.location.is_remote and not request.location.exists():
             raise _removed_error(request)
     finally:  # the checkpoint is saved even if the clean-up failed
-        monitoring.record_event_duration_secs(
-            "/jax/checkpoint/write/duration_since_last_checkpoint_secs", request.start - _last_saved
-        )
+        since, event = request.start - _last_saved, "/jax/checkpoint/write/duration_since_last_checkpoint_secs"
+        monitoring.record_event_duration_secs(event, since)
         _last_saved = request.start
 
 
@@ -77,11 +71,9 @@ def _remove_others(request: SaveRequest) -> None:
         failures.append(error)
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        message = (
-            f"{request.path} was saved, but old checkpoints could not be removed: {failures[0]}{more}. The next "
-            "save tries again; or delete them yourself"
-        )
-        raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
+        message = f"{request.path} was saved, but old checkpoints could not be removed: {failures[0]}{more}"
+        remedy = "The next save tries again; or delete them yourself"
+        raise CleanupError(f"{message}. {remedy}", path=request.path, errno=failures[0].errno) from failures[0]
 
 
 def _is_complete(location: Location) -> bool:
@@ -155,58 +147,44 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
 
 def _remove(request: SaveRequest, listed: CheckpointDir, names: list[str], present: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    directory, failures = listed.directory, list[StorageError]()
-
-    def remove(group: list[str]) -> None:
-        begun = list[str]()
-        # The main files first: without its arrays one would look like a checkpoint and not restore.
-        failed = directory.discard(_while_there(request, group, begun))
-        removed = [name for name in begun if name not in failed]
-        arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
-        if directory.is_remote:  # two requests for each
-            arrays = [name for name in arrays if name in present]
-        failed |= directory.discard(arrays)
-        for name in removed:
-            _saved.pop((directory.resolve(), name), None)
-        failures.extend(failed.values())
-
     if not names:  # no need to lock the directory
-        return failures
-    if not directory.is_remote:
-        atomic.remove_set_aside(directory.path, present, names)
-        remove(names)
-        return failures
+        return []
+    begun, is_local = list[str](), not listed.directory.is_remote
     # The writer of a newer step in a store, where nothing can be locked, may evict this one at the same time.
-    is_watched = any(map(request.is_newer, names))
-    if is_watched:
-        directory = request.directory
-    if not is_watched or _is_complete(request.location):
-        in_parallel(remove, [[name] for name in names], _AT_ONCE)
+    is_watched = not is_local and any(map(request.is_newer, names))
+    directory = request.directory if is_watched else listed.directory
+
+    def going() -> Iterator[str]:
+        """Yield names, and note them; two writers that evict each other's would leave nothing."""
+        with atomic.locked(directory.path) if is_local else nullcontext():
+            for name in names:
+                if not (request.location.exists() if is_local else not is_watched or _is_complete(request.location)):
+                    return
+                _log.info("Removing checkpoint at %s", directory / name)
+                begun.append(name)
+                yield name
+
+    if is_local:
+        atomic.remove_set_aside(directory.path, present, names)
+    # The main files first: without its arrays one would look like a checkpoint and not restore.
+    failed = directory.discard(going())
+    removed = [name for name in begun if name not in failed]
+    arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
+    # In a store, two requests for each.
+    failed |= directory.discard(arrays if is_local else [name for name in arrays if name in present])
+    for name in removed:
+        _saved.pop((directory.resolve(), name), None)
     if is_watched and not _is_complete(request.location):
         message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
         raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
-    return failures
-
-
-def _while_there(request: SaveRequest, names: list[str], begun: list[str]) -> Iterator[str]:
-    """Yield names to remove, and note them; two writers that evict each other's would leave nothing."""
-    is_local = not request.location.is_remote
-    with atomic.locked(request.directory.path) if is_local else nullcontext():
-        for name in names:
-            # Not in a store: one more request for each.
-            if is_local and not request.location.exists():
-                return
-            _log.info("Removing checkpoint at %s", request.checkpoint_dir.path(name))
-            begun.append(name)
-            yield name
+    return list(failed.values())
 
 
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir, names: list[str]) -> list[StorageError]:
     """Remove arrays of steps whose file is missing for a day: before, a copy of both may be under way, or a save."""
     failures, end = list[StorageError](), steps.ARRAYS_POSTFIX
     arrays = steps.in_order([name.removesuffix(end) for name in names if name.endswith(end)], checkpoint_dir.prefix)
-    arrays = [name + end for name in arrays]
-    for one in interrupted_saves.in_folder(checkpoint_dir.directory, arrays):
+    for one in interrupted_saves.in_folder(checkpoint_dir.directory, [name + end for name in arrays]):
         if not one.kept:
             _log.info("Removing orphaned arrays at %s", one.location)
             try:
@@ -222,8 +200,7 @@ def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: fl
         return []
     if not keep_every_n_steps:
         return list(names[:-keep])
-    removed = []
-    last_kept = -math.inf
+    removed, last_kept = list[str](), -math.inf
     for name in names[:-keep]:
         step = steps.step_of(name, prefix)
         # Step 0 counts as "no step" here, as in legacy Flax: keep_every_n_steps never keeps it.
@@ -242,10 +219,10 @@ def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
     found = {name: other for name, other in known if steps.step_of(name, prefix) is not None}
     for other in set(found.values()):
         first, second = sorted((prefix, other))
-        log_once(
-            (directory.path, first, second),
-            f"The prefixes {first!r} and {second!r} are both saved to {directory}, where some names are steps of both: "
-            "other processes and later runs confuse their checkpoints. Use prefixes of which none is the start of "
-            f"another, such as {first + '_'!r}",
+        what = (
+            f"The prefixes {first!r} and {second!r} are both saved to {directory}, where some names are steps of both"
         )
+        why = "other processes and later runs confuse their checkpoints"
+        remedy = f"Use prefixes of which none is the start of another, such as {first + '_'!r}"
+        log_once((directory.path, first, second), f"{what}: {why}. {remedy}")
     return set(found)

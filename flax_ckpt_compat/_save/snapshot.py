@@ -165,19 +165,12 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
     """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = _owners(leaf.sharding)
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
-        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else placeholder(leaf)
+        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else prng_keys.placeholder(leaf)
     if len(owners) == 1:
         remedy = "spread or replicate it over several processes, or put it on process 0, before saving"
         blind = f"process {jax.process_index()} sees nothing of it"
         raise _unsupported(path, f"lies wholly on the devices of process {min(owners)}, and {blind}; {remedy}")
     return leaf
-
-
-def placeholder(array: jax.Array) -> Any:
-    """Return a stand-in, without memory, for an array that process 0 writes and this process cannot see."""
-    if prng_keys.is_prng_key(array):
-        return KeyData(str(jax.random.key_impl(array)), placeholder(jax.eval_shape(jax.random.key_data, array)))
-    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 def plain(leaf: Any, path: Path) -> Any:

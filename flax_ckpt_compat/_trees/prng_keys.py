@@ -50,6 +50,13 @@ def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Arr
         ) from error
 
 
+def placeholder(array: jax.Array) -> Any:
+    """Return a stand-in, without memory, for the values of an array of which this process sees nothing."""
+    if is_prng_key(array):
+        return KeyData(str(jax.random.key_impl(array)), placeholder(jax.eval_shape(jax.random.key_data, array)))
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
 def has_implementation(name: str) -> bool:
     """Return whether this jax has a PRNG implementation."""
     try:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from flax_ckpt_compat._core.tree import KeyData
-from flax_ckpt_compat._save import snapshot
+from flax_ckpt_compat._trees import prng_keys
 from tests.multiprocess import jobs, replica_jobs
 from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
@@ -76,9 +76,9 @@ def test_the_files_say_the_same_whoever_writes(tmp_path: Path) -> None:
 def test_stand_ins_of_other_processes_arrays(shape: tuple[int, ...]) -> None:
     """They have shape and dtype, and those of typed keys the implementation, as jax has them, and no memory."""
     array, keys = jnp.ones(shape, jnp.bfloat16), jax.random.split(jax.random.key(3, impl="rbg"), shape)
-    found = snapshot.placeholder(array)
+    found = prng_keys.placeholder(array)
     assert (found.shape, found.dtype) == (array.shape, array.dtype) and not any(found.strides)
-    key = snapshot.placeholder(keys)
+    key = prng_keys.placeholder(keys)
     data = jax.random.key_data(keys)
     assert isinstance(key, KeyData) and key.impl == "rbg"
     assert (key.data.shape, key.data.dtype) == (data.shape, data.dtype) and not any(key.data.strides)
