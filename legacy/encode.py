@@ -80,7 +80,6 @@ class _Writer:
     def write(self, tree: Node) -> None:
         """Write the tree, and record the checksums."""
         pack, put, small = self._pack, self._put, min(_COPY_BELOW, format.MAX_CHUNK_SIZE)
-        jax_types: dict[type, bool] = {np.ndarray: False, Branch: False}
         stack: list[Iterator[tuple[str | None, Node]]] = [iter([(None, tree)])]
         trail: list[str] = []  # names of the branches, but the root
         while stack:
@@ -97,16 +96,12 @@ class _Writer:
                     break
                 if kind in _VALUES:
                     put(key + pack(node))
-                    continue
-                if kind not in jax_types:
-                    jax_types[kind] = is_jax_array(node)
-                array = _on_host(node) if jax_types[kind] else node
-                if type(array) is np.ndarray and array.nbytes < small:
-                    put(key + format.array_header(format.EXT_ARRAY, array.shape, array.dtype) + array.tobytes())
+                elif kind is np.ndarray and node.nbytes < small:
+                    put(key + format.array_header(format.EXT_ARRAY, node.shape, node.dtype) + node.tobytes())
                 else:
                     put(key)
                     self._at = (*trail, name or "")
-                    self._write_leaf(array, is_own=array is not node)
+                    self._write_leaf(node)
             else:
                 stack.pop()
                 del trail[-1:]

@@ -67,18 +67,20 @@ class Scanner:
         if window.base + at > window.size:
             raise IndexError("the file ends")
 
-    def begin_pair(self) -> None:
-        """Read the beginning of an object of a stream: of two values."""
-        if self._window.tag() != 0x92:
-            raise self._window.corrupt("an object that is no pair of a key path and bytes")
-        self._window.at += 1
-
-    def begin_bytes(self) -> int:
-        """Read the header of bytes; return where they end in the file."""
-        window, tag = self._window, self._window.tag()
-        if tag not in _BIN_WIDTHS:
+    def pair(self) -> None:
+        """Scan an object of a stream: a key path, and the bytes of a document, of which the value in it is kept."""
+        window = self._window
+        if window.tag() != 0x92:
+            raise window.corrupt("an object that is no pair of a key path and bytes")
+        window.at += 1
+        self.value()
+        if (tag := window.tag()) not in _BIN_WIDTHS:
             raise window.corrupt(f"a leaf that is not bytes (0x{tag:02x})")
-        return window.base + window.end_of(self._length(_BIN_WIDTHS[tag]))
+        length = self._length(_BIN_WIDTHS[tag])
+        end = window.base + window.end_of(length)
+        self.value()
+        if window.base + window.at != end:
+            raise window.corrupt(f"a value that ends at another byte than {end}")
 
     def _other(self, tag: int) -> int:
         """Scan one value that is none of a fixed size, but for the values in it; return how many these are."""

@@ -11,7 +11,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes, steps
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
@@ -222,19 +222,3 @@ def _numbered(node: Node) -> list[LeafHandle] | None:
 
 def _is(node: Node, kind: LeafKind) -> bool:
     return isinstance(node, LeafHandle) and node.kind is kind
-
-
-def leaf_of_value(reader: Reader, path: Path, value: Any) -> LeafHandle | None:
-    """Return the leaf of a decoded Python value; raise KeyError for other types."""
-    if value is None:
-        return None
-    kind, nbytes = _kind_of(value)
-    return LeafHandle(path, kind, (), None, nbytes, None, reader, value)
-
-
-def _kind_of(value: Any) -> tuple[LeafKind, int]:
-    """Return the kind of a Python value and its size in memory, in bytes."""
-    kind = type(value)
-    if kind is str and not value.startswith(PLACEHOLDER):
-        return LeafKind.STR, len(value)
-    return (LeafKind.BYTES, len(value)) if kind is bytes else NUMBERS[kind]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from .read_bytes import Window
 
 _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})
+_KIND_OF_BYTES = {str: LeafKind.STR, bytes: LeafKind.BYTES}
 _TUPLE = object()  # begins a list that stands for a tuple
 _UNKNOWN = None, b"", 0, -1
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
@@ -52,12 +52,7 @@ def parse_stream(window: Window, reader: Reader) -> Node:
     scanner, count = Scanner(window), 0
     with _naming_damage(window):
         while window.base + window.at < window.size:
-            scanner.begin_pair()
-            scanner.value()
-            end = scanner.begin_bytes()
-            scanner.value()
-            if window.base + window.at != end:
-                raise window.corrupt(f"a value that ends at another byte than {end}")
+            scanner.pair()
             count += 1
         values = _unpacked(msgpack.Packer().pack_array_header(2 * count) + scanner.skeleton, scanner.found)
         tree, leaves = _Tree(reader, window.size), dict[Path, Any]()
@@ -128,7 +123,6 @@ class _Tree:
 
     def __init__(self, reader: Reader, size: int):
         self._reader, self._lengths = reader, PathLengths(size)
-        self._leaf_of = functools.partial(format.leaf_of_value, reader)
         # Branches whose children are still values, with their key paths and whether they are in a list: there, parts of
         # arrays and of keys stay dicts.
         self._stack: list[tuple[Path, Branch, bool]] = []
@@ -156,8 +150,11 @@ class _Tree:
             parent[key] = self._branch(path, value, in_list)
         elif kind is str and value.startswith(format.PLACEHOLDER):
             parent[key] = self._reference(value.removeprefix(format.PLACEHOLDER), path)
+        elif value is not None:
+            leaf_kind, nbytes = format.NUMBERS.get(kind) or (_KIND_OF_BYTES[kind], len(value))
+            parent[key] = LeafHandle(path, leaf_kind, (), None, nbytes, None, self._reader, value)
         else:
-            parent[key] = self._leaf_of(path, value)
+            parent[key] = None
 
     def finish(self) -> None:
         """Complete all branches that were added."""
@@ -178,25 +175,19 @@ class _Tree:
     def _branch(self, path: Path, values: Any, in_list: bool) -> Branch:
         if len(path) >= format.MAX_DEPTH:
             raise ValueError(TOO_DEEP)
+        container, int_keys = Container.DICT, frozenset[str]()
         if type(values) is list:
-            return self._sequence(path, values)
-        self._lengths.add(path, len(values))
-        int_keys = frozenset[str]()
-        if not _TEXT.issuperset(map(type, values)):
+            container, in_list = Container.LIST, True
+            if values and values[0] is _TUPLE:
+                container, values = Container.TUPLE, values[1]
+                if type(values) is not list:
+                    raise ValueError(f"a tuple in {show_path(path)} that is not a msgpack array")
+            values = dict(zip(map(str, range(len(values))), values, strict=True))
+        elif not _TEXT.issuperset(map(type, values)):
             values, int_keys = _named(values, path)
-        branch = Branch(values, int_keys=int_keys)
-        self._stack.append((path, branch, in_list))
-        return branch
-
-    def _sequence(self, path: Path, values: list[Any]) -> Branch:
-        container = Container.LIST
-        if values and values[0] is _TUPLE:
-            container, values = Container.TUPLE, values[1]
-            if type(values) is not list:
-                raise ValueError(f"a tuple in {show_path(path)} that is not a msgpack array")
         self._lengths.add(path, len(values))
-        branch = Branch(dict(zip(map(str, range(len(values))), values, strict=True)), container)
-        self._stack.append((path, branch, True))
+        branch = Branch(values, container, int_keys)
+        self._stack.append((path, branch, in_list))
         return branch
 
     def _reference(self, subpath: str, path: Path) -> LeafHandle:

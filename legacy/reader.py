@@ -162,24 +162,19 @@ class MsgpackReader(Reader):
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
-        if handle is not None and handle.in_gda_folder:
-            data: LeafHandle = handle.locator.data if handle.kind is LeafKind.PRNG_KEY else handle
-            has_checksums = data.locator.is_sound is not None
-            self.read([data] if has_checksums and not data.nbytes else [])  # which verifies the metadata
+        data = handle.locator.data if handle is not None and handle.kind is LeafKind.PRNG_KEY else handle
+        locator = None if data is None else data.locator
+        if isinstance(locator, gda_read.FolderArray):
+            has_checksums = locator.is_sound is not None
+            self.read([data] if has_checksums and not locator.nbytes else [])  # which verifies the metadata
             for box in self.boxes(data, BATCH_BYTES) if has_checksums else ():
                 self.read([ArraySlice(data, box)])
             return has_checksums
         with translated(self.path, "read"):
             sums = self._sums = self._sums or open_checksums(self.location, self._source)
-            ranges = [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size)
+            # Numbers and small arrays were read with the structure.
+            ranges = locator.ranges if type(locator) is FileRanges else [(0, self._source.size)]
             return sums is not None and all(sums.verify(offset, offset + nbytes) for offset, nbytes in ranges)
-
-
-def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
-    """Return offset and size of the pieces of a leaf, or of the whole file if it was read with the structure."""
-    if handle.kind is LeafKind.PRNG_KEY:
-        return _ranges(handle.locator.data, size)
-    return handle.locator.ranges if type(handle.locator) is FileRanges else [(0, size)]
 
 
 def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
