@@ -172,11 +172,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Send the table of who reads what of whom to the process that prints it."""
+    """Remember whether all passed."""
     session.config.stash[_PASSED] = exitstatus == pytest.ExitCode.OK
-    report = sys.modules.get("tests.support.interop_report")
-    if report is not None and hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["interop"] = report.exported()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -186,22 +183,3 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         return
     if os.environ.get("PYTEST_DEBUG_TEMPROOT") == _MEMORY:
         shutil.rmtree(factory.getbasetemp(), ignore_errors=True)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Receive the part of the table that a process of pytest-xdist found."""
-    exported = getattr(node, "workeroutput", {}).get("interop")
-    if exported:
-        from tests.support import interop_report
-
-        interop_report.merge(exported)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the table of who reads what of whom, if its tests ran."""
-    report = sys.modules.get("tests.support.interop_report")
-    if report is not None and report.OUTCOMES:
-        terminalreporter.section("interop")
-        for line in report.lines():
-            terminalreporter.write_line(line)

@@ -14,18 +14,18 @@ import jax
 import numpy as np
 
 from tests.support.interop import EVERYBODY, FLAX, ORBAX, OURS, READERS, WRITERS, Saved, quietly
-from tests.support.interop_report import EQUAL, NOT_SAVED, REASONS, REFUSED
 from tests.support.peers import ORBAX_HAS_TYPED_KEYS, version
 from tests.support.zoo import CONTAINERS, ROOTS, ZOO, canonical, orbax_containers, state_dict, with_none
 
 PEERS = (*FLAX, *ORBAX)
 DIRECTORIES = ("ours on", "flax on", *ORBAX)
 TREES = {**ZOO, **ROOTS}
+EQUAL, REFUSED = "equal", "refused"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A documented difference: what comes back instead, by kind of tree."""
+    """A documented difference, with its reason: what comes back instead, by kind of tree."""
 
     name: str
     reason: str
@@ -152,9 +152,6 @@ REFUSALS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("ours off", reader): tuple(TREES) for reader in ORBAX},
 }
 REFUSED_BY_OLD_ORBAX = tuple(ROOTS) if version("orbax-checkpoint") < (0, 12) else ()
-REASONS.update({difference.name: difference.reason for difference in DIFFERENCES})
-REASONS["nothing"] = "Flax takes neither for a checkpoint, and returns the target, here None"
-REASONS[REFUSED] = "an error says so"
 
 
 NOTHING = object()
@@ -174,9 +171,7 @@ def accepted(writer: str, folder: Path) -> tuple[str, ...]:
 
     # v1's threads wait for minutes, also at exit, for what failed beside them.
     tries = TREES if writer == "v1" else [tuple(ZOO), *ROOTS]
-    names = tuple(name for part in tries for name in search((part,) if isinstance(part, str) else part))
-    NOT_SAVED[writer] = [name for name in TREES if name not in names]
-    return names
+    return tuple(name for part in tries for name in search((part,) if isinstance(part, str) else part))
 
 
 @functools.cache
@@ -204,7 +199,7 @@ def read(writer: str, reader: str, names: tuple[str, ...], folder: Path) -> dict
 def outcome(writer: str, reader: str, kind: str, got: Any) -> str:
     """Equal, the name of a documented difference, or what came back instead."""
     if got is NOTHING and reader in FLAX and writer in ("Manager", "v1"):
-        return "nothing"
+        return "nothing"  # Flax takes neither for a checkpoint, and returns the target, here None
     found = canonical(got)
     if found == canonical(TREES[kind]):
         return EQUAL
