@@ -23,7 +23,7 @@ from .read_bytes import Window
 
 _Array = tuple[ArrayHeader, FileRanges]
 _TEXT = frozenset({str})
-_KIND_OF_BYTES = {str: LeafKind.STR, bytes: LeafKind.BYTES}
+_KIND_OF_BYTES: dict[type, LeafKind] = {str: LeafKind.STR, bytes: LeafKind.BYTES}
 _TUPLE = object()  # begins a list that stands for a tuple
 _UNKNOWN = None, b"", 0, -1
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)

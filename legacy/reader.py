@@ -162,7 +162,7 @@ class MsgpackReader(Reader):
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
-        data = handle.locator.data if handle is not None and handle.kind is LeafKind.PRNG_KEY else handle
+        data: Any = handle.locator.data if handle is not None and handle.kind is LeafKind.PRNG_KEY else handle
         locator = None if data is None else data.locator
         if isinstance(locator, gda_read.FolderArray):
             has_checksums = locator.is_sound is not None
