@@ -34,7 +34,7 @@ _REMEDY = "restore an older step. To read it as it is, set checksums='off'"
 def open_checksums(location: Location, source: Source) -> ChecksummedFile | ChecksummedObject | None:
     """Return the recorded checksums of a file, or the store's of an object; None if there are none."""
     if isinstance(source, LocalFile):
-        recorded = recorded_checksums(source.fileno())
+        recorded = recorded_checksums(source.descriptor)
         return None if recorded is None else ChecksummedFile(source, recorded)
     expected = location.stored_crc32c()
     return None if expected is None else ChecksummedObject(source, expected)
@@ -114,7 +114,7 @@ class ChecksummedFile:
 
     def _damaged(self, run: Run) -> ChecksumError:
         path = self._source.path
-        if recorded_checksums(self._source.fileno()) != self._sums:
+        if recorded_checksums(self._source.descriptor) != self._sums:
             return _changed(path)
         leaves = list(dict.fromkeys(show_path(part.owner) for part in run.reads))
         shown = ", ".join(map(repr, leaves[:4])) + (", …" if len(leaves) > 4 else "")

@@ -62,7 +62,7 @@ def finish(save: ProcessSave) -> None:
     there = set(presence.files_below(folder) if upload is None else upload.written())
     lost = [file for array in arrays for file in array.files() if prefix + file not in there]
     if upload is None:  # on network file systems a listing may be stale
-        lost = [file for file in lost if not presence.exists(os.path.join(folder, prefix, file))]
+        lost = [file for file in lost if not presence.isfile(os.path.join(folder, prefix, file))]
     if lost:
         shown = ", ".join([*lost[:3], *(["…"] if len(lost) > 3 else [])])
         message = f"{folder}: {len(lost)} files of arrays were not written ({shown}); do all processes save the same "

@@ -67,7 +67,7 @@ def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]
     """Complete the record of a finished database's chunks with what lies in its folder; return full path → content."""
     data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
     record.data_files = frozenset(os.listdir(data) if presence.isdir(data) else ())
-    if presence.exists(manifest):
+    if presence.lexists(manifest):
         with open(manifest, "rb") as file:
             record.add_files(path, {manifest: file.read()})
     return {os.path.join(folder, CHECKSUMS): record.encode()}

@@ -115,8 +115,6 @@ def _look(location: Location) -> tuple[str, str, bool] | None:
         what = "unfinished save by Flax"
     elif main != location.path and _is_orphan(location.path, main):
         what = f"arrays of {os.path.basename(main)}, which does not exist"
-        if atomic.has_live_writer(main):
-            return what, "a save of it may be running", False
     else:
         return None
     # Its writer does not say which process it is: what changed within a day stays.

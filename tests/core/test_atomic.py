@@ -129,7 +129,6 @@ def test_long_names_have_temporaries_too(name: str, tmp_path: Path) -> None:
     assert temporaries.is_temporary(os.path.basename(path)) and temporaries.destination(path) is None
     with pytest.raises(StorageError, match="too long"):
         temporaries.temporary_path(str(tmp_path / name), "old")
-    assert atomic.has_live_writer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("before", ["nothing", "file", "directory", "link"])
@@ -235,11 +234,10 @@ def test_the_dead_are_reclaimed_and_the_living_spared(writing: subprocess.Popen[
     folder = Path(final).parent
     os.kill(writing.pid, signal.SIGSTOP)
     assert atomic.remove_stale(str(folder)) == [] and len(left(folder)) == 1
-    assert atomic.has_live_writer(final)
     os.kill(writing.pid, signal.SIGKILL)
     os.waitid(os.P_PID, writing.pid, os.WEXITED | os.WNOWAIT)
     assert len(atomic.remove_stale(str(folder))) == 1
-    assert left(folder) == [] and not atomic.has_live_writer(final)
+    assert left(folder) == []
 
 
 @pytest.mark.parametrize("writer", ["of another machine", "of an earlier boot", "of an old release"])
@@ -418,7 +416,7 @@ def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
     assert left(tmp_path) == ["kept"] and read(tmp_path / "kept") == "x"
 
 
-_QUESTIONS = [presence.isdir, presence.isfile, presence.exists, presence.lexists, presence.islink]
+_QUESTIONS = [presence.isdir, presence.isfile, presence.lexists, presence.islink]
 
 
 @pytest.mark.parametrize("ask", _QUESTIONS)

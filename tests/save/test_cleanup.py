@@ -112,7 +112,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
         patch.setattr(atomic, "delete", refuse)
         ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
-    assert "checkpoint_1 was saved, but what it replaced cannot be removed" in caplog.text
+    assert "which was replaced" in caplog.text
 
 
 def test_arrays_stay_with_a_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

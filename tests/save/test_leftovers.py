@@ -160,19 +160,6 @@ def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, m
     assert set(before) < set(names(tmp_path))
 
 
-def test_orphans_of_a_step_that_is_saved_again(
-    writer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arrays without a file stay while a live writer saves that step: they may be its own."""
-    later(monkeypatch)
-    folder = tmp_path / "run" / "checkpoint_9_gda"
-    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
-    kept = {one.location.name: one.kept for one in interrupted_saves.find_leftovers(location_of(tmp_path))}
-    assert kept["checkpoint_9_gda"] == "a save of it may be running"
-    assert clean(tmp_path, "--yes").exit_code == 0
-    assert (folder / "params" / "xy" / ".zarray").exists()
-
-
 def test_a_generation_that_appears_during_the_removal(tmp_path: Path) -> None:
     """A save that begins while an orphan is removed writes to a generation, which is new and stays."""
     folder = tmp_path / "checkpoint_3_gda"

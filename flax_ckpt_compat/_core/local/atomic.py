@@ -17,19 +17,18 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder, presence, temporaries
-from flax_ckpt_compat._core.local.syncing import delete_tree, exchange, is_taken, rename_new, sync_directory
+from flax_ckpt_compat._core.local.syncing import TAKEN, delete_tree, exchange, rename_new, sync_directory
 from flax_ckpt_compat._core.local.temporaries import GONE, parse, release, temporary_path, writer_of
-from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.storage_errors import translated
 
 _LOCK_SECONDS, _SWAP_SECONDS, _POLL_SECONDS = 5.0, 1.0, 0.005
 _log = logging.getLogger("flax_ckpt_compat")
 
 
 def publish(temporary: str, final: str, *, new: bool = False) -> None:
-    """Rename a finished temporary to its final path, atomically replacing what is there, and sync the names to disk.
+    """Rename a finished temporary and its arrays to a path, atomically replacing what is there, and sync the names.
 
-    Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
-    directory is replaced."""
+    With ``new`` nothing but an empty file or directory is replaced."""
     with translated(final):
         replaced = None
         with gda_folder.moved(temporary, final):
@@ -40,11 +39,7 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
                 raise StorageError(f"{message} not saved; pass overwrite=True", path=final, errno=errno.EEXIST)
         release(temporary)
         if replaced is not None:
-            try:
-                delete(replaced)
-                sync_directory(os.path.dirname(final))
-            except OSError as error:  # the new one is in place
-                _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
+            _remove_leftover(replaced)
 
 
 def _replace(temporary: str, final: str) -> str | None:
@@ -54,7 +49,7 @@ def _replace(temporary: str, final: str) -> str | None:
         os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
-        if not is_taken(error):
+        if error.errno not in TAKEN:
             raise
         replaced = temporary if exchange(temporary, final) else _replace_in_two_steps(temporary, final)
     sync_directory(os.path.dirname(final))
@@ -99,9 +94,8 @@ def locked(directory: str) -> Iterator[None]:
 def discard(directory: str, names: Iterable[str]) -> dict[str, StorageError]:
     """Delete these files and directories of a directory durably, with one sync; return name → failure.
 
-    What another process deletes meanwhile is not a failure. What fails after its rename goes with the next save."""
-    failures: dict[str, StorageError] = {}
-    hidden: dict[str, str | None] = {}
+    It is none if another process deletes one meanwhile. What fails after its rename goes with the next save."""
+    failures, hidden = dict[str, StorageError](), dict[str, str | None]()
     for name in names:
         path = os.path.join(directory, name)
         try:
@@ -110,11 +104,9 @@ def discard(directory: str, names: Iterable[str]) -> dict[str, StorageError]:
                     hidden[name] = _hide(path)
         except StorageError as error:
             failures[name] = error
-    try:
-        if hidden:
+    if hidden:  # until then the names may come back, so the contents have to stay
+        with translated(directory):
             sync_directory(directory)
-    except OSError as error:  # the names may come back, so the contents have to stay
-        return failures | {name: storage_error(os.path.join(directory, name), error, "removed") for name in hidden}
     for name, aside in hidden.items():
         try:
             if aside is not None:
@@ -146,26 +138,18 @@ def delete(path: str) -> None:
         for original in _set_aside([name]).values():  # first renamed, so that no half of it is put back
             doomed = temporary_path(os.path.join(directory, original))
             os.rename(path, doomed)
-        if presence.isdir(doomed) and not presence.islink(doomed):
-            delete_tree(doomed)
-        else:
-            os.unlink(doomed)
+        (delete_tree if presence.isdir(doomed) and not presence.islink(doomed) else os.unlink)(doomed)
 
 
 def remove_temporary(temporary: str) -> None:
     """Remove a temporary of this process, with its arrays; a later save removes what this cannot."""
     for path in (temporary, gda_folder.folder_of(temporary)):
-        with suppress(OSError):
-            if presence.lexists(path):
-                sync_directory(os.path.dirname(path))  # a failed publish may have exchanged it
-                delete(path)
         release(path)
+        _remove_leftover(path)
 
 
 def remove_stale(directory: str, names: Collection[str] | None = None, *, force: bool = False) -> list[str]:
-    """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names.
-
-    ``force``: also those that only time protects."""
+    """Remove the temporaries of dead writers, with ``force`` also those that only time protects; return their names."""
     if names is None:
         with translated(directory):
             names = os.listdir(directory)
@@ -179,29 +163,18 @@ def remove_stale(directory: str, names: Collection[str] | None = None, *, force:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Remove a stale temporary under its lock; return False on failure, which must not prevent a save."""
+    """Remove a temporary that nobody writes, under its lock; return False on failure, which must not prevent a save."""
     try:
         with temporaries.locked_if_free(path) as is_free:
             if is_free is not False:
-                # It may be what a rename replaced that its dead writer did not sync.
-                sync_directory(os.path.dirname(path))
+                sync_directory(os.path.dirname(path))  # a rename may have replaced it that is not on disk
                 with suppress(*GONE):  # other writers remove it too
                     gda_folder.settle(path)
                 delete(path)
                 return True
     except OSError as error:
-        _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
+        _log.warning("Cannot remove %s, which was replaced, or left by an interrupted save: %s", path, error)
     return False
-
-
-def has_live_writer(path: str) -> bool:
-    """Return whether a live writer may still publish a checkpoint at ``path``."""
-    directory, wanted = os.path.split(path)
-    with translated(directory):
-        names = os.listdir(directory)
-    # A temporary's name may hold a shortened form of a long name.
-    matches = {name: match for name in names if (match := parse(name)) and wanted.startswith(match["name"])}
-    return any(writer_of(match, os.path.join(directory, name)) != "dead" for name, match in matches.items())
 
 
 def _set_aside(names: Iterable[str]) -> dict[str, str]:
@@ -219,8 +192,7 @@ def remove_set_aside(directory: str, names: Iterable[str], doomed: Collection[st
 def restore_set_aside(directory: str, names: Collection[str]) -> list[str]:
     """Put back checkpoints that a writer set aside before it died; return their names, unless they are in ``names``.
 
-    Otherwise a restore would silently start from scratch. A writer that only takes its time, between two renames, finds
-    the name taken, fails, and loses nothing."""
+    A writer that only takes its time, between two renames, finds the name taken, fails, and loses nothing."""
     restored = set()
     for name, original in _set_aside(names).items():
         path, final = os.path.join(directory, name), os.path.join(directory, original)

@@ -1,22 +1,19 @@
 """Publish a msgpack file and the folder of arrays beside it as one atomic step.
 
-The folder of a new checkpoint is renamed before its file. To replace a checkpoint, the new arrays go into a uniquely
-named subfolder (a generation) of the existing folder, where the new file refers to them. Renaming the file replaces
-both; the old arrays are removed afterwards. Until then the temporary's own folder stays: after a crash it shows that
-there is something to do, and the file shows which arrays count.
+The folder of a new checkpoint is renamed before its file. To replace one, the new arrays go into a uniquely named
+subfolder (a generation) of its folder, where the new file refers to them; once that is renamed, the old arrays go.
+Until then the temporary's own folder stays: a crash leaves it, and the file tells which arrays count.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import presence, temporaries
-from flax_ckpt_compat._core.local.syncing import delete_tree, rename_new, sync_directory
+from flax_ckpt_compat._core.local.syncing import delete_tree, sync_directory
 from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_PLACEHOLDER, ARRAYS_POSTFIX
 
@@ -31,12 +28,10 @@ def folder_of(path: str) -> str:
 
 def begin(temporary: str) -> None:
     """Create the folder for a temporary's arrays, with that of a generation where the final name is taken."""
-    final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
-    folder = folder_of(temporary)
+    final, folder = temporaries.destination(temporary), folder_of(temporary)
     temporaries.create_directory(folder)
-    taken = final is None or presence.lexists(final) or presence.lexists(folder_of(final))
-    if generation is not None and taken:
-        os.mkdir(os.path.join(folder, generation))
+    if final is None or presence.lexists(final) or presence.lexists(folder_of(final)):
+        os.mkdir(os.path.join(folder, temporaries.generation_of(temporary)))
 
 
 def generation_prefix(temporary: str) -> str:
@@ -47,9 +42,7 @@ def generation_prefix(temporary: str) -> str:
 
 @contextmanager
 def moved(temporary: str, final: str) -> Iterator[None]:
-    """Move a finished temporary's arrays to where its file refers to them, for a block that renames the file.
-
-    After it, the arrays that were replaced are removed; if it fails, the move is undone."""
+    """Move a temporary's arrays to where its file refers to them, for a block that renames the file; then settle."""
     own, folder, generation = folder_of(temporary), folder_of(final), generation_prefix(temporary).rstrip("/")
     is_new = not generation and presence.isdir(own)
     try:
@@ -58,7 +51,7 @@ def moved(temporary: str, final: str) -> Iterator[None]:
             os.rename(os.path.join(own, generation), os.path.join(folder, generation))
             sync_directory(folder)
         elif is_new:
-            _rename_folder(own, folder)
+            os.rename(own, folder)
         elif presence.isdir(folder):
             temporaries.create_directory(own)
         if presence.isdir(folder):
@@ -80,16 +73,10 @@ def moved(temporary: str, final: str) -> Iterator[None]:
         temporaries.release(own)
 
 
-def _rename_folder(own: str, folder: str) -> None:
-    if not rename_new(own, folder):
-        message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
-        raise StorageError(message, path=folder, errno=errno.ENOTEMPTY)
-
-
 def settle(temporary: str, final: str | None = None) -> None:
     """Complete or undo the move of arrays, given the file or folder of a temporary, as the published file says."""
     final, generation = final or temporaries.destination(temporary), temporaries.generation_of(temporary)
-    if final is None or generation is None or not presence.isdir(folder := folder_of(final)):
+    if final is None or not generation or not presence.isdir(folder := folder_of(final)):
         return
     moved_to, replaced = os.path.join(folder, generation), _replaced_generations(final, generation)
     is_moved = presence.isdir(moved_to)
@@ -97,6 +84,7 @@ def settle(temporary: str, final: str | None = None) -> None:
         delete_tree(moved_to)
         sync_directory(folder)  # before the temporary goes, by which it would be found again
     elif is_moved or (presence.lexists(final) and not _refers(final, ARRAYS_PLACEHOLDER)):
+        sync_directory(os.path.dirname(final))  # else a power loss brings back the file that refers to others
         for name in replaced:
             delete_tree(os.path.join(folder, name))
         with suppress(*temporaries.GONE):
@@ -127,10 +115,7 @@ def _replaced_generations(final: str, generation: str) -> list[str]:
 
 
 def remove_orphan(folder: str) -> None:
-    """Remove a folder whose checkpoint does not exist: arrays and old generations; keep everything else.
-
-    A save that begins meanwhile writes to a new generation, because the folder is there.
-    """
+    """Remove arrays and old generations without a file; a save that begins meanwhile writes to a new generation."""
     for name in filter(temporaries.is_generation, os.listdir(folder)):
         if temporaries.is_long_unchanged(generation := os.path.join(folder, name)):
             delete_tree(generation)

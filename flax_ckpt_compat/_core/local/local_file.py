@@ -1,8 +1,7 @@
 """Read ranges of a local file, open as a descriptor: a rename replaces its name, not its bytes. Record its checksums.
 
-Formats that have no room for checksums have them in an extended attribute, which moves with the file; ``cp -a`` copies
-it. It is ignored once size or modification time of the file differ from those that it records: another program may
-have written into the file.
+Formats without room for checksums have them in an extended attribute, which moves with the file; ``cp -a`` copies it.
+It is ignored if another program changed the file: size or modification time differ from those that it records.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_BLOCKS = 256
 
 
 class LocalFile(Source):
-    """A regular file."""
+    """A regular file, open at ``descriptor``."""
 
     # Between arrays are mostly keys and headers.
     gap, longest, is_local = 512, 256 * 2**10, True
@@ -43,45 +42,32 @@ class LocalFile(Source):
     threads = min(8, (os.cpu_count() or 1) + 2)
 
     def __init__(self, path: str):
-        self.path, self._fd = path, open_regular(path)
-        self._closer = weakref.finalize(self, os.close, self._fd)
-        self.size = os.fstat(self._fd).st_size
+        self.path, self.descriptor = path, open_regular(path)
+        self._closer = weakref.finalize(self, os.close, self.descriptor)
+        self.size = os.fstat(self.descriptor).st_size
 
     @functools.cached_property
     def head(self) -> bytes:  # type: ignore[override]
-        """Return the first bytes."""
         return self.read(0, HEAD_BYTES)
 
-    @property
-    def is_closed(self) -> bool:  # type: ignore[override]
-        """Return whether the descriptor is closed."""
-        return self._fd < 0
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._fd
-
     def read(self, start: int, stop: int) -> bytes:
-        """Read from ``start`` to ``stop`` or the end."""
         stop = min(stop, self.size)
-        return b"" if stop <= start else os.pread(self._fd, stop - start, start)
+        return b"" if stop <= start else os.pread(self.descriptor, stop - start, start)
 
     def fill(self, target: memoryview, offset: int) -> int:
-        """Fill memory, see `Source`."""
         done = 0
         with translated(self.path, "read"):
-            while done < len(target) and (count := os.preadv(self._fd, [target[done:]], offset + done)):
+            while done < len(target) and (count := os.preadv(self.descriptor, [target[done:]], offset + done)):
                 done += count
         return done
 
     def map(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         """Map ranges (offset and length) as writable uint8 arrays over one mapping, which outlives this object.
 
-        Return None for ranges to read instead: empty ones, those beyond the end of the file or overlapping another one,
-        and all if the system cannot map the file. Writing to an array changes neither the file nor another range.
-        Truncating the file while an array is alive kills the process that touches it."""
+        None is for ranges to read instead: empty or overlapping ones, those beyond the end, and all if the system
+        cannot map the file. Writing to an array does not change the file; truncating that kills who reads the array."""
         views: list[np.ndarray[Any, Any] | None] = [None] * len(ranges)
-        with suppress(OSError, ValueError), os.fdopen(self._fd, "rb", closefd=False) as file:
+        with suppress(OSError, ValueError), os.fdopen(self.descriptor, "rb", closefd=False) as file:
             whole, last = np.asarray(np.memmap(file, np.uint8, "c")), 0
             for number in sorted(range(len(ranges)), key=ranges.__getitem__):
                 offset, length = ranges[number]
@@ -91,9 +77,8 @@ class LocalFile(Source):
         return views
 
     def close(self) -> None:
-        """Close the file."""
         self._closer()
-        self._fd = -1
+        self.descriptor, self.is_closed = -1, True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,15 +92,11 @@ class FileChecksums:
 
 
 def record_checksums(descriptor: int, units: bytes) -> None:
-    """Record the checksums of a written file's units; do nothing where there are no attributes.
-
-    Sync the file after this, and write no more to it."""
-    if not hasattr(os, "setxattr"):
-        return
+    """Record the checksums of the units of a file that is only synced after this, where there are attributes."""
     per_block = max(1, -(-len(units) // checksums.SUM_BYTES // _MAX_BLOCKS))
     step = per_block * checksums.SUM_BYTES
     blocks = [checksums.CRCS[checksums.ALGORITHM](units[at : at + step]) for at in range(0, len(units), step)]
-    with suppress(OSError):  # an attribute is optional: no support, no space for it, not allowed
+    with suppress(OSError, AttributeError):  # an attribute is optional: no support, no space for it, not allowed
         status = os.fstat(descriptor)
         algorithm = checksums.ALGORITHM.encode()
         header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
@@ -125,15 +106,13 @@ def record_checksums(descriptor: int, units: bytes) -> None:
 
 def recorded_checksums(descriptor: int) -> FileChecksums | None:
     """Return the recorded checksums of an open file; None if there are none, or the file was changed since."""
-    if not hasattr(os, "getxattr"):
-        return None
     try:
         content, status = os.getxattr(descriptor, _ATTRIBUTE), os.fstat(descriptor)
         content, own_sum = content[: -_OWN_SUM.size], content[-_OWN_SUM.size :]
         version, algorithm, unit, per_block, size, mtime_ns = _HEADER.unpack_from(content)
         blocks = struct.unpack(f"<{(len(content) - _HEADER.size) // 4}I", content[_HEADER.size :])
         crc = checksums.CRCS[algorithm.rstrip(b"\0").decode()]
-    except (OSError, struct.error, KeyError, ValueError):
+    except (AttributeError, OSError, struct.error, KeyError, ValueError):
         return None
     is_known = (version, unit) == (_VERSION, checksums.BLOCK_BYTES) and own_sum == _OWN_SUM.pack(zlib.crc32(content))
     is_same = (status.st_size, status.st_mtime_ns) == (size, mtime_ns)

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from contextlib import suppress
 
 import numpy as np
 
@@ -26,23 +27,18 @@ _MAX_PIECES = 512  # for one system call; below every system's limit (IOV_MAX, 1
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 # Errors of a file system, or for the memory of a driver, for which direct writes do not work after all.
 _REFUSALS = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP)
-_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000  # Linux, statx(2)
+_AT_EMPTY_PATH, _STATX_DIOALIGN, _RANGE_WRITE = 0x1000, 0x2000, 2  # Linux, statx(2) and sync_file_range(2)
 
 
 def create(path: str, *, past_cache: bool = False) -> NewFile:
     """Create a file that does not exist; it is written ``past_cache`` if its file system can."""
     descriptor = create_file(path)
-    is_direct = past_cache and _can_pass_cache(descriptor) and _set_direct(descriptor, True)
+    is_direct = past_cache and _pass_cache(descriptor)
     return _FileOfPages(path, descriptor) if is_direct else NewFile(path, descriptor)
 
 
 class NewFile:
-    """A file that is written from its beginning to its end, by one thread at a time, through the page cache.
-
-    Attributes:
-        descriptor: of the open file.
-        is_past_cache: whether it is written past the page cache.
-    """
+    """A file that is written from its beginning to its end, by one thread at a time, through the page cache."""
 
     is_past_cache = False
 
@@ -58,9 +54,10 @@ class NewFile:
                 raise OSError("the file system accepted no bytes")
             memory.drop_first(pieces, written)
             self._written += written
-        if self._written - self._handed_over >= _WRITEBACK_FROM:
-            # The disk writes while the next bytes are prepared, so the final sync is short.
-            _start_writeback(self.descriptor, self._handed_over, self._written - self._handed_over)
+        length, start_writing = self._written - self._handed_over, function_of_libc("sync_file_range")
+        if length >= _WRITEBACK_FROM and start_writing is not None:
+            # The disk writes while the next bytes are prepared, so the final sync is short. Errors do not count.
+            start_writing(self.descriptor, ctypes.c_int64(self._handed_over), ctypes.c_int64(length), _RANGE_WRITE)
             self._handed_over = self._written
 
     def write_rest(self) -> None:
@@ -135,30 +132,18 @@ class _FileOfPages(NewFile):
 
     def _end_direct(self) -> None:
         """Write through the cache from now on."""
-        _set_direct(self.descriptor, False)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~_DIRECT)
         self._is_direct = False
 
 
-def _start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Ask the kernel to start writing a range of a file to disk, without waiting; a hint, so ignore errors."""
-    if function := function_of_libc("sync_file_range"):
-        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
-
-
-def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Write past the page cache from now on, or through it; return whether that is possible."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if is_direct else flags)
-    except OSError:
-        return False
-    return True
-
-
-def _can_pass_cache(descriptor: int) -> bool:
-    """Return whether the kernel says, since Linux 6.1, that pages of memory can be written to a file directly."""
+def _pass_cache(descriptor: int) -> bool:
+    """Begin to write past the page cache; return False if the kernel does not say, since Linux 6.1, that pages can."""
     function, answer = function_of_libc("statx"), (ctypes.c_uint32 * 64)()
     if not _DIRECT or function is None or function(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return False
     # Which fields of the answer are filled in, and those at byte 0x98: the alignments in memory and in the file.
-    return bool(answer[0] & _STATX_DIOALIGN) and all(one and memory.PAGE % one == 0 for one in answer[38:40])
+    if answer[0] & _STATX_DIOALIGN and all(one and memory.PAGE % one == 0 for one in answer[38:40]):
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | _DIRECT)
+            return True
+    return False

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.storage_errors import storage_error
 CANNOT_BE_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ}
 # In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
-_STANDARD = (0, 1, 2)
+_LAST_STANDARD = 2  # stderr
 # Returns whether the user trusts links out of a checkpoint; `flax_ckpt_compat.config` puts its setting here.
 follows_links: Callable[[], bool] = bool  # which is False
 
@@ -48,11 +48,6 @@ def isfile(path: str) -> bool:
     return stat.S_ISREG(mode(path))
 
 
-def exists(path: str) -> bool:
-    """Return whether something is there, with links followed."""
-    return mode(path) != 0
-
-
 def lexists(path: str) -> bool:
     """Return whether something is there, be it a link that leads nowhere."""
     return mode(path, follow=False) != 0
@@ -65,7 +60,7 @@ def islink(path: str) -> bool:
 
 def dangling_link(path: str) -> str | None:
     """Return where a local link leads if nothing is there, with a remedy; None for all else."""
-    if not islink(path) or exists(path):
+    if not islink(path) or mode(path):
         return None
     return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
 
@@ -108,10 +103,9 @@ class ContainedFiles:
         self._follows_links = follows_links()
 
     def check(self, relative: str) -> int | None:
-        """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
+        """Return the size of a regular file; None for a directory and if nothing is there; raise for anything else.
 
-        Raise CorruptCheckpointError if it is something else, and StorageError for a link that leads out of the
-        checkpoint's directory, unless the setting ``links`` is "follow"."""
+        A link out of the checkpoint's directory is followed only with the setting ``links="follow"``."""
         path, folder = f"{self._path}/{relative}", relative.rpartition("/")[0]
         wrong = f"{self._path}: its file {relative!r:.300}"
         try:
@@ -152,14 +146,8 @@ class ContainedFiles:
 
 
 def occupy_standard_streams() -> None:
-    """Open the null device for the descriptors 0, 1 and 2 where they are closed, as for some daemons.
-
-    Otherwise the next file gets one of these, and what native libraries log is written into it."""
-    for descriptor in _STANDARD:
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            with suppress(OSError):  # there may be no null device, as in a changed root
-                opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-                if opened not in _STANDARD:  # another thread was faster
-                    os.close(opened)
+    """Open the null device for closed standard streams: native libraries would log into the file that gets one."""
+    with suppress(OSError):  # there may be no null device, as in a changed root
+        while (opened := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
+            pass
+        os.close(opened)

@@ -18,12 +18,12 @@ from flax_ckpt_compat._core.local.temporaries import create_file
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import run_apart
 
-# Some file systems cannot sync files, or directories, and a directory may be writable but not readable.
+# Some file systems cannot sync files, or directories; a directory may be writable but not readable.
 _CANNOT_SYNC_FILES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _CANNOT_SYNC = (*_CANNOT_SYNC_FILES, errno.EBADF, errno.EPERM, errno.EACCES)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 # Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _AT_CWD, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _warned: set[int] = set()  # devices
 _log = logging.getLogger("flax_ckpt_compat")
@@ -51,9 +51,7 @@ def _sync(path: str, harmless: tuple[int, ...]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in harmless:
-            raise
-        _warn(path, os.stat(path).st_dev, error)
+        _warn(error, path, harmless)
 
 
 def sync_descriptor(descriptor: int, path: str) -> None:
@@ -61,13 +59,13 @@ def sync_descriptor(descriptor: int, path: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FILES:
-            raise
-        _warn(path, os.fstat(descriptor).st_dev, error)
+        _warn(error, path, _CANNOT_SYNC_FILES)
 
 
-def _warn(path: str, device: int, refusal: OSError) -> None:
-    if device not in _warned:
+def _warn(refusal: OSError, path: str, harmless: tuple[int, ...]) -> None:
+    if refusal.errno not in harmless:
+        raise refusal
+    if (device := os.stat(path).st_dev) not in _warned:
         _warned.add(device)
         message = "%s cannot be synced (%s): a power loss may undo the last saves; save to another file system"
         _log.warning(message, path, refusal.strerror)
@@ -85,7 +83,6 @@ def make_directory(path: str) -> None:
                 raise StorageError(dangling, path=new, errno=errno.ENOENT)
             with suppress(FileExistsError):
                 os.mkdir(new)
-        for new in missing:
             sync_directory(os.path.dirname(new))
 
 
@@ -105,29 +102,22 @@ def sync_tree(path: str) -> None:
         sync_directory(folder)
 
 
-def is_taken(error: OSError) -> bool:
-    """Return whether a rename to a path failed because of what is there."""
-    return error.errno in _TAKEN
-
-
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
-    linked = not presence.isdir(path) and not presence.islink(path)
+    is_file = not presence.isdir(path) and not presence.islink(path)
     try:
         # A rename fails if a checkpoint, which is never empty, has the name.
-        (os.link if linked else os.rename)(path, final)
+        (os.link if is_file else os.rename)(path, final)
     except OSError as error:
-        if is_taken(error):
+        if error.errno in TAKEN or (error.errno in _NO_LINKS and presence.lexists(final)):
             return False
         if error.errno not in _NO_LINKS:
             raise
-        if presence.lexists(final):
-            return False
         os.rename(path, final)  # a file system without hard links
-        linked = False
     sync_directory(os.path.dirname(final))
-    if linked:  # only now: a power loss must not take both names
-        os.unlink(path)
+    if is_file:  # only now: a power loss must not take both names
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     return True
 
 
@@ -148,8 +138,7 @@ def delete_tree(path: str) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    is_gone = False  # once: after that, another writer may have the name
-    while not is_gone and os.path.lexists(path):
+    while os.path.lexists(path):
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
-            is_gone = True
+            return  # another writer may have the name by now

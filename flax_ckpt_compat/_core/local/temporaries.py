@@ -25,8 +25,8 @@ GONE = (FileNotFoundError, NotADirectoryError)
 _STAGED = ".staged"
 # Machine, boot and a random number; of releases up to 1.0.0 machine, process, its start and a count.
 _TAG = r"(?P<machine>[0-9a-f]{12})-(?:(?P<boot>[0-9a-f]{12})-[0-9a-f]{12}|\d+-\d+-\d+)"
-# Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix; the leading dot keeps
-# them out of users' own ``checkpoint_*`` globs. The role ``put`` is of releases up to 1.0.0.
+# Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix, globs of users those that begin
+# with a dot. The role ``put`` is of releases up to 1.0.0.
 _TEMPORARY = re.compile(
     rf"\.(?P<name>.+)\.(?P<tag>{_TAG})(?P<role>new|old|put)"
     rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})"
@@ -40,9 +40,7 @@ _held: dict[str, int] = {}  # temporary → descriptor that holds its lock, unti
 
 
 def temporary_path(path: str, role: str = "new") -> str:
-    """Return a path beside ``path``, unique to this writer, with a name that `parse` recognizes.
-
-    `create_file` or `create_directory` creates it: without a lock it counts as left by a dead writer."""
+    """Return a path beside ``path``, unique to this writer, for `create_file` or `create_directory`, which lock it."""
     directory, name = os.path.split(path)
     tail = f".{_machine()}-{_boot()}-{os.urandom(6).hex()}{role}{TEMPORARY}{ARRAYS_POSTFIX}"
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - len(ARRAYS_POSTFIX) - 1
@@ -97,10 +95,10 @@ def destination(temporary: str) -> str | None:
     return os.path.join(directory, match["name"])
 
 
-def generation_of(temporary: str) -> str | None:
-    """Return a folder name unique to a temporary; `is_generation` recognizes it."""
+def generation_of(temporary: str) -> str:
+    """Return a folder name unique to a temporary, which `is_generation` recognizes; nothing for another path."""
     match = parse(os.path.basename(temporary))
-    return None if match is None else "." + match["tag"]
+    return "." + match["tag"] if match else ""
 
 
 def is_generation(name: str) -> bool:
@@ -132,7 +130,7 @@ def hold(path: str) -> bool:
         with suppress(OSError):  # a file system without locks: only time tells there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Only now: a thread that took it for a leftover releases its name, too.
-        if is_at(path, os.fstat(descriptor)):
+        if _is_at(path, os.fstat(descriptor)):
             _held[path] = descriptor
             return True
         os.close(descriptor)
@@ -141,54 +139,48 @@ def hold(path: str) -> bool:
 
 def release(temporary: str) -> None:
     """Unlock a temporary that was published or removed, or whose save failed."""
-    descriptor = _held.pop(temporary, None)
+    _unlock(_held.pop(temporary, None))
+
+
+def _unlock(descriptor: int | None) -> None:
     if descriptor is not None:
-        unlock(descriptor)
-
-
-def unlock(descriptor: int) -> None:
-    """Unlock and close a descriptor."""
-    with suppress(OSError):  # a fork of this process may have it, too, so closing does not suffice
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    with suppress(OSError):  # a network file system may fail here
-        os.close(descriptor)
+        with suppress(OSError):  # a fork of this process may have it, too, so closing does not suffice
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with suppress(OSError):  # a network file system may fail here
+            os.close(descriptor)
 
 
 @contextmanager
 def locked_if_free(path: str) -> Iterator[bool | None]:
-    """Lock what is at a path; yield whether nobody else has a lock, None if that cannot be told.
-
-    What is gone is not free: another writer may have that name by now."""
+    """Lock what is at a path; yield whether it is there and nobody else has a lock, None if that cannot be told."""
     descriptor, is_free = None, None
     try:
         try:
             descriptor = _open(path)
             if descriptor is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_free = is_at(path, os.fstat(descriptor))
+                is_free = _is_at(path, os.fstat(descriptor))
         except OSError as error:
             is_free = False if isinstance(error, GONE) or error.errno in (errno.EAGAIN, errno.EACCES) else None
         yield is_free
     finally:
-        if descriptor is not None:
-            unlock(descriptor)
+        _unlock(descriptor)
 
 
 def _open(path: str) -> int | None:
-    """Open what is at a path to lock it, a file for writing, as NFS demands; None if that is refused.
-
-    Raise FileNotFoundError or NotADirectoryError if it is gone."""
-    for access in (os.O_WRONLY, os.O_RDONLY):  # a directory opens for reading only
-        try:
-            return os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except GONE:
+    """Open what is at a path to lock it; None if that is refused, an error if it is gone."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):
+        return os.open(path, os.O_WRONLY | flags)  # as NFS demands; a directory opens for reading only
+    try:
+        return os.open(path, os.O_RDONLY | flags)
+    except OSError as error:
+        if isinstance(error, GONE):
             raise
-        except OSError:
-            continue
-    return None
+        return None
 
 
-def is_at(path: str, found: os.stat_result) -> bool:
+def _is_at(path: str, found: os.stat_result) -> bool:
     """Return whether a path still is what was found there."""
     with suppress(*GONE):
         return os.path.samestat(os.lstat(path), found)
