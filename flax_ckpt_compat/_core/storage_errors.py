@@ -22,7 +22,6 @@ _REMEDIES = {
     **dict.fromkeys(FULL_DISK, "free space or files (df -i), or save to another directory"),
     errno.EROFS: "{folder} is mounted read-only; save to another directory",
     errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
-    errno.ENFILE: "the machine has too many files open; close some",
     errno.ENOTEMPTY: "another program wrote there meanwhile; try again",
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.ENOTDIR: "a part of this path is no directory; check the path",
