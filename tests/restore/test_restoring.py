@@ -150,16 +150,6 @@ def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
     del noise
 
 
-def test_no_implicit_transfers(flag: bool, tmp_path: Path) -> None:
-    """Restoring works under a transfer guard: all transfers are explicit."""
-    tree = {"a": jnp.ones(3), "k": jax.random.key(0), "n": 1}
-    checkpoints.save_checkpoint(tmp_path, tree, 1)
-    with jax.transfer_guard("disallow"):
-        restored = checkpoints.restore_checkpoint(tmp_path, tree)
-        checkpoints.restore_checkpoint(tmp_path, None)
-    assert fingerprint(restored) == fingerprint(tree)
-
-
 GDA = Path(__file__).parents[1] / "data" / "gda"
 
 

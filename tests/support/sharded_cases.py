@@ -26,7 +26,6 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
 from flax_ckpt_compat._core.jax_shards import normalize_index
-from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat.transforms import Transform
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
@@ -168,15 +167,6 @@ def each_shard_is_written_once(folder: Path) -> None:
         )
         assert metadata[f"('{name}',)"]["value_metadata"]["write_shape"] == chunk, name
         assert by_name[name]["write_shape"] == by_name[name]["chunk_shape"] == chunk, name
-
-
-@case
-def replicas_take_no_room(folder: Path) -> None:
-    """The data files of an array that all devices hold are no larger than one copy."""
-    array = jax.device_put(np.random.default_rng(0).random((256, 256)), NamedSharding(mesh(), P("x")))
-    path = save(folder, {"a": array})
-    size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-    assert array.nbytes <= size < array.nbytes + 20_000
 
 
 @case
@@ -344,45 +334,6 @@ def msgpack_gathers(folder: Path) -> None:
 
 
 @case
-def small_arrays_of_a_file_are_read_whole(folder: Path) -> None:
-    """No slice of them is read, whether they are split or replicated, and the target is abstract or not."""
-    from flax_ckpt_compat.legacy import reader
-
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    tree = small_tree() | {"one": jax.device_put(values(np.int32, (5,)), jax.devices()[3])}
-    checkpoints.save_checkpoint(folder, tree, 1)
-    zeros = jax.tree.map(lambda a: jax.device_put(np.zeros_like(a), a.sharding), tree)
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_read_slices", None)
-        for target in (zeros, abstract):
-            got = checkpoints.restore_checkpoint(folder, target, 1)
-            same(got, tree)
-            split = [name for name in tree if name != "one" or target is abstract]
-            assert all(got[name].sharding.is_equivalent_to(tree[name].sharding, tree[name].ndim) for name in split)
-
-
-@case
-def parts_of_msgpack(folder: Path) -> None:
-    """Boxes of a msgpack checkpoint are what numpy slices."""
-    from flax_ckpt_compat.legacy import BACKEND
-
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    array = values(np.float32, (64, 48, 5))
-    reader = BACKEND.open(location_of(save(folder, {"a": array, "b": np.int8(3)})))
-    handle = reader.tree.children["a"]
-    boxes = [(slice(8, 16), slice(0, 48), slice(0, 5)), (slice(1, 60), slice(3, 9), slice(0, 5)), (slice(4, 4),) * 3]
-    whole, scalar, *found = reader.read(
-        [handle, reader.tree.children["b"], *(ArraySlice(handle, box) for box in boxes)]
-    )
-    assert np.array_equal(whole, array)
-    assert scalar == 3
-    for box, part in zip(boxes, found, strict=True):
-        assert np.array_equal(part, array[box])
-        assert part.flags.writeable
-
-
-@case
 def one_device_reads_its_share(folder: Path) -> None:
     """The part of one device of eight costs an eighth of the bytes; a mesh with replicas reads each byte once."""
     spec = NamedSharding(mesh(), P(("x", "y")))
@@ -460,20 +411,6 @@ def restored_arrays_are_their_own(folder: Path) -> None:
     same(restored["b"], array)
     for shard in changed.addressable_shards:
         assert np.array_equal(np.asarray(shard.data), np.asarray(array)[shard.index] * 4 + 3)
-
-
-@case
-def a_sharding_that_does_not_fit(folder: Path) -> None:
-    """The error names the leaf and both shape and sharding."""
-    path = save(folder, {"a": {"w": jnp.arange(6)}})
-    target = {"a": {"w": jax.ShapeDtypeStruct((6,), jnp.int32, sharding=NamedSharding(mesh(), P("x")))}}
-    try:
-        checkpoints.restore_checkpoint(path, target)
-    except ShapeMismatchError as error:
-        assert error.leaf == "a/w"
-        assert "(6,)" in str(error)
-    else:
-        raise AssertionError("no error")
 
 
 @case

@@ -193,28 +193,6 @@ def test_kept_leaves_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "f," not in record.getMessage()
 
 
-@pytest.mark.parametrize("value", [0, 1, "", np.zeros(()), np.arange(3), jnp.zeros(2)])
-def test_bare_leaves(value: Any) -> None:
-    """A bare leaf, a falsy one too, is a tree of one leaf for all three functions."""
-    assert merge_trees(value) is value
-    assert merge_trees(np.ones(3), value) is value
-    assert merge_trees(value, target=5) is value
-    assert intersect_trees(np.ones(3), value) is value
-    assert apply_transformations(value, {}, np.ones(3)) is value
-    assert apply_transformations({}, {}, value) is value
-    assert apply_transformations({"a": value}, {"": Transform("a")}, 5) is value
-
-
-@pytest.mark.parametrize("empty", [{}, [], (), None, optax.EmptyState()])
-@pytest.mark.parametrize("default_to_original", [True, False])
-def test_empty_new_trees(empty: Any, default_to_original: bool) -> None:
-    """A new tree that is empty gives an empty dict, whatever the old one holds and whatever the transforms are."""
-    for transforms in ({}, {"a": Transform("nowhere")}, None):
-        assert apply_transformations({"a": 1}, transforms, empty, default_to_original) == {}
-    assert merge_trees() == {}
-    assert merge_trees(empty, empty) == intersect_trees(empty, {"a": 1}) == {}
-
-
 def test_none_is_no_leaf() -> None:
     """None in the new tree stays None; None in the old one is not there."""
     assert apply_transformations({"a": 1}, {"a": Transform()}, {"a": None, "b": 2}) == {"a": None, "b": 2}
@@ -250,15 +228,6 @@ def test_merge_and_intersect_say_what_is_wrong() -> None:
         intersect_trees()
     with pytest.raises(TransformError, match="bare leaf"):
         merge_trees(1, {"a": 1})
-
-
-@pytest.mark.parametrize("key", ["a.c", "abc", "a-c", "a/c", "a c"])
-def test_which_keys_are_expressions(key: str) -> None:
-    """A dot stands for any character, as in Orbax; a key without such characters is only itself."""
-    new = dict.fromkeys(["abc", "a.c", "a-c", "a c", "a/c"], 0)
-    result = apply_transformations({"x": 1}, {key: Transform("x")}, new)
-    assert result == real.apply_transformations({"x": 1}, {key: real.Transform("x")}, new)
-    assert sum(result.values()) == (5 if key == "a.c" else 1)
 
 
 ARGS = RestoreArgs(np.ndarray, np.dtype("float32"))
