@@ -92,10 +92,7 @@ class StoredLeaf:
 
 
 def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None, key_impl: str | None) -> StoredLeaf:
-    """Return how a leaf is stored; raise ValueError if its annotation and its array contradict each other.
-
-    The annotation is empty where Orbax's format says enough, and None in a checkpoint of another writer.
-    """
+    """Return how a leaf is stored; raise ValueError if its annotation (None: of another writer) contradicts that."""
     possible_kinds = frozenset[LeafKind]()
     if annotation is None:
         kind, possible_kinds = _kinds_of(value_type, info)

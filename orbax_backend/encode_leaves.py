@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core import array_boxes, tree
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable, zarr_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError, remedy_of_leaf
 from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.memory import view_as
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
-from flax_ckpt_compat._core.tree import (
-    HostCopy,
-    KeyData,
-    Path,
-    Shard,
-    StoredArray,
-    is_jax_array,
-    on_host,
-    shards_of,
-    show_path,
-)
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, show_path
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
@@ -69,11 +60,7 @@ class EncodedLeaf:
         return dataclasses.replace(self, source=source, spans_processes=True)
 
     def shards(self) -> list[Shard]:
-        """Return each distinct shard in host memory and C order, with the stored dtype.
-
-        Shards are not copied if the host can see the device's memory. Of an array that is spread over processes,
-        these are the shards with their first replica in this process.
-        """
+        """Return each distinct shard, of several processes those with the first replica here, in host memory."""
         if self.write_shape == self.shape and not self.spans_processes:
             return [Shard(array_boxes.full_box(self.shape), self.whole())]
         if isinstance(self.source, StoredArray):
@@ -81,7 +68,7 @@ class EncodedLeaf:
             assert read is not None
             boxes = [box for _, box in array_boxes.cells(array_boxes.full_box(self.shape), self.write_shape)]
             return [Shard(box, self._stored_form(read(box))) for box in boxes]
-        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
+        return [Shard(shard.index, self._stored_form(shard.data)) for shard in tree.shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.dtype == self.dtype:
@@ -91,7 +78,9 @@ class EncodedLeaf:
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(on_host(source) if isinstance(source, HostCopy) or is_jax_array(source) else source, order="C")
+    return np.asarray(
+        tree.on_host(source) if isinstance(source, HostCopy) or is_jax_array(source) else source, order="C"
+    )
 
 
 class Encoder:
@@ -169,26 +158,23 @@ def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
     if isinstance(leaf, str):
         # str.__str__, because a subclass may override it.
         text = str.__str__(leaf)
-        return EncodedLeaf(STRING, _BYTE, (), text) if _is_utf8(text) else encode_text_as_bytes(text)
-    if isinstance(leaf, bool):
-        return _scalar(np.dtype("?"), leaf)
-    if isinstance(leaf, int):
-        return _scalar(_int_dtype(leaf, keystr), leaf)
-    if isinstance(leaf, float):
-        return _scalar(np.dtype("<f8"), leaf)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return encode_text_as_bytes(text)
+        return EncodedLeaf(STRING, _BYTE, (), text)
+    if isinstance(leaf, int | float):
+        name = "?" if isinstance(leaf, bool) else "<f8" if isinstance(leaf, float) else _int_dtype(leaf, keystr)
+        return EncodedLeaf(SCALAR, np.dtype(name), (), np.array(leaf, name))
     # As an array, because StandardCheckpointer cannot restore a complex scalar (Orbax 0.12.8, measured).
     return EncodedLeaf(NP_ARRAY, np.dtype("<c16"), (), np.array(leaf, "<c16"), LeafType(LeafKind.COMPLEX))
 
 
-def _scalar(dtype: np.dtype[Any], value: Any) -> EncodedLeaf:
-    return EncodedLeaf(SCALAR, dtype, (), np.array(value, dtype))
-
-
-def _int_dtype(value: int, keystr: str) -> np.dtype[Any]:
+def _int_dtype(value: int, keystr: str) -> str:
     if -(2**63) <= value < 2**63:
-        return np.dtype("<i8")
+        return "<i8"
     if 0 <= value < 2**64:
-        return np.dtype("<u8")
+        return "<u8"
     raise _unsupported(keystr, f"an int of {value.bit_length()} bits (64 are possible)")
 
 
@@ -251,21 +237,10 @@ def _unsigned_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def _refuse_unstorable(dtype: np.dtype[Any], keystr: str) -> None:
-    if is_storable(dtype):
-        try:
-            if dtype_from_name(dtype_name(dtype)) == dtype:
-                return
-        except ValueError:
-            pass
+    with contextlib.suppress(ValueError):
+        if is_storable(dtype) and dtype_from_name(dtype_name(dtype)) == dtype:
+            return
     raise _unsupported(keystr, f"an array of dtype {dtype!r}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unsupported(

@@ -46,9 +46,7 @@ def shardings(plan: SavePlan) -> dict[str, str]:
 
 
 def array_metadatas(plan: SavePlan, chunk_bytes: int) -> dict[str, Any]:
-    """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys.
-
-    ``chunk_bytes`` is the limit of chunks."""
+    """Return the content of ``array_metadatas/process_N``; ``chunk_bytes`` is the limit of chunks."""
     chunks, arrays = Memo(lambda key: chunk_shape(key[0], key[1], key[2], chunk_bytes)), []
     for name, stored in plan.jax_arrays:
         impl = stored.annotation.impl if stored.annotation else None

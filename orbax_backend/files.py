@@ -87,10 +87,7 @@ def write_files(contents: Mapping[str, bytes]) -> None:
 
 
 def read_json(folder: Location, name: str, check: Check | None = None) -> dict[str, Any] | None:
-    """Return the JSON object in a file of a directory, None without a file; raise if it does not decode.
-
-    ``check`` checks the file's content first.
-    """
+    """Return the checked JSON object in a file of a directory, None without a file; raise if it does not decode."""
     file = folder / name
     if not file.isfile():
         return None

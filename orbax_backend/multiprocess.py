@@ -41,10 +41,7 @@ def begin(save: ProcessSave) -> None:
 
 
 def write(save: ProcessSave) -> None:
-    """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
-
-    All processes share the directory, or, for an upload, each has a local one.
-    """
+    """Write this process's shards, in process 0 all that is not spread; for an upload each to its own directory."""
     path, plan, options, process, upload = save.path, save.prepared, save.options, save.process, save.upload
     is_primary = process.index == 0
     if upload is not None and not is_primary:
@@ -180,9 +177,7 @@ def _remove_done_file(database: str) -> None:
 
 
 def merge(path: str, names: Sequence[str], location: Location) -> Entries:
-    """Write and sync a database in the directory ``path`` with all entries of others, and return these.
-
-    Those others lie in folders ``names`` of ``location``; their values are not read."""
+    """Write a database in ``path`` with all entries of those in the folders ``names`` of ``location``; return them."""
     # A process that holds no first replica has written no database.
     written = [name for name in names if (location / name / MANIFEST).isfile()]
     parts = in_parallel(lambda name: _entries_of(location, name), written, AT_ONCE if location.is_remote else 1)

@@ -13,20 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from . import ocdbt
 from .chunk_codecs import CHECKSUM_NBYTES, ZSTD_LEVEL, compressed, with_checksum
 from .files import ByteRange
-from .ocdbt import (
-    HEADER_NBYTES,
-    INDIRECT,
-    INLINE,
-    MANIFEST_MAGIC,
-    NODE_MAGIC,
-    PLAIN,
-    SINGLE,
-    VERSION,
-    ZSTD,
-    Entry,
-)
+from .ocdbt import INDIRECT, INLINE, PLAIN, ZSTD, Entry
 
 # Values up to this size lie inline in the B-tree, whose nodes have checksums. Orbax 0.12.8 has this limit, and those of
 # `_CONFIG`, in its manifests (measured).
@@ -60,14 +50,14 @@ def encode_index(entries: Sequence[Entry], file: str) -> tuple[bytes, bytes]:
     compress = sum(sizes) >= _COMPRESS_FROM_BYTES
     content, nodes = bytearray(), list[_Node]()
     for some in _groups(sizes):
-        node = _framed(NODE_MAGIC, _leaf(entries[some]), compress=compress)
+        node = _framed(ocdbt.NODE_MAGIC, _leaf(entries[some]), compress=compress)
         outside = [value.length for _, value in entries[some] if type(value) is ByteRange]
         place = ByteRange(file, len(content), len(node))
         nodes.append(_Node(entries[some.start][0], place, (some.stop - some.start, len(node), sum(outside))))
         content += node
     if len(nodes) == 1:
         return bytes(content), _manifest(nodes[0], height=0)
-    node = _framed(NODE_MAGIC, _parent(nodes), compress=compress)
+    node = _framed(ocdbt.NODE_MAGIC, _parent(nodes), compress=compress)
     n_keys, n_bytes, n_outside = map(sum, zip(*(node.statistics for node in nodes), strict=True))
     root = _Node(b"", ByteRange(file, len(content), len(node)), (n_keys, n_bytes + len(node), n_outside))
     return bytes(content) + node, _manifest(root, height=1)
@@ -123,7 +113,7 @@ def _parent(nodes: Sequence[_Node]) -> bytes:
 def _manifest(root: _Node, height: int) -> bytes:
     body = [
         os.urandom(16),  # the database's own identifier
-        varints([SINGLE, INLINE_BYTES, _CONFIG_NODE_BYTES]),
+        varints([ocdbt.SINGLE, INLINE_BYTES, _CONFIG_NODE_BYTES]),
         bytes([_VERSION_TREE_ARITY_LOG2]),
         varints([ZSTD]),
         ZSTD_LEVEL.to_bytes(4, "little"),
@@ -134,15 +124,17 @@ def _manifest(root: _Node, height: int) -> bytes:
         max(time.time_ns(), 0).to_bytes(8, "little"),
         varints([0]),  # no nodes of older versions
     ]
-    return _framed(MANIFEST_MAGIC, b"".join(body), compress=False)
+    return _framed(ocdbt.MANIFEST_MAGIC, b"".join(body), compress=False)
 
 
 def _framed(magic: int, body: bytes, *, compress: bool) -> bytes:
     """Return a node or manifest with its header and checksum."""
     if compress:
         body = compressed(body)
-    length = HEADER_NBYTES + len(body) + CHECKSUM_NBYTES
-    header = magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([VERSION, ZSTD if compress else PLAIN])
+    length = ocdbt.HEADER_NBYTES + len(body) + CHECKSUM_NBYTES
+    header = (
+        magic.to_bytes(4, "big") + length.to_bytes(8, "little") + bytes([ocdbt.VERSION, ZSTD if compress else PLAIN])
+    )
     return with_checksum(header + body)
 
 

@@ -62,11 +62,7 @@ class Database(DataFiles):
         self._known_cells: dict[Any, list[_Cells]] = {}
 
     def put(self, name: str, stored: EncodedLeaf, is_primary: bool = True) -> None:
-        """Add one array; its memory must not change before the database is finished.
-
-        Of an array that is spread over processes, only the shards of this process are added. Large arrays are
-        compressed; the primary process also writes the metadata.
-        """
+        """Add one array, or its shards in this process; its memory must not change before the database is finished."""
         form, prefix = self._forms[stored.shape, stored.write_shape, stored.dtype], key_prefix(name)
         encoding, info = form.encoding, form.info
         if is_primary:

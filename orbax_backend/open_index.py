@@ -18,11 +18,7 @@ StoredValue = bytes | ByteRange
 
 
 class Index:
-    """The values of a checkpoint by key: those in its OCDBT databases.
-
-    Attributes:
-        is_database: they are in OCDBT databases, not in files of their own.
-    """
+    """The values of a checkpoint by key: those in its OCDBT databases, or, of the subclass, in files of their own."""
 
     is_database = True
 

@@ -10,15 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core import array_boxes, errors
 from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Read, Source
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    ChecksumError,
-    CorruptCheckpointError,
-    UnrecognizedFormatError,
-)
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -87,7 +81,9 @@ class ArrayRead:
     def __str__(self) -> str:
         return f"{self.info.dtype.name}{list(self.shape)}"
 
-    def corrupt(self, what: str, error: type[CheckpointError] = CorruptCheckpointError) -> CheckpointError:
+    def corrupt(
+        self, what: str, error: type[errors.CheckpointError] = errors.CorruptCheckpointError
+    ) -> errors.CheckpointError:
         """Return the error for an array that cannot be read."""
         keystr = show_path(self.path)
         return error(
@@ -145,8 +141,8 @@ def decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence
     try:
         values = info.decode(data, target)
     except UndecodableChunkError as error:
-        kinds = {ChunkChecksumError: ChecksumError, UnsupportedCodecError: UnrecognizedFormatError}
-        kind = kinds.get(type(error), CorruptCheckpointError)
+        kinds = {ChunkChecksumError: errors.ChecksumError, UnsupportedCodecError: errors.UnrecognizedFormatError}
+        kind = kinds.get(type(error), errors.CorruptCheckpointError)
         raise read.corrupt(f"its chunk {key_prefix(read.name) + key!r} {error}", kind) from error
     if target is None:
         _scatter(values, info, info.chunks, copies)

@@ -7,16 +7,9 @@ import time
 from typing import Any
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import (
-    EMPTY_CONTAINERS,
-    JAX_ARRAY,
-    NONE,
-    STRING,
-    key_prefix,
-    leaf_name,
-    pointer_tokens,
-)
+from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, JAX_ARRAY, NONE, STRING, leaf_name
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .encode_leaves import EncodedLeaf, Encoder, encode_text_as_bytes
@@ -114,7 +107,7 @@ def _stored_order(branch: Branch) -> list[str]:
 
 def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
     """Put a text where real Orbax looks it up; return False if another text is in the way, or it has no place."""
-    tokens = pointer_tokens(name)
+    tokens = layout.pointer_tokens(name)
     if tokens is None:
         return False
     parent = strings
@@ -145,7 +138,7 @@ class _NameRegistry:
                 "or save as msgpack",
                 leaf=show_path(path),
             )
-        other = self._paths.setdefault(key_prefix(name), path)
+        other = self._paths.setdefault(layout.key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(
                 f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "

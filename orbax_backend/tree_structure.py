@@ -87,11 +87,7 @@ def read_structure(
     check: Check | None,
     on_failure: contextlib.ExitStack,
 ) -> Structure:
-    """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
-
-    ``open_msgpack`` opens that file, and ``on_failure`` closes it. In our own directories it holds nothing that
-    ``_METADATA`` lacks, and is not read.
-    """
+    """Read the files that describe the tree: without ``_METADATA`` the msgpack file, which ``on_failure`` closes."""
     read_ahead(location, [layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, layout.CHECKSUMS])
     file, metadata = location / layout.TREE_METADATA, read_json(location, layout.TREE_METADATA, check)
     fields = metadata or {}
@@ -207,10 +203,7 @@ def _read_key_impls(location: Location, entries: list[LeafEntry]) -> dict[str, s
 
 
 def _read_strings(location: Location, entries: list[LeafEntry], check: Check | None) -> dict[str, Any] | None:
-    """Return all texts of the checkpoint, or None.
-
-    Orbax 0.3.5 wrote the file to a directory with the name of the first text (measured).
-    """
+    """Return all texts, or None; Orbax 0.3.5 wrote them to a directory with the name of the first text (measured)."""
     strings = read_json(location, layout.STRINGS, check)
     if strings is not None:
         return strings

@@ -45,10 +45,7 @@ _ENCODINGS = {None: Encoding(), "crc32c": Encoding(checksums=True), "zstd": Enco
 
 
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
-    """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
-
-    Raise SettingError, before anything is written, for a compression that is unknown, or not for old releases of Orbax.
-    """
+    """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`."""
     begin(path, plan, options)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
@@ -119,11 +116,7 @@ def writing_arrays(
     record: Record | None,
     is_primary: bool = True,
 ) -> Iterator[None]:
-    """Write arrays to a new database in ``path``, beside what the block does; sync it at the end of the block.
-
-    Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
-    metadata. Without arrays there are no files.
-    """
+    """Write this process's shards, in the primary one all metadata, to a new database, beside what the block does."""
     sums = None if record is None else record.chunks
     database = Database(path, encoding_of(options), sums, options.meter, past_cache=options.past_cache)
     try:

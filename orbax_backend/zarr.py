@@ -16,20 +16,14 @@ from flax_ckpt_compat._core.dtypes import ZARR_ML_DTYPES, ZARR_TYPESTRS, dtype_f
 from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
-from .chunk_codecs import (
-    RAW,
-    ChunkChecksumError,
-    ChunkCodec,
-    UndecodableChunkError,
-    UnsupportedCodecError,
-    check_ratio,
-    codec_of,
-    placed,
-)
+from . import chunk_codecs
+from .chunk_codecs import RAW, ChunkCodec, check_ratio, codec_of, placed
 
 # What TensorStore says of a wrong checksum, and of codecs that it does not have.
-_CHECKSUM_ERROR, _UNKNOWN_CODEC = "Digest mismatch", "is not registered"
-
+_TENSORSTORE_ERRORS = {
+    "is not registered": chunk_codecs.UnsupportedCodecError,
+    "Digest mismatch": chunk_codecs.ChunkChecksumError,
+}
 _V3_NAMES = ZARR_ML_DTYPES | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
@@ -131,10 +125,8 @@ class ArrayInfo:
             spec = {"driver": "zarr3" if self.zarr3 else "zarr", "kvstore": "memory://"}
             values = ts.open(spec, open=True, read=True, context=context).result().read().result()
         except (ValueError, OSError, NotImplementedError) as error:
-            if _UNKNOWN_CODEC in str(error):
-                raise UnsupportedCodecError(f"has a codec that TensorStore does not know ({error})") from error
-            kind = ChunkChecksumError if _CHECKSUM_ERROR in str(error) else UndecodableChunkError
-            raise kind(f"does not decode ({error})") from error
+            kinds = (kind for what, kind in _TENSORSTORE_ERRORS.items() if what in str(error))
+            raise next(kinds, chunk_codecs.UndecodableChunkError)(f"does not decode ({error})") from error
         return np.ascontiguousarray(values, self.dtype)
 
 
