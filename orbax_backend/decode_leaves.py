@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -31,38 +30,34 @@ _MAX_BOXES = 64  # that are kept of a leaf: a process has one for each of its de
 _SMALL_BYTES = 4096
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class StoredLeaf:
     """Storage of leaves of one type as arrays; the locator of their handles."""
 
-    info: ArrayInfo
-    kind: LeafKind
-    # Shape and dtype of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    text: str | None = None  # ``str`` or ``bytes`` for a numpy text scalar
-    impl: str | None = None  # implementation of a PRNG key
-    possible_kinds: frozenset[LeafKind] = frozenset()  # see `LeafHandle`
-    # Kind, shape, dtype and size of the `LeafHandle`.
-    described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
-    is_plain: bool = dataclasses.field(init=False)  # whether the array is the leaf
-    has_small_chunks: bool = dataclasses.field(init=False)  # so small that they may be in the index
-    chunk_nbytes: int = dataclasses.field(init=False)  # size of a chunk, decoded
-    whole: BoxLayout = dataclasses.field(init=False)  # of all of it
-    # By id: quick for boxes that many leaves share, as those of a sharding. Each entry holds its box.
-    _boxes: dict[int, tuple[Box, BoxLayout]] = dataclasses.field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
-        dtype = self.dtype if self.text is None else np.dtype(self.text)
-        has_dtype = has_shape or self.kind is LeafKind.NUMPY_SCALAR
-        nbytes = math.prod(self.shape) * self.dtype.itemsize
-        self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
-        self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
-        self.chunk_nbytes = self.info.chunk_nbytes
-        can_pack = len(self.info.shape) <= MAX_PACKED_RANK
-        self.has_small_chunks = self.chunk_nbytes <= _SMALL_BYTES and can_pack
-        self.whole = BoxLayout(self.info)
+    def __init__(
+        self,
+        info: ArrayInfo,
+        kind: LeafKind,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        text: str | None = None,
+        impl: str | None = None,
+        possible_kinds: frozenset[LeafKind] = frozenset(),
+    ) -> None:
+        # shape, dtype: of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
+        # text: ``str`` or ``bytes`` for a numpy text scalar. impl: implementation of a PRNG key.
+        # possible_kinds: see `LeafHandle`.
+        self.info, self.kind, self.shape, self.dtype = info, kind, shape, dtype
+        self.text, self.impl, self.possible_kinds = text, impl, possible_kinds
+        has_shape = kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
+        shown = None if not has_shape and kind is not LeafKind.NUMPY_SCALAR else np.dtype(text or dtype)
+        # Kind, shape, dtype and size of the `LeafHandle`, and whether the array is the leaf.
+        self.described = kind, shape if has_shape else (), shown, math.prod(shape) * dtype.itemsize
+        self.is_plain = kind is LeafKind.ARRAY and dtype == info.dtype
+        # Whether chunks are so small that they may be in the index, and are packed.
+        self.has_small_chunks = info.chunk_nbytes <= _SMALL_BYTES and len(info.shape) <= MAX_PACKED_RANK
+        self.chunk_nbytes, self.whole = info.chunk_nbytes, BoxLayout(info)
+        # By id: quick for boxes that many leaves share, as those of a sharding. Each entry holds its box.
+        self._boxes: dict[int, tuple[Box, BoxLayout]] = {}
 
     def layout_of(self, box: Box) -> BoxLayout:
         """Return the layout of a box; the stored array may have one more axis."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Inspection, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.location import Location
 
 from .decode_leaves import StoredLeaf
@@ -29,6 +31,7 @@ _FILES = {
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
 _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
+_MOST_KEYS = 1 << 20
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 
 
@@ -51,25 +54,14 @@ def inspect(location: Location, structure: Structure, index: Index | None, leave
 def _strange_files(location: Location, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
     """Yield the files that are not part of the format, and chunk files outside of their arrays' grids."""
     arrays = {layout.key_prefix(name): info for name, info in infos.items()}
+    # Of each array that has files: their names. A hostile grid has 2**60 chunks.
+    parts = Memo(lambda prefix: {*layout.ARRAY_METADATA_FILES, *itertools.islice(arrays[prefix].keys(), _MOST_KEYS)})
     for file in sorted(location.files_below()):
+        if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):
+            continue
         ends = [0, *(match.end() for match in re.finditer("/", file))]
-        parts = (_is_part(arrays[file[:end]], file[end:]) for end in ends if file[:end] in arrays)
-        if not (file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file) or any(parts)):
+        if not any(file[end:] in parts[file[:end]] for end in ends if file[:end] in arrays):
             yield file
-
-
-def _is_part(info: ArrayInfo, key: str) -> bool:
-    """Return whether a key below an array's prefix is its metadata or one of its chunks."""
-    if key in layout.ARRAY_METADATA_FILES:
-        return True
-    parts = key.split(info.separator)
-    if info.prefix and parts.pop(0) != info.prefix:
-        return False
-    if not info.shape:
-        return parts in ([], ["0"])
-    counts = [-(-length // chunk) for length, chunk in zip(info.shape, info.chunks, strict=True)]
-    numbers = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts]
-    return len(numbers) == len(counts) and all(0 <= at < n for at, n in zip(numbers, counts, strict=True))
 
 
 def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:

@@ -31,7 +31,7 @@ from .ocdbt_writer import metadata_of
 from .open_index import Index
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .shardings import ShardingEncoder
+from .shardings import sharding_texts
 from .zarr import Encoding
 
 
@@ -57,9 +57,9 @@ def write(save: ProcessSave) -> None:
     _assign_writers(plan, options)
     arrays = _arrays_of(plan, process)
     record = Record() if options.checksums else None
-    with writer.writing_arrays(own, arrays, options, record, is_primary):
-        # All processes would upload the same list.
-        files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
+    writer.write_arrays(own, arrays, options, record, is_primary)
+    # All processes would upload the same list.
+    files = writer.write_metadata(path, plan, options, process.index, lists_arrays=is_primary or upload is None)
     if record is not None:
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
         (plan.record if is_primary else record).add_files(path, files)
@@ -109,7 +109,7 @@ def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedL
 
 def _check_complete(location: Location, plan: SavePlan, encoding: Encoding, entries: Entries) -> None:
     """Raise StorageError unless all chunks of the planned arrays are stored, in files that are long enough."""
-    keys_of = Memo(lambda described: metadata_of(*described, encoding)[1].keys())
+    keys_of = Memo(lambda described: list(metadata_of(*described, encoding)[1].keys()))
     for entry, stored in plan.arrays:
         prefix = layout.key_prefix(entry.name)
         for key in (encoding.metadata_file, *keys_of[stored.shape, stored.write_shape, stored.dtype]):
@@ -137,7 +137,7 @@ def _name_of(process: int, upload: Upload | None) -> str:
 
 def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
-    texts, numbers, dtypes = ShardingEncoder(), dict[str | None, int](), Memo(operator.attrgetter("name"))
+    texts, numbers, dtypes = sharding_texts(), dict[str | None, int](), Memo(operator.attrgetter("name"))
     spread = []
     for entry, stored in plan.arrays:
         if stored.spans_processes:
@@ -154,18 +154,16 @@ def _check_done(location: Location, process: int, database: Location, digest: st
     try:
         found = file.read().decode("ascii", "replace")
     except MissingPathError as error:
-        where = "URL of one store" if location.is_remote else "directory that they share"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "
-            f"save to one {where}. Nothing was saved",
+            f"save to one directory that they share, or URL. Nothing was saved",
             path=path,
             errno=error.errno,
         ) from error
     if found != digest:
         raise MultiprocessSaveError(
             f"{path}: the arrays that process {process} spreads have other names, shapes, dtypes or shardings than "
-            f"those of process 0; call save_checkpoint_multiprocess with the same tree in all processes. Nothing was "
-            f"saved",
+            f"those of process 0; call save_checkpoint_multiprocess with the same tree everywhere. Nothing was saved",
             path=path,
         )
 

@@ -47,9 +47,6 @@ class BoxLayout:
         self.nbytes = math.prod(self.shape) * info.dtype.itemsize
         known = tuple(itertools.islice(self._find(), _MAX_KNOWN + 1))
         self.known = known if len(known) <= _MAX_KNOWN else None  # None if they are too many
-        # Key of the only chunk, if the result is exactly that, as almost all arrays and shards are.
-        is_chunk = len(known) == 1 and self.shape == info.chunks
-        self.only_key = known[0].key if is_chunk else None
 
     @property
     def parts(self) -> Iterable[ChunkPart]:

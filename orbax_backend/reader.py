@@ -90,10 +90,7 @@ class OrbaxReader(Reader):
                 if handle is not last:
                     last, prefix = handle, layout.key_prefix(handle.name)
                 inline.append((number, leaf, parts))
-                if parts.only_key is not None:
-                    keys.append(prefix + parts.only_key)
-                else:
-                    keys += [prefix + part.key for part in parts.known]
+                keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             elif isinstance(leaf, Unsupported):
@@ -167,26 +164,21 @@ class OrbaxReader(Reader):
         """Copy what is inline in the index to new memory, alike ones together; return the numbers of the others."""
         others, alike = list[int](), dict[BoxLayout, tuple[StoredLeaf, list[int], list[bytes]]]()
         for number, leaf, parts in inline:
-            if parts.only_key is not None:
-                data = _inline(leaf, next(found))
-            else:
-                pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
-                data = None if None in pieces else b"".join(pieces)
-            if data is None:
+            pieces = [_inline(leaf, next(found)) for _ in parts.known or ()]
+            if None in pieces:
                 others.append(number)
                 continue
             group = alike.get(parts)
             if group is None:
                 group = alike[parts] = leaf, [], []
             group[1].append(number)
-            group[2].append(data)
+            group[2].append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         for parts, (leaf, numbers, chunks) in alike.items():
-            chunk, dtype = parts.info.chunks, parts.info.dtype
-            if parts.only_key is not None:
-                packed = memory.pack_alike(chunks, chunk, dtype)
+            copies, dtype = [(part.source, part.target) for part in parts.parts], parts.info.dtype
+            if parts.shape:
+                packed = memory.pack_chunks(chunks, parts.shape, dtype, parts.info.chunks, copies)
             else:
-                copies = [(part.source, part.target) for part in parts.parts]
-                packed = memory.pack_chunks(chunks, parts.shape, dtype, chunk, copies)
+                packed = memory.pack_alike(chunks, (), dtype)
             for number, array in zip(numbers, packed, strict=True):
                 values[number] = array if leaf.is_plain else self._decoded(handles[number], array)
         return others

@@ -24,20 +24,14 @@ _SINGLE = "SingleDeviceSharding"
 _CPU, _OLD_CPU = '"cpu:', '"TFRT_CPU_'  # jax 0.8, and before
 
 
-class ShardingEncoder:
-    """Encodes shardings as text, each distinct one once."""
-
-    def __init__(self) -> None:
-        self._known = Memo(_describe)
-
-    def of(self, sharding: Any) -> str | None:
-        """Return the text of a sharding (None is jax's first device), or None if Orbax's format cannot express it.
-
-        A text is a saved sharding, and stays as it is."""
-        return sharding if isinstance(sharding, str) else self._known.of(sharding)
+def sharding_texts() -> Memo[str | None]:
+    """Return a cache of the texts of shardings, by them; None if Orbax's format cannot express one."""
+    return Memo(_describe)
 
 
 def _describe(sharding: Any) -> str | None:
+    if isinstance(sharding, str):  # a saved sharding, which stays as it is
+        return sharding
     jax = sys.modules.get("jax")
     if jax is None:
         return None
@@ -46,11 +40,9 @@ def _describe(sharding: Any) -> str | None:
             return json.dumps(_named(sharding))
         except TypeError:  # an unconstrained dimension has no form in JSON
             return None
-    if sharding is None:
+    if sharding is None:  # jax's first device
         return _single(jax.local_devices()[0])
-    if len(sharding.device_set) == 1:
-        return _single(next(iter(sharding.device_set)))
-    return None
+    return _single(next(iter(sharding.device_set))) if len(sharding.device_set) == 1 else None
 
 
 def _single(device: Any) -> str:

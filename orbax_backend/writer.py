@@ -1,7 +1,7 @@
 """Write a planned tree as a flat Orbax PyTree directory.
 
-    _METADATA                    the tree, and our type annotations (encode_metadata.py, type_annotations.py)
-    _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (encode_metadata.py)
+    _METADATA                    the tree, and our type annotations (type_annotations.py)
+    _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays
     _strings.json                leaves of type str
     checkpoint                   the tree again, if releases up to 0.5 shall read it (msgpack_file.py)
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (ocdbt_writer.py, zarr.py)
@@ -14,31 +14,34 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
 import sys
+import time
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError, is_of_handler
-from flax_ckpt_compat._core.jax_shards import start_transfer
+from flax_ckpt_compat._core.jax_shards import Memo, start_transfer
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
-from . import encode_metadata
 from .encode_leaves import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .ocdbt_writer import Database
 from .recorded_checksums import Record, file_of_database
 from .save_plan import SavePlan
-from .zarr import Encoding
+from .shardings import sharding_texts
+from .zarr import Encoding, chunk_shape
 
+_KEY_TYPES = (layout.DICT_KEY, layout.SEQUENCE_KEY)
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 # The level is that of Orbax 0.12.8; older TensorStore reads no metadata without ``checksum`` (0.1.71, measured).
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 _ENCODINGS = {None: Encoding(), "crc32c": Encoding(checksums=True), "zstd": Encoding(_ZSTD, checksums=True)}
@@ -49,10 +52,10 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     begin(path, plan, options)
     record = Record() if options.checksums else None
     arrays = [(entry.name, stored) for entry, stored in plan.arrays]
-    with writing_arrays(path, arrays, options, record):
-        files = write_metadata(path, plan, options, 0)
-        if record is not None:
-            record.add_files(path, files)
+    write_arrays(path, arrays, options, record)
+    files = write_metadata(path, plan, options, 0)
+    if record is not None:
+        record.add_files(path, files)
     commit(path, plan, record)
 
 
@@ -91,11 +94,11 @@ def write_metadata(
     with pause_gc():
         if lists_arrays and plan.jax_arrays:
             name = f"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}{process}"
-            files[name] = encode_metadata.array_metadatas(plan, encoding.chunk_bytes)
+            files[name] = _array_metadatas(plan, encoding.chunk_bytes)
         if process == 0:
-            files[layout.TREE_METADATA] = encode_metadata.tree_metadata(plan, zarr3=encoding.checksums)
+            files[layout.TREE_METADATA] = _tree_metadata(plan, zarr3=encoding.checksums)
             if plan.jax_arrays:
-                files[layout.SHARDING] = encode_metadata.shardings(plan)
+                files[layout.SHARDING] = _shardings(plan)
             if plan.strings:
                 files[layout.STRINGS] = plan.strings
         texts = {os.path.join(path, name): json.dumps(value).encode() for name, value in files.items()}
@@ -108,23 +111,21 @@ def write_metadata(
     return contents
 
 
-@contextmanager
-def writing_arrays(
-    path: str,
-    arrays: list[tuple[str, EncodedLeaf]],
-    options: WriteOptions,
-    record: Record | None,
-    is_primary: bool = True,
-) -> Iterator[None]:
-    """Write this process's shards, in the primary one all metadata, to a new database, beside what the block does."""
+def write_arrays(
+    path: str, arrays: list[tuple[str, EncodedLeaf]], options: WriteOptions, record: Record | None, primary: bool = True
+) -> None:
+    """Write this process's shards, in the ``primary`` one all metadata, to a new database, and sync it."""
     sums = None if record is None else record.chunks
     database = Database(path, encoding_of(options), sums, options.meter, past_cache=options.past_cache)
+    reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
     try:
         start_transfers([stored for _, stored in arrays])
         with translated(path, "written", TENSORSTORE_ERRORS):
-            _put(database, arrays, is_primary)
-        yield
-        with translated(path, "written", TENSORSTORE_ERRORS):
+            with pause_gc(enabled=not reads):
+                for name, stored in arrays:
+                    if reads:
+                        database.make_room(stored.source.nbytes)
+                    database.put(name, stored, primary)
             database.finish()
     except BaseException as error:
         # A handler of the program's that ends the save does not wait for a disk that may hang.
@@ -132,20 +133,10 @@ def writing_arrays(
         raise
 
 
-def _put(database: Database, arrays: list[tuple[str, EncodedLeaf]], is_primary: bool) -> None:
-    reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
-    with pause_gc(enabled=not reads):
-        for name, stored in arrays:
-            if reads:
-                database.make_room(stored.source.nbytes)
-            database.put(name, stored, is_primary)
-    database.submit()
-
-
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
     _end(path)
-    metadata = json.dumps(encode_metadata.step_metadata(plan.started_ns)).encode()
+    metadata = json.dumps(_step_metadata(plan.started_ns)).encode()
     files = {os.path.join(path, layout.STEP_METADATA): metadata}
     if record is not None:
         record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): layout.COMMITTED})
@@ -166,3 +157,59 @@ def start_transfers(arrays: Iterable[EncodedLeaf]) -> None:
     for source in sources:
         if is_jax_array(source):
             start_transfer(source)
+
+
+def _tree_metadata(plan: SavePlan, *, zarr3: bool) -> dict[str, Any]:
+    """Return the content of ``_METADATA``."""
+    tree: dict[str, Any] = {}
+    for entry in plan.entries:
+        stored = entry.stored
+        value: dict[str, Any] = {
+            "value_type": entry.marker if stored is None else stored.value_type,
+            "skip_deserialize": stored is None,
+        }
+        if stored is not None and stored.value_type == layout.JAX_ARRAY:
+            value["write_shape"] = stored.write_shape
+        keys = [{"key": name, "key_type": _KEY_TYPES[is_index]} for name, is_index in entry.keys]
+        tree[str(tuple([name for name, _ in entry.keys]))] = {"key_metadata": keys, "value_metadata": value}
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": zarr3,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": plan.annotations.to_json(),
+    }
+
+
+def _shardings(plan: SavePlan) -> dict[str, str]:
+    """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
+    encoder = sharding_texts()
+    texts = [(name, encoder.of(stored.sharding)) for name, stored in plan.jax_arrays]
+    return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts if text is not None}
+
+
+def _array_metadatas(plan: SavePlan, chunk_bytes: int) -> dict[str, Any]:
+    """Return the content of ``array_metadatas/process_N``; ``chunk_bytes`` is the limit of chunks."""
+    chunks, arrays = Memo(lambda key: chunk_shape(key[0], key[1], key[2], chunk_bytes)), []
+    for name, stored in plan.jax_arrays:
+        impl = stored.annotation.impl if stored.annotation else None
+        array = {
+            "param_name": name,
+            "write_shape": stored.write_shape,
+            "chunk_shape": chunks[stored.shape, stored.write_shape, stored.dtype.itemsize],
+            "ext_metadata": {"random_key_impl": impl} if impl else None,
+        }
+        arrays.append({"array_metadata": array})
+    return {"array_metadatas": arrays}
+
+
+def _step_metadata(started_ns: int) -> dict[str, Any]:
+    """Return the content of ``_CHECKPOINT_METADATA`` of a save that started then, in ns since 1970."""
+    return {
+        "item_handlers": _HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": started_ns,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }

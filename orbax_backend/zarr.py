@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,9 +95,9 @@ class ArrayInfo:
         """Return the key of the first chunk."""
         return self.chunk_key((0,) * len(self.shape))
 
-    def keys(self) -> list[str]:
-        """Return the keys of all chunks."""
-        return [self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks)]
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of all chunks."""
+        return (self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks))
 
     def decode(self, stored: bytes | memoryview, target: memoryview | None = None) -> bytes | memoryview:
         """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""

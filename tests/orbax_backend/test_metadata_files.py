@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import encode_metadata, writer, zarr
+from flax_ckpt_compat.orbax_backend import writer, zarr
 from flax_ckpt_compat.orbax_backend.leaf_handles import build_tree
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 from flax_ckpt_compat.orbax_backend.type_annotations import ContainerType
@@ -32,7 +32,7 @@ def test_leaves_are_in_the_order_of_jax() -> None:
 def test_only_tuples_need_a_note_of_their_own() -> None:
     """Orbax's own files tell dicts from lists, so the note beside them is of what they cannot tell."""
     plan = make_plan(state_dict.describe({"d": {"x": 1}, "l": [1, {"y": 2}], "t": (1, 2), "empty": (), "none": {}}))
-    note = encode_metadata.tree_metadata(plan, zarr3=False)["custom_metadata"]
+    note = writer._tree_metadata(plan, zarr3=False)["custom_metadata"]
     assert note == {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[["t"], "tuple", []]]}}
 
 
