@@ -219,7 +219,7 @@ def save(
                 async_manager=async_manager,
                 format=chosen,
             )
-    if not isinstance(compression, _Unset | None) and not backend_for(request.format).compresses:
+    if not isinstance(compression, _Unset | None) and backend_for(request.format).uses_gda_folder:
         raise SettingError(
             f"a {request.format.value} file is not compressed, found compression={compression!r}; pass format='orbax'"
         )

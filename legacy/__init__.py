@@ -19,10 +19,7 @@ class MsgpackBackend:
     """Implement the Backend protocol for Flax's msgpack files."""
 
     format = Format.MSGPACK
-    compresses = False
     uses_gda_folder = True
-    splits_replicas = False  # Flax reads all but the arrays of the folder from one file
-    sorts_multiprocess = True  # Flax 0.12.8, measured
     write_event: str | None = "/jax/flax/checkpoint/save_main_ckpt_task"
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:

@@ -24,10 +24,7 @@ class OrbaxBackend:
     """Flat Orbax PyTree directories: what `orbax.checkpoint.PyTreeCheckpointer` writes."""
 
     format = Format.ORBAX
-    compresses = True
     uses_gda_folder = False
-    splits_replicas = True
-    sorts_multiprocess = False
     write_event: str | None = None
 
     def __init__(self, open_msgpack: OpenMsgpack) -> None:

@@ -58,10 +58,7 @@ def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
 
 
 def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
-    """Find the contiguous runs of a copy between boxes of two C-order arrays.
-
-    Return the number of elements of a run, and the offsets of each run in source and target, in elements.
-    """
+    """Find the contiguous runs of a copy between boxes of two C-order arrays: their elements, and offsets in both."""
     extent = shape_of(source_box)
     axis = max(0, len(extent) - 1)
     while axis and extent[axis] == source[axis] == target[axis]:

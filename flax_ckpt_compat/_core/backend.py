@@ -185,12 +185,12 @@ class Reader(Protocol):
 class WriteOptions:
     """Settings of a backend's writer."""
 
-    compression: str | None = None  # a codec of a format that `compresses` (``zstd``, ``crc32c``)
+    compression: str | None = None  # a codec of Orbax's format (``zstd``, ``crc32c``)
     checksums: bool = True  # record checksums of what is written
     part_bytes: int | None = None  # of the largest part of an array in a store, which takes several at once
     past_cache: bool = False  # files of arrays are written past the page cache, where their file system can
     meter: progress.Meter = progress.OFF  # counts the bytes that are written, and sent
-    # Key path of an array that several processes hold whole → the one that writes it, if the backend `splits_replicas`.
+    # Key path of an array that several processes hold whole → the one that writes it, if that is not process 0.
     writers: Mapping[Path, int] = dataclasses.field(default_factory=dict)
 
 
@@ -216,18 +216,14 @@ class ProcessSave:
 class Backend(Protocol):
     """One format.
 
-    Save: `prepare`, then `write` to a temporary in the checkpoint's own directory; the caller publishes it.
-    Multi-process save, with a barrier between the steps: `prepare` in all processes; `begin_multiprocess` in
-    process 0, which sends the temporary's path to the others; `write_process_part` in all; `finish_multiprocess`
-    in process 0, which publishes.
-    Restore: the caller detects the format and calls `open`, `Reader.read` any number of times, `Reader.close`.
-    """
+    Save: `prepare`, then `write` to a temporary in the checkpoint's own directory, which the caller publishes. With
+    several processes, with a barrier between the steps: `prepare` in all; `begin_multiprocess` in process 0, which
+    sends the others the temporary's path; `write_process_part` in all; `finish_multiprocess` in process 0."""
 
     format: Format
-    compresses: bool  # `WriteOptions.compression` has an effect
-    uses_gda_folder: bool  # arrays that span processes go into the ``_gda`` folder beside the file, as in Flax
-    splits_replicas: bool  # `WriteOptions.writers` has an effect
-    sorts_multiprocess: bool  # `save_checkpoint_multiprocess` sorts the maps, and stores lists as maps, as in Flax
+    # As in Flax, arrays that span processes go into the ``_gda`` folder beside the file, all else is written by process
+    # 0, with sorted maps in place of lists, and `WriteOptions` of compression and writers have no effect.
+    uses_gda_folder: bool
     write_event: str | None  # event that ``jax.monitoring`` records before a write, as in Flax, or None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:

@@ -25,40 +25,33 @@ SUM_BYTES = 4
 class BlockSums:
     """The checksums of a stream of bytes, block by block."""
 
-    def __init__(self, crc: Crc = crc32c) -> None:
-        self._crc, self._sums = crc, list[int]()
-        self._current = self._filled = 0
+    def __init__(self) -> None:
+        self._sums, self._size = list[int](), 0
 
     def update(self, data: Any) -> None:
         """Add bytes: a buffer of single bytes."""
-        view = memoryview(data)
-        while len(view):
-            part = view[: BLOCK_BYTES - self._filled]
-            self._current = self._crc(part, self._current)
-            self._filled += len(part)
-            view = view[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._sums.append(self._current)
-                self._current = self._filled = 0
+        at, view = 0, memoryview(data)
+        while at < len(view):
+            filled = self._size % BLOCK_BYTES
+            part = view[at : at + BLOCK_BYTES - filled]
+            self._sums.append(crc32c(part, self._sums.pop() if filled else 0))
+            self._size += len(part)
+            at += len(part)
 
     def encoded(self) -> bytes:
-        """Return the checksums of all blocks, 4 bytes each, little-endian; no bytes have no block."""
-        sums = [*self._sums, self._current] if self._filled else self._sums
-        return b"".join(map(encode, sums))
+        """Return the checksums of all blocks; no bytes have no block."""
+        return b"".join(map(encode, self._sums))
 
 
 def encode(checksum: int) -> bytes:
-    """Return a checksum as it is recorded."""
+    """Return a checksum as it is recorded: 4 bytes, little-endian."""
     return checksum.to_bytes(SUM_BYTES, "little")
 
 
 def of_blocks(data: Any, crc: Crc = crc32c) -> bytes:
-    """Return the `BlockSums` of a buffer of single bytes."""
-    if len(data) <= BLOCK_BYTES:
-        return encode(crc(data)) if len(data) else b""
-    sums = BlockSums(crc)
-    sums.update(data)
-    return sums.encoded()
+    """Return the checksums of the blocks of a buffer of single bytes."""
+    view = memoryview(data)
+    return b"".join(encode(crc(view[at : at + BLOCK_BYTES])) for at in range(0, len(view), BLOCK_BYTES))
 
 
 def check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None = None) -> None:

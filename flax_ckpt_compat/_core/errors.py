@@ -1,8 +1,6 @@
-"""Define the errors that do not depend on flax.
+"""Define the errors that do not depend on flax; ``flax_ckpt_compat.errors`` re-exports them, and has the others.
 
-Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
-re-exports all of these. Each class inherits the built-in that callers of Flax already catch.
-"""
+Each class inherits the built-in that callers of Flax already catch."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ def add_sentence(error: CheckpointError, sentence: str) -> None:
 def sanitize(message: str, *names: str | None) -> str:
     """Make a message safe to print: escape control characters, and line breaks from these names; cut endless words."""
     message = _ENDLESS.sub(r"\1…\2", message)
-    if message.isprintable():
-        return message
     # Part by part: the message may name a directory above the path, too.
-    for part in (part for name in names if name and "\n" in name for part in name.split("/")):
+    for part in "/".join(filter(None, names)).split("/"):
         if "\n" in part:
             message = message.replace(part, printable(part, one_line=True))
     return printable(message)
@@ -257,12 +253,9 @@ def remedy_of_leaf(leaf: Any) -> str:
     """Return what to do about a leaf of an unsupported type."""
     if callable(leaf):
         return (
-            "leave functions and classes out of the tree: declare the field with "
-            "flax.struct.field(pytree_node=False), as TrainState does for apply_fn, or remove the key"
+            "leave it out of the tree: declare the field with flax.struct.field(pytree_node=False), or remove the key"
         )
-    if isinstance(leaf, (set, frozenset)):
-        return "convert it to a sorted list, or leave it out of the tree"
-    return "convert it to an array, number, str or bytes, or leave it out of the tree"
+    return "convert it to an array, list, number, str or bytes, or leave it out of the tree"
 
 
 def is_of_handler(error: BaseException) -> bool:

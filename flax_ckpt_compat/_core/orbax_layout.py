@@ -83,21 +83,12 @@ def leaf_name(path: Path) -> str:
 
 
 def key_prefix(name: str) -> str:
-    """Return the key prefix of an array.
-
-    TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
-    their keys, and so do ``""`` and ``/`` (measured).
-    """
-    if name and name[-1] != "/":
-        return name + "/"
-    return "" if name == "/" else name
+    """Return the key prefix of an array; TensorStore's drivers add a ``/`` only where there is none (measured)."""
+    return "" if name in ("", "/") else name.removesuffix("/") + "/"
 
 
 def pointer_tokens(name: str) -> tuple[str, ...] | None:
-    """Return the tokens by which real Orbax looks a name up in ``_strings.json``; None if it cannot.
-
-    Orbax 0.12.8 uses ``/`` + name, unescaped, as a JSON pointer (measured).
-    """
+    """Return the tokens by which Orbax finds a name in ``_strings.json``, as an unescaped JSON pointer, or None."""
     if _BAD_ESCAPE.search(name):
         return None
     return tuple(token.replace("~1", "/").replace("~0", "~") for token in name.split("/"))

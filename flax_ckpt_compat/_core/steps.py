@@ -5,6 +5,7 @@ only if the rest of the name is one finite number."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import numbers
@@ -57,14 +58,12 @@ def linen_names(names: Iterable[str]) -> dict[str, str]:
     """Return old → new names of modules: pre-linen's have one count for all classes, linen's one count a class.
 
     Names without a number, and linen's own, stay as they are. Pass all children of one module."""
-    counts: dict[str, int] = {}
-    renamed = {}
+    counts, renamed = collections.Counter[str](), {}
     for name in natural_sort(names):
         match = MODULE_NUM_RE.match(name)
-        renamed[name] = name
+        renamed[name] = f"{match[1]}_{counts[match[1]]}" if match else name
         if match:
-            renamed[name] = f"{match[1]}_{counts.get(match[1], 0)}"
-            counts[match[1]] = counts.get(match[1], 0) + 1
+            counts[match[1]] += 1
     return renamed
 
 
@@ -82,26 +81,19 @@ def step_of(name: str, prefix: str) -> float | None:
 
 
 def is_text(name: str, prefix: str) -> bool:
-    """Return whether a name is a ``prefix + text`` checkpoint; the text may end in a number: ``epoch10``, ``v1.5``.
-
-    A separator before that number ends a longer prefix: ``ckpt_best_1`` is step 1 of ``ckpt_best_``.
-    """
-    text = _text_of(name, prefix)
-    return text is not None and not _SEPARATED.fullmatch(text)
+    """Return whether a name is a ``prefix + text`` checkpoint; the text may end in a number: ``epoch10``, ``v1.5``."""
+    return _is_text(name, prefix) and not _SEPARATED.fullmatch(name[len(prefix) :])
 
 
 def is_of_longer_prefix(name: str, prefix: str) -> bool:
-    """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1`` for ``ckpt_``."""
-    text = _text_of(name, prefix)
-    return text is not None and _SEPARATED.fullmatch(text) is not None
+    """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1``, of ``ckpt_best_``, for ``ckpt_``."""
+    return _is_text(name, prefix) and _SEPARATED.fullmatch(name[len(prefix) :]) is not None
 
 
-def _text_of(name: str, prefix: str) -> str | None:
-    """Return the text after the prefix, or None if the name is a step of it, or cannot be a checkpoint of it."""
-    text = name[len(prefix) :]
-    if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name):
-        return None
-    return text if parse_step(text) is None else None
+def _is_text(name: str, prefix: str) -> bool:
+    text = name.removeprefix(prefix)
+    is_other = not name.startswith(prefix) or text in ("", FLAX_TEMPORARY) or is_foreign(name)
+    return not is_other and parse_step(text) is None
 
 
 def split_step(name: str) -> tuple[str, str] | None:
@@ -127,9 +119,7 @@ def in_order(names: Iterable[str], prefix: str) -> list[str]:
 
 
 def of_replicated(step: Any) -> Any:
-    """Return the step of a state that is replicated over devices: one element of an array of which all are equal.
-
-    Flax names the checkpoint after the whole array, ``checkpoint_[3 3]``."""
+    """Return the step of a state that is replicated over devices: one element of an array of which all are equal."""
     if not getattr(step, "shape", ()) or not hasattr(step, "dtype") or arguments.is_traced(step):
         return step
     import numpy as np  # here, because listings of checkpoints do without it
@@ -164,7 +154,5 @@ def step_text(step: Any) -> str:
 def check_name(name: str) -> str:
     """Return the name of a checkpoint to save; raise ArgumentError if Flax or Orbax reserve it for unfinished ones."""
     if is_foreign(name):
-        raise ArgumentError(
-            f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones"
-        )
+        raise ArgumentError(f"{name!r} is no name for a checkpoint: Flax and Orbax give such to unfinished ones")
     return name

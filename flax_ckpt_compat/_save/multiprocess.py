@@ -102,7 +102,7 @@ class _OwnSave:
     def join(self, begun: Mapping[str, Any]) -> None:
         """Take over what process 0 has begun, and which process writes which replicated array."""
         writers = dict[Path, int]()
-        if begun["agrees"] and self.backend.splits_replicas:  # by a hash of the name
+        if begun["agrees"] and not self.backend.uses_gda_folder:  # by a hash of the name
             writers = {path: who[_checksum(path) % len(who)] for path, (who, _, _) in self.replicas.items()}
         options = dataclasses.replace(self.part.options, writers=writers)
         upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
@@ -199,7 +199,7 @@ def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coor
 def _report(request: SaveRequest, backend: Backend, tree: Node, replicas: Replicas) -> dict[str, Any]:
     """Return what process 0 compares; JSON-serializable."""
     options, signature = request.options, f"{request.format.value} with overwrite={request.overwrite}"
-    if backend.compresses and options.compression is not None:
+    if not backend.uses_gda_folder and options.compression is not None:
         signature += f", compression={options.compression!r}"
     spread, count, names = Counter[str](), 0, 0
     for path, array in _arrays(tree):

@@ -63,7 +63,7 @@ class _Snapshot:
         # The arrays to copy: all in the background. In the foreground those of GPUs, but of several processes none:
         # each copies what it writes, and no more, while it writes.
         self.copies, self._in_background = Copies(request.async_manager), bool(request.async_manager)
-        self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
+        self._in_order = request.multiprocess and backend_for(request.format).uses_gda_folder
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()

@@ -294,7 +294,7 @@ def test_too_deep():
     [
         (len, "flax.struct.field(pytree_node=False)"),
         (int, "flax.struct.field(pytree_node=False)"),
-        ({1}, "convert it to a sorted list"),
+        ({1}, "convert it to an array, list"),
         (object(), "leave it out of the tree"),
     ],
 )
