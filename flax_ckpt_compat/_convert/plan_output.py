@@ -16,8 +16,8 @@ from flax_ckpt_compat._core.errors import CheckpointError, MissingLeavesError, N
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._discovery.contents import Layout
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.orbax_items import RANDOM_KEYS, ItemKind, kind_of_item, recorded_handlers
 from flax_ckpt_compat._discovery.orbax_trees import beside_tree, names_in
 from flax_ckpt_compat._view import metadata
@@ -52,8 +52,7 @@ class Output:
         # What to know about the result, and what it lacks of the source.
         self.notes, self.left_out = list[str](), list[str]()
 
-        recorded = recorded_handlers(opened.location, names_in(opened.location))
-        handlers = {"": recorded} if isinstance(recorded, str) else recorded
+        handlers = recorded_handlers(opened.location, names_in(opened.location))
         unread = opened.contents.unread
         self.opaque = [name for name in opened.contents.unknown if name in handlers or name in unread]  # not read here
         self.recorded = {name: handlers.get(name, "") for name in (*opened.items, *self.opaque)}

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import errno
 import functools
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -26,12 +27,19 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.local import presence, temporaries
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_directory
-from flax_ckpt_compat._discovery.orbax_directory import Layout
-from flax_ckpt_compat._discovery.orbax_items import Item, check_record
-from flax_ckpt_compat._discovery.orbax_trees import MARKERS, holds_files, names_in
+from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_items, orbax_trees
+from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind
+from flax_ckpt_compat._discovery.orbax_trees import FINISHED, MARKERS, holds_files, names_in
 
-_NEVER_WRITTEN = (None, Layout.T5X, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
+STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
+_OF_STEPS = {*FINISHED, *orbax_trees.ITEMS_MARKERS}
+_LOST_STRUCTURE = (
+    f"there are arrays, but no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where "
+    f"they belong, nor the {layout.ZARR2_METADATA} of a single one (what jax's own array serialization wrote has "
+    "none: TensorStore reads each array)"
+)
+# Layout, what is missing in words, name → item as in `Contents`, and names of directories that are not items.
+_Description = tuple["Layout | None", str, Mapping[str, Item], tuple[str, ...]]
 _REPLACEMENTS = 5  # of a checkpoint by other processes, while one looks at it
 DENIED = "permission to list it is denied"
 
@@ -45,6 +53,23 @@ class State(enum.Enum):
     TEMPORARY = "temporary"  # what a save writes before it has its name, or left when it was interrupted
     DENIED = "denied"  # there is something that the system refuses to list
     ABSENT = "absent"
+
+
+class Layout(enum.Enum):
+    """The layouts of checkpoints on disk."""
+
+    FILE = "msgpack file"
+    TREE = "one tree in a directory"
+    ITEMS = "items of a step"
+    JSON = "JSON alone"
+    CUSTOM = "files of a custom handler"
+    T5X = "T5X"  # read, and never written by Flax, Orbax's checkpointers or this library
+    ARRAYS = "arrays without a tree"  # of a tree that lost it, or of jax's own serialization; never complete
+    # Of other programs: read by its own path, and something else than a checkpoint for all look-ups.
+    READ_ONLY = "of another program"
+
+
+_NEVER_WRITTEN = (None, Layout.T5X, Layout.READ_ONLY)  # by Flax, Orbax's checkpointers or us
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +233,7 @@ def checkpoint_at(path: Location) -> Contents:
         raise UnrecognizedFormatError(foreign_message(found), path=path.path)
     if not found.is_readable and not (found.state is State.TEMPORARY and found.is_whole):
         raise IncompleteCheckpointError(incomplete_message(found), path=path.path)
-    check_record(path, names_in(path))
+    orbax_items.check_record(path, names_in(path))
     return found
 
 
@@ -273,26 +298,95 @@ def _file(path: Location) -> Contents:
 
 
 def _directory(path: Location, names: set[str]) -> Contents:
+    """Describe a directory, by the rules for those of Orbax."""
     if not names:
         return Contents(path, State.INCOMPLETE, "the directory is empty")
     if path.name.endswith(steps.ARRAYS_POSTFIX) and is_only_arrays(path):
         main = path.name.removesuffix(steps.ARRAYS_POSTFIX)
         return Contents(path, State.INCOMPLETE, f"it holds only the arrays of {main}: restore that file")
-    found = orbax_directory.describe(path, names)
+    kind, missing, items, unknown = _described(path, names)
     # T5X wrote no file that tells that a save to a store is complete: its last step is to rename.
-    upload = None if found.layout is Layout.T5X else path.why_unfinished(names)
+    upload = None if kind is Layout.T5X else path.why_unfinished(names)
     begun = next((name for name in sorted(names) if layout.TEMPORARY in name), None)
-    why = upload or (f"the directory still holds {begun}, which Orbax had not finished" if begun else found.missing)
-    if why and found.layout not in (Layout.TREE, Layout.ARRAYS) and not orbax_directory.looks_begun(path, names):
+    why = upload or (f"the directory still holds {begun}, which Orbax had not finished" if begun else missing)
+    if why and kind not in (Layout.TREE, Layout.ARRAYS) and not _looks_begun(path, names):
         return Contents(path, State.FOREIGN, foreign.names_look_like(names))
+    is_one = kind is not None
+    if kind is Layout.ITEMS:
+        # Before Orbax 0.5.11 nothing but names, and what only a composite has, tells items from checkpoints.
+        is_named = names.intersection((*orbax_trees.ITEMS_MARKERS, *layout.TREE_ITEMS, *orbax_items.RANDOM_KEYS))
+        is_one = bool(is_named or orbax_items.only_orbax_has(items) or STEP_DIRECTORY.fullmatch(path.name))
     return Contents(
         path,
         State.INCOMPLETE if why else State.COMPLETE,
         why,
-        found.layout,
-        found.items,
-        found.unknown,
+        kind,
+        items,
+        unknown,
         is_upload=upload is not None,
         is_marked=bool(names.intersection(MARKERS)),
-        is_one_checkpoint=orbax_directory.is_one_checkpoint(path, names, found),
+        is_one_checkpoint=is_one,
     )
+
+
+def _described(path: Location, names: set[str]) -> _Description:
+    """Return layout, what is missing in words, items and unknown items of a directory; no layout if it is none."""
+    if orbax_trees.is_tree(path, names):
+        kind = Layout.T5X if orbax_trees.is_t5x(path, names) else Layout.TREE
+        return kind, orbax_trees.missing_in_tree(path, names) or "", {"": Item(Format.ORBAX, path)}, ()
+    # Folders of arrays, and nothing that is the tree of them, nor a single array.
+    others = (*layout.ARRAY_METADATA_FILES, *FINISHED, *orbax_trees.PARTS)
+    if not names.intersection(others) and orbax_trees.is_folder_of_arrays(path, names):
+        return Layout.ARRAYS, _LOST_STRUCTURE, {}, ()
+    handlers = orbax_items.recorded_handlers(path, names)
+    flat = handlers.get("", "")
+    if flat and (part := orbax_items.missing_part(path, names, flat)):
+        kind = Layout.JSON if "Json" in flat else Layout.TREE
+        return kind, orbax_items.recorded_but_missing(part), {}, ()
+    if file := orbax_items.json_file(path, names, flat):
+        return Layout.JSON, "", {"": Item(None, file)}, ()
+    if flat and orbax_items.kind_of_handler(flat) is ItemKind.KEY:
+        key = layout.JAX_KEY if layout.JAX_KEY in names else layout.NUMPY_KEY
+        return Layout.TREE, "", {"": Item(Format.ORBAX, path / key)}, ()
+    if not flat and ((items := orbax_items.items_in(path, names, handlers)) or handlers):
+        rest = names - items.keys() - orbax_items.NO_ITEMS
+        unknown = tuple(sorted(name for name in rest if (path / name).isdir()))
+        return Layout.ITEMS, next(orbax_items.missing_in_items(path, names, items, handlers), ""), items, unknown
+    if orbax_trees.lost_structure(path, names):
+        return Layout.TREE, _LOST_STRUCTURE, {}, ()
+    if names.issuperset(FINISHED) and any(holds_files(path / name) for name in names.difference(FINISHED)):
+        return Layout.CUSTOM, "", {}, ()
+    missing = f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
+    return Layout.CUSTOM if names <= _OF_STEPS else None, missing, {}, ()
+
+
+def _looks_begun(path: Location, names: set[str]) -> bool:
+    """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
+    if names.intersection(MARKERS) or orbax_trees.lost_structure(path, names) or not holds_files(path):
+        return True
+    inside = {(path / name): names_in(path / name) for name in names}
+    if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
+        return False  # a directory of checkpoints, which would be lost with it
+    if _has_sign(path, names) or any(_has_sign(child, found) for child, found in inside.items()):
+        return True
+    return orbax_items.only_orbax_has(orbax_items.items_in(path, names))
+
+
+def _is_whole_checkpoint(path: Location, inside: set[str]) -> bool:
+    """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
+    name = path.name
+    if steps.is_foreign(name) or layout.is_upload_marker(name):
+        return False
+    if inside:
+        return orbax_items.is_checkpoint_itself(name, inside, is_marked=False) and _has_sign(path, inside)
+    try:
+        return steps.ends_in_step(name) and path.isfile() and foreign.may_be_msgpack_tree(path)
+    except MissingPathError:  # removed meanwhile
+        return False
+
+
+def _has_sign(path: Location, names: set[str]) -> bool:
+    # A checkpoint that is being removed from a store may have only commit_success.txt left.
+    if names.intersection((*MARKERS, *FINISHED)) or orbax_trees.lost_structure(path, names):
+        return True
+    return any(layout.TEMPORARY in name or layout.is_upload_marker(name) for name in names)

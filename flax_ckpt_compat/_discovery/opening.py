@@ -144,8 +144,7 @@ def _without_lookalikes(found: contents.Contents) -> contents.Contents:
     doubtful = {name: item for name, item in found.items.items() if _may_only_look_like_tree(item)}
     if found.items and not doubtful:
         return found
-    recorded = recorded_handlers(found.location, names_in(found.location))
-    handlers = {"": recorded} if isinstance(recorded, str) else recorded
+    handlers = recorded_handlers(found.location, names_in(found.location))
     of_others = (name for name, one in handlers.items() if kind_of_handler(one) is ItemKind.UNKNOWN)
     alike = [name for name in of_others if name in doubtful and not _opens(doubtful[name])]
     items = {name: item for name, item in found.items.items() if name not in alike}

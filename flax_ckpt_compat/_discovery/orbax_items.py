@@ -54,14 +54,15 @@ class Item:
         return dataclasses.replace(self, location=self.location.unlisted())
 
 
-def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str] | str:
-    """Return the handlers that a step's metadata records: of each item, or of the one tree; empty without a record.
+def recorded_handlers(path: Location, names: set[str]) -> Mapping[str, str]:
+    """Return the handlers that a step's metadata records: of each item, or of '', the one tree; empty without a record.
 
     Orbax writes them since 0.11.6 when the save is complete: each item that was saved, and no other (measured)."""
     handlers = (_record(path, names) or {}).get("item_handlers")
-    if isinstance(handlers, dict):
-        return {name: handler for name, handler in handlers.items() if isinstance(handler, str)}
-    return handlers if isinstance(handlers, str) else {}
+    if isinstance(handlers, str):
+        return {"": handlers}
+    found = handlers.items() if isinstance(handlers, dict) else ()
+    return {name: handler for name, handler in found if name and isinstance(handler, str)}
 
 
 def check_record(path: Location, names: set[str]) -> None:

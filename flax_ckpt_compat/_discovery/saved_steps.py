@@ -15,9 +15,8 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location, normal, of_text, resolved
 from flax_ckpt_compat._discovery import foreign
-from flax_ckpt_compat._discovery.contents import Contents, State, contents_of
+from flax_ckpt_compat._discovery.contents import Contents, Layout, State, contents_of
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._discovery.orbax_directory import Layout
 
 _log = logging.getLogger("flax_ckpt_compat")
 

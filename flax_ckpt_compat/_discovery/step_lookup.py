@@ -16,9 +16,8 @@ from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingPathError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._discovery import contents, saved_steps
-from flax_ckpt_compat._discovery.contents import Contents, State
+from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Contents, Layout, State
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")

@@ -10,8 +10,7 @@ from flax_ckpt_compat._core.errors import MissingPathError, StorageError
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import contents, foreign, not_found
-from flax_ckpt_compat._discovery.contents import State, contents_of, is_step_of_manager
-from flax_ckpt_compat._discovery.orbax_directory import Layout
+from flax_ckpt_compat._discovery.contents import Layout, State, contents_of, is_step_of_manager
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"

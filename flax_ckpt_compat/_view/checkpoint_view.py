@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.text_formatting import Row, listed, nearest, printable
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves, joined, map_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
-from flax_ckpt_compat._discovery.orbax_directory import STEP_DIRECTORY, Layout
+from flax_ckpt_compat._discovery.contents import STEP_DIRECTORY, Layout
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._trees import depth, state_dict

@@ -18,9 +18,8 @@ from flax_ckpt_compat._core.location import Location, as_text
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._discovery import locating, saved_steps
-from flax_ckpt_compat._discovery.contents import contents_of
+from flax_ckpt_compat._discovery.contents import Layout, contents_of
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._discovery.orbax_directory import Layout
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
 _Result = TypeVar("_Result")
