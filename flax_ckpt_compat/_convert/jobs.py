@@ -97,12 +97,12 @@ def find_jobs(source: Location, destination: Location, to: str, wanted: Sequence
         jobs = [_job(source, destination, to, step)]
     else:
         jobs = [Job(source.path, destination.path, to)]
-    for holding in [contents_of(listed.at(one.path), lists_denied=True) for one in found]:
+    for one, holding in [(one, contents_of(listed.at(one.path), lists_denied=True)) for one in found]:
         if not holding.is_readable:
-            error = f"IncompleteCheckpointError: {holding.path} is not a complete checkpoint: {holding.why}"
+            error = f"IncompleteCheckpointError: {one} is not a complete checkpoint: {holding.why}"
             if holding.state is State.FOREIGN:
                 error = f"UnrecognizedFormatError: {foreign_message(holding)}"
-            jobs = [dataclasses.replace(job, error=error) if job.source == holding.path else job for job in jobs]
+            jobs = [dataclasses.replace(job, error=error) if job.source == one.path else job for job in jobs]
     _check_destinations(source, destination, jobs)
     count = Counter(job.destination for job in jobs if job.error is None)
     for place, job in enumerate(jobs):

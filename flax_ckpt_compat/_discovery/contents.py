@@ -124,16 +124,6 @@ class Contents:
         """Return whether it is one of the checkpoints of which ``keep`` keeps the newest."""
         return self.state is State.COMPLETE and self.layout not in _NEVER_WRITTEN
 
-    @property
-    def name(self) -> str:
-        """Return the last name of the path."""
-        return self.location.name
-
-    @property
-    def path(self) -> str:
-        """Return the path as text."""
-        return self.location.path
-
 
 def contents_of(path: Location, *, lists_denied: bool = False) -> Contents:
     """Describe what a path holds.
@@ -178,10 +168,10 @@ def why_inside(path: Location) -> str | None:
 def checkpoint_around(path: Location) -> Location | None:
     """Return the checkpoint in Orbax's format that a path lies in, or None."""
     parent = path.at(path.resolve()).parent.unlisted()
-    return _around_in_store(parent) if path.is_remote else _first_checkpoint(parent)
+    return _around_in_store(parent) if path.is_remote else _around(parent)
 
 
-def _first_checkpoint(folder: Location) -> Location | None:
+def _around(folder: Location) -> Location | None:
     """Return the first checkpoint of a folder and all above it, found by the names of markers, without listings."""
     while folder.path.strip("/") and folder.can_hold_checkpoint():
         with suppress(StorageError):  # where a look is refused, there is none
@@ -191,7 +181,7 @@ def _first_checkpoint(folder: Location) -> Location | None:
     return None
 
 
-_around_in_store = functools.lru_cache(maxsize=64)(_first_checkpoint)  # a request for each folder and marker
+_around_in_store = functools.lru_cache(maxsize=64)(_around)  # a request for each folder and marker
 
 
 def is_step_of_manager(path: Location) -> bool:
@@ -239,19 +229,18 @@ def checkpoint_at(path: Location) -> Contents:
 
 def foreign_message(found: Contents) -> str:
     """Return what an error says of something else than a checkpoint."""
-    if found.location.isdir():
-        remedy = foreign.foreign_remedy(found.location)
-        return f"{found.path} is not a checkpoint of Flax or Orbax: it looks like {found.why}. {remedy}"
-    expected = "Expected a msgpack file of Flax or an Orbax directory."
-    return f"{found.path} is not a checkpoint: it looks like {found.why}. {expected}"
+    remedy = foreign.foreign_remedy(found.location)
+    return f"{found.location} is not a checkpoint of Flax or Orbax: it looks like {found.why}. {remedy}"
 
 
 def incomplete_message(found: Contents) -> str:
     """Return what an error says of a checkpoint that was never finished, or lost a part."""
     if found.state is State.TEMPORARY:
-        return f"{found.path} is not a checkpoint yet: it is {found.why}. Restore another step."
-    remedy = "restore another step, or restore the lost files from a backup"
-    return f"{found.path} is not a complete checkpoint: {found.why}. Files were lost, or not all were copied: {remedy}."
+        return f"{found.location} is not a checkpoint yet: it is {found.why}. Restore another step."
+    return (
+        f"{found.location} is not a complete checkpoint: {found.why}. Files were lost, or not all were copied: restore "
+        "another step, or restore the lost files from a backup."
+    )
 
 
 def _look_once(path: Location, lists_denied: bool) -> Contents:
@@ -265,7 +254,7 @@ def _look_once(path: Location, lists_denied: bool) -> Contents:
         if lists_denied and is_denied(error):
             return Contents(path, State.DENIED, DENIED)
         raise
-    whose = temporary_of(found.name)
+    whose = temporary_of(path.name)
     if whose is None:
         return found
     return dataclasses.replace(found, state=State.TEMPORARY, why=whose, is_whole=found.is_readable)

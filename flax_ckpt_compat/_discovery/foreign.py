@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnrecognizedFormatError,
+    add_sentence,
 )
 from flax_ckpt_compat._core.location import Location
 
@@ -178,28 +179,17 @@ def is_lfs_pointer(path: Location) -> bool:
 
 @contextmanager
 def naming_lfs_pointers(path: Location) -> Iterator[None]:
-    """Raise, in place of an error of damage, one that names a pointer of git-lfs, if the checkpoint has one."""
+    """Name a pointer of git-lfs in an error of damage, if the checkpoint's directory has one."""
     try:
         yield
     except (CorruptCheckpointError, IncompleteCheckpointError, UnrecognizedFormatError) as error:
-        if (pointer := _first_pointer(path)) is None:
-            raise
-        raise CorruptCheckpointError(
-            f"{path} has files that are pointers of git-lfs, such as {pointer}: their content was never fetched. Run "
-            "`git lfs pull` in the repository that they come from, and try again.",
-            path=path.path,
-            leaf=error.leaf,
-        ) from error
-
-
-def _first_pointer(path: Location) -> Location | None:
-    """Return a file of a directory that is a pointer; the first one by name, of some. In a store one listing tells."""
-    with suppress(OSError, CheckpointError):
-        path = path.unlisted().listed()
-        names = sorted(path.files_below()) if path.isdir() else []
-        files = (path / name for name in names[:_MAX_FILES])
-        return next((file for file in files if file.size() <= FIRST_BYTES and is_lfs_pointer(file)), None)
-    return None
+        with suppress(OSError, CheckpointError):  # in a store one listing tells
+            listed = path.unlisted().listed()
+            files = [listed / name for name in sorted(listed.files_below())[:_MAX_FILES]] if listed.isdir() else []
+            pointer = next((file for file in files if file.size() <= FIRST_BYTES and is_lfs_pointer(file)), None)
+            if pointer is not None and LFS_POINTER not in str(error):
+                add_sentence(error, f"{pointer} is {LFS_POINTER}.")
+        raise
 
 
 def may_be_msgpack_tree(path: Location) -> bool:
@@ -234,7 +224,9 @@ def is_unknown_look(look: str) -> bool:
 
 
 def foreign_remedy(path: Location) -> str:
-    """Return the remedy for a directory that is not a checkpoint."""
+    """Return the remedy for something else than a checkpoint."""
+    if not path.isdir():
+        return "Expected a msgpack file of Flax or an Orbax directory."
     found = [
         name for suffix in _READ_SUFFIXES for name in sorted(path.listdir(), reverse=True) if name.endswith(suffix)
     ]

@@ -46,11 +46,6 @@ class LocatedCheckpoint:
     location: Location  # with the listing that it was found in
     named: bool  # the caller named it, by its step or its own path; else it is the latest
 
-    @property
-    def path(self) -> str:
-        """Return the path, for errors."""
-        return self.location.path
-
 
 def find(checkpoint_dir: CheckpointDir, step: Any) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
@@ -205,10 +200,10 @@ def _nothing(
     if (lost := found.lost) is not None:
         # No save that is interrupted leaves one on a file system under its final name: a program must not begin anew.
         raise IncompleteCheckpointError(
-            f"{lost.path} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is "
+            f"{lost.location} is the newest checkpoint of its directory, and not complete: {lost.why}; no other is "
             "complete. Files were lost, or not all were copied: restore them from a backup, or, to begin anew, move it "
             "away.",
-            path=lost.path,
+            path=lost.location.path,
         )
     if otherwise is None:
         raise found.error(checkpoint_dir.root, f"nothing to {doing}: ")
@@ -224,7 +219,7 @@ def _subject(checkpoint_dir: CheckpointDir) -> tuple[str, str, str]:
 def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkpoint_dir: CheckpointDir) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     location = found.location
-    if isinstance(error, ReplacedError) and error.path == found.path:
+    if isinstance(error, ReplacedError) and error.path == found.location.path:
         return True
     if location.is_remote and getattr(error, "errno", None) == errno.ESTALE:
         return True
@@ -236,7 +231,7 @@ def _has_changed(found: LocatedCheckpoint, before: Any, error: Exception, checkp
     if not found.named:
         with suppress(CheckpointError):
             now = find(checkpoint_dir, None)
-            return isinstance(now, Absence) or now.path != found.path
+            return isinstance(now, Absence) or now.location.path != found.location.path
     return False
 
 

@@ -183,13 +183,13 @@ def _chosen(found: contents.Contents, names: Iterable[str], *, allows_unknown: b
         there = ", ".join(filter(None, known))
         one = "of an unknown kind as a whole" if "" in found.unknown else "one tree"
         what = f"its items are {there}" if there else f"it is {one}, without items; leave item out"
-        raise ArgumentError(f"{found.path} has no item {absent[0]!r}: {what}", path=found.path)
+        raise ArgumentError(f"{found.location} has no item {absent[0]!r}: {what}", path=found.location.path)
     if not allows_unknown and wanted.isdisjoint(found.items):
         others = f", or another item: {', '.join(found.items)}" if found.items else ""
         raise UnrecognizedFormatError(
-            f"{found.path}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it; use the "
-            f"orbax_checkpointer that wrote it{others}",
-            path=found.path,
+            f"{found.location}: only the handler that wrote the item {', '.join(map(repr, wanted))} can read it; use "
+            f"the orbax_checkpointer that wrote it{others}",
+            path=found.location.path,
         )
     items = {name: item for name, item in found.items.items() if name in wanted}
     return dataclasses.replace(found, items=items, unknown=tuple(name for name in found.unknown if name in wanted))

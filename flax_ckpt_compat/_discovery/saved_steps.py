@@ -104,8 +104,8 @@ def _looked_at(checkpoint_dir: CheckpointDir, names: Iterable[str]) -> Iterator[
         if found.state is State.FOREIGN:
             log_once(
                 (found.location, "foreign"),
-                f"{found.path} is named like a checkpoint, but looks like {found.why}: it stays, is not counted for "
-                "keep, and prevents no save of a lower step",
+                f"{found.location} is named like a checkpoint, but looks like {found.why}: it stays, is not counted "
+                "for keep, and prevents no save of a lower step",
             )
         yield name, found
 

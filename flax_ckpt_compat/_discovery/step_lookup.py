@@ -139,7 +139,7 @@ class Directory:
     def warn_of_incomplete(self, entries: Iterable[Entry]) -> None:
         """Warn of the entries that are incomplete and were passed over, once."""
         found = [one for one in map(self.classify, entries) if one.state is State.INCOMPLETE]
-        shown = "; ".join(sorted(f"{one.name} ({one.why})" for one in found))
+        shown = "; ".join(sorted(f"{one.location.name} ({one.why})" for one in found))
         folder = self.checkpoint_dir.directory
         message = f"Skipping incomplete checkpoints in {folder}: {shown}" if found else None
         log_once((folder.path, self.checkpoint_dir.prefix, "incomplete"), message)

@@ -84,7 +84,7 @@ def _may_be_checkpoint(found: contents.Contents) -> bool:
 
 def _is_checkpoint(path: Location) -> bool:
     found = contents_of(path)
-    if found.layout is Layout.ARRAYS and not steps.ends_in_step(found.name):
+    if found.layout is Layout.ARRAYS and not steps.ends_in_step(path.name):
         return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
 

@@ -82,7 +82,7 @@ class TransformSpec:
         self._others.enter_context(locating.unchanged(location))
         opened = self._others.enter_context(contextlib.closing(opening.Opened(location, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
-        return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
+        return location.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
         """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None."""

@@ -121,7 +121,7 @@ def _checked(location: Location) -> Location:
         raise CheckpointNotFoundError(f"{location} does not exist", path=location.path)
     why = f"is no checkpoint of Flax or Orbax{f' ({found.why})' if found.why else ''}: delete it by other means"
     parent = contents.contents_of(folder)
-    is_item = location.name in parent.items and (parent.is_marked or steps.ends_in_step(parent.name))
+    is_item = location.name in parent.items and (parent.is_marked or steps.ends_in_step(folder.name))
     if is_item or location.name.endswith(steps.ARRAYS_POSTFIX):
         why = "is a part of a checkpoint: pass that"
     elif location.isdir() and any(one.path != location.path for one in walk.checkpoints_below(location)):
