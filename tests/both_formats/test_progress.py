@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -247,14 +246,6 @@ def test_what_is_done_again_counts_once() -> None:
         meter.add(90, "d/1")
         meter.add(60, "d/2")
     assert [one.done for one in reports] == [30, 30, 75, 99, 100]
-
-
-def test_without_a_callback(tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is counted, and no clock is read, where nobody asked."""
-    save(tmp_path / "c", TREE, format=format)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=time.perf_counter))  # of the log
-    save(tmp_path / "d", TREE, format=format)
-    assert_same(restore(tmp_path / "d"), TREE)
 
 
 class Terminal(io.StringIO):

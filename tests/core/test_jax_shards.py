@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,14 +27,6 @@ def test_every_key_is_asked_for_once_and_gets_its_value(keys: list[Any]) -> None
         expected.setdefault(key, repr(key))
         assert known.of(key) == expected[key] == known[key]
     assert asked == list(expected)
-
-
-def test_equal_shardings_give_the_first_of_them() -> None:
-    """jax then compares them by identity, which is what this is for."""
-    device = jax.devices()[0]
-    shardings = [jax.sharding.SingleDeviceSharding(device) for _ in range(3)]
-    known = Memo(lambda sharding: sharding)
-    assert [known.of(one) is shardings[0] for one in shardings] == [True] * 3
 
 
 def test_trees_of_numpy_arrays_do_not_start_jax() -> None:

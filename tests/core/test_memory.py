@@ -1,14 +1,36 @@
-"""Small arrays are copied into blocks of memory that they share, and do not overlap there."""
+"""Small arrays share blocks of memory and do not overlap there; boxes of arrays; restores in little memory."""
 
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
-from flax_ckpt_compat._core import memory
+import flax_ckpt_compat
+from flax_ckpt_compat._core import array_boxes, memory
+from tests.support.interpreters import run_python
+
+_LIMITED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS counts elsewhere otherwise")
+RESTORE = """
+import resource, sys
+import flax_ckpt_compat
+from flax_ckpt_compat import errors
+if sys.argv[2] == "loaded":
+    flax_ckpt_compat.restore(sys.argv[1] + "/small")
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[3]) << 20),) * 2)
+try:
+    flax_ckpt_compat.restore(sys.argv[1] + "/large")
+except errors.OutOfMemoryError as error:
+    assert isinstance(error, MemoryError)
+    print(error)
+"""
 
 
 def test_packed_arrays_are_their_bytes_and_touch_no_other() -> None:
@@ -50,11 +72,22 @@ def test_arrays_are_assembled_from_chunks() -> None:
         array[...] = 0
 
 
-def test_an_array_holds_on_to_few_others() -> None:
-    """Of thousands of arrays, the one that is kept holds a block of at most 64, or 256 KiB."""
-    for nbytes, most in ((8, 64), (4096, 64), (20_000, 13), (300_000, 1)):
-        found = memory.pack_alike([bytes(nbytes)] * 200, (nbytes,), np.dtype(np.uint8))
-        blocks: dict[int, list[Any]] = {}
-        for array in found:
-            blocks.setdefault(id(array.base), []).append(array)
-        assert max(map(len, blocks.values())) == most
+def test_an_empty_box_intersects_no_chunk() -> None:
+    """Wherever it lies in one, and however long it is on other axes."""
+    for start in (0, 4, 5):
+        assert list(array_boxes.cells((slice(start, start),), (4,))) == []
+        assert list(array_boxes.cells((slice(0, 8), slice(start, start)), (4, 4))) == []
+    assert [cell for cell, _ in array_boxes.cells((slice(3, 5),), (4,))] == [(0,), (1,)]
+
+
+@_LIMITED
+@pytest.mark.parametrize(
+    ("format", "loaded", "left"), [("msgpack", "no", 30), ("orbax", "no", 60), ("orbax", "loaded", 60)]
+)
+def test_too_little_memory_has_a_name(format: str, loaded: str, left: int, tmp_path: Path) -> None:
+    """Nothing aborts, and a sound checkpoint is not called corrupt: 96 MB fit into no such limit."""
+    for name, count in (("small", 2), ("large", 12_000_000)):
+        flax_ckpt_compat.save(tmp_path / name, {"a": np.zeros(count)}, format=format)
+    told, _ = run_python(RESTORE, tmp_path, loaded, left)
+    assert "there is no memory for " in told
+    assert "raise the limit of this process (ulimit -v)" in told

@@ -63,20 +63,6 @@ def test_an_error_in_any_thread_is_raised(fails: str) -> None:
     assert sorted(done) == [0, 1]
 
 
-def test_each_thread_takes_a_share() -> None:
-    """Of four threads each starts at a quarter; nothing is done twice, and results are in order."""
-    started, all_began = list[int](), threading.Barrier(4, timeout=20)
-
-    def work(item: int) -> int:
-        if item % 25 == 0:
-            started.append(item)
-            all_began.wait()
-        return -item
-
-    assert in_parallel(work, range(100), 4, in_runs=True) == [-item for item in range(100)]
-    assert sorted(started) == [0, 25, 50, 75]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("started", [0, 2])
 def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +228,3 @@ def test_a_failure_holds_no_arrays(number: int) -> None:
         in_parallel(work, [0, 1], 2)
     arrays.clear()
     assert [array() for array in held] == [None, None]
-
-
-def test_frames_of_errors_that_form_a_ring_are_cleared() -> None:
-    """``raise a from b`` may make two errors each other's cause, or one its own: that is no reason to go round."""
-    first, second = ValueError("1"), ValueError("2")
-    first.__cause__, second.__cause__ = second, first
-    thread_pools.clear_frames(first)
