@@ -204,11 +204,10 @@ def wait_for_pending_saves(checkpoint_dir: CheckpointDir, orbax_checkpointer: An
         _wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in saves_into(one)]
-    running = [save for save in saves if not save.task.done]
+    is_running = not all(save.task.done for save in saves)
     # A restore without a checkpoint would return its target, and the program train from initial values.
-    if running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
-        for save in running:
-            save.wait()
+    if is_running and isinstance(locating.find(checkpoint_dir, None), not_found.Absence):
+        _finish(saves)
     _raise_failures(saves)
 
 

@@ -22,8 +22,7 @@ BEGIN, COMMIT = "begin", "commit"  # the barriers of a save
 _GRACE_SECONDS = 30.0  # how much longer to wait for the rest once the save has failed, so that they get the reason too
 _READ_SECONDS = 2.0  # of one blocking read; Python handles no signal meanwhile
 _REPORTS, _ANSWERS = "flax_ckpt_compat/reports", "flax_ckpt_compat/answers"
-# By the clock, so that a process which was started anew takes no answer to the one before for its own.
-_ids = itertools.count(time.time_ns())
+_ids = itertools.count(time.time_ns())  # so a process that was started anew takes no answer to the one before
 Reports = Mapping[int, Mapping[str, Any]]  # by process, but for process 0
 
 
@@ -137,8 +136,7 @@ class Coordinator:
     ) -> Any:
         """Do this process's work, and wait for all; process 0 then calls ``on_primary`` with what the others' returned.
 
-        Return its result in all. What it raises, or the work of one, is raised in all, once the others have stopped to
-        write. Raise ProcessTimeoutError if processes do not arrive in time."""
+        Return its result in all. What it raises, or the work of one, is raised in all; so is ProcessTimeoutError."""
         report, failed = dict[str, Any](), None
         try:
             report.update(work() or {})

@@ -46,9 +46,7 @@ def find_leftovers(root: Location) -> list[Leftover]:
 
 
 def remove(leftover: Leftover, *, force: bool = False) -> bool:
-    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays.
-
-    ``force``: also what only time protects."""
+    """Remove a leftover if still nobody may write it; with ``force`` what only time protects; return if it is gone."""
     folder, name = leftover.location.parent, leftover.location.name
     if any(not one.kept or (force and one.by_time) for one in in_folder(folder, [name])):
         with translated(leftover.location.path):
@@ -91,8 +89,7 @@ def in_folder(folder: Location, names: Collection[str] | None = None) -> Iterato
     for name in names:
         location = folder / name
         if presence.lexists(location.path) and (found := _look(location)):
-            what, kept, by_time = found
-            yield Leftover(location, what, location.total_size(), kept, by_time)
+            yield Leftover(location, found[0], location.total_size(), *found[1:])
 
 
 def _look(location: Location) -> tuple[str, str, bool] | None:
@@ -123,8 +120,7 @@ def _look(location: Location) -> tuple[str, str, bool] | None:
 
 
 def _is_orphan(folder: str, main: str) -> bool:
-    """Return whether a folder holds the arrays of a msgpack file that does not exist."""
-    # Directories of Orbax's format have no arrays beside them.
+    """Return whether a folder holds arrays of a msgpack file that is not there; Orbax's format has none beside it."""
     has_main = presence.lexists(main) and not presence.isdir(main)
     if has_main or not presence.isdir(folder) or not contents.is_only_arrays(of_text(folder)):
         return False

@@ -33,10 +33,8 @@ from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.snapshot import Replicas
 
-# Leaves are grouped by a checksum of their names, so that messages of large trees stay small.
-_GROUPS = 64
-# Look-ups wait for this process's part of a background save, for so many times ``coordination_timeout``.
-_LOOKUP_TIMEOUTS = 4
+_GROUPS = 64  # of leaves, by a checksum of their names: so reports of large trees stay small
+_LOOKUP_TIMEOUTS = 4  # how many times ``coordination_timeout`` look-ups wait for this process's background save
 
 
 def save(request: SaveRequest, target: Any) -> None:
@@ -101,9 +99,8 @@ class _OwnSave:
 
     def join(self, begun: Mapping[str, Any]) -> None:
         """Take over what process 0 has begun, and which process writes which replicated array."""
-        writers = dict[Path, int]()
-        if begun["agrees"] and not self.backend.uses_gda_folder:  # by a hash of the name
-            writers = {path: who[_checksum(path) % len(who)] for path, (who, _, _) in self.replicas.items()}
+        shared = self.replicas if begun["agrees"] and not self.backend.uses_gda_folder else {}  # by a hash of the name
+        writers = {path: who[_checksum(path) % len(who)] for path, (who, _, _) in shared.items()}
         options = dataclasses.replace(self.part.options, writers=writers)
         upload = None if begun["upload"] is None else uploads.Upload(**begun["upload"])
         path = self.part.path if upload else begun["path"]

@@ -47,19 +47,18 @@ def save(request: SaveRequest, target: Any) -> str:
             else:
                 backend = backend_for(request.format)
                 tree = snapshot.tree_to_save(target, request)
-                prepared = backend.prepare(tree)
+                write = functools.partial(_write, request, backend, backend.prepare(tree), tree, watch)
                 watch.lap("prepare")
                 if request.async_manager:
-                    task = functools.partial(_write, request, backend, prepared, tree, watch, None)
-                    async_saves.start(request.async_manager, request.directory, task)
+                    async_saves.start(request.async_manager, request.directory, write)
                 else:
-                    _write(request, backend, prepared, tree, watch, listing)
+                    write(listing)
     monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
     return request.shown_path
 
 
 def _write(
-    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Listing | None
+    request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Listing | None = None
 ) -> None:
     """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
     location, meter = request.location, request.options.meter

@@ -18,8 +18,7 @@ from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
 
-# Bytes of a part of an array; a new object is begun from 64 MiB on, so most have two.
-_PART_OF_STORE = 32 * 2**20
+_PART_OF_STORE = 32 * 2**20  # bytes of a part of an array; a new object is begun from 64 MiB on, so most have two
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +75,7 @@ class SaveRequest:
 def of_step(
     ckpt_dir: str, step: Any, prefix: str, *, keep: Any, keep_every_n_steps: Any, **options: Any
 ) -> SaveRequest:
-    """Validate the arguments of a save of one step of a normalised directory, and read the settings.
-
-    ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag."""
+    """Validate a save of one step of a normalised directory; ``options`` are other fields of `SaveRequest`."""
     step = steps.of_replicated(step)
     text, checkpoint_dir = steps.step_text(step), saved_steps.checkpoint_dir(ckpt_dir, prefix)
     return _request(
@@ -147,23 +144,20 @@ def write_options(
 def check_keep(keep: Any) -> int:
     """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
     value = _count(keep, "keep")
-    if not value >= 0 or (not math.isinf(value) and value != int(value)):
+    if value < 0 or (not math.isinf(value) and value != int(value)):
         raise ArgumentError(f"keep must be a whole number, 0 (keep all) or more, found {value}")
     return 0 if math.isinf(value) else int(value)
 
 
 def check_every(every: Any) -> float | None:
     """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
-    value = 0.0 if every is None or every is False else _count(every, "keep_every_n_steps")
-    if math.isnan(value):
-        raise ArgumentError("keep_every_n_steps must be a number or None, found nan")
-    return value or None
+    return None if every is None or every is False else _count(every, "keep_every_n_steps") or None
 
 
-def _count(value: Any, name: str) -> float:
+def _count(given: Any, name: str) -> float:
     """Return a number, or the one value of an array."""
-    one = arguments.number(value, name, of_any_rank=True)
+    one = arguments.number(given, name, of_any_rank=True)
     with suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(one, bool | str):  # which float would take, too
-            return float(one)
-    raise ArgumentError(f"{name} must be a number, {arguments.found(value)}")
+        if not isinstance(one, bool | str) and not math.isnan(value := float(one)):  # float takes text, too
+            return value
+    raise ArgumentError(f"{name} must be a number, {arguments.found(given)}")

@@ -33,9 +33,7 @@ _saved: dict[tuple[str, str], str] = {}
 
 
 def retain(request: SaveRequest) -> None:
-    """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
-
-    Raise ConcurrentWriteError if another program has removed the checkpoint, be it by a save of a newer step."""
+    """Clean up after the commit. CleanupError: it is saved; ConcurrentWriteError: another program has removed it."""
     global _last_saved
     try:
         if request.step is not None:
@@ -105,9 +103,7 @@ def counted_and_doomed(
 
 
 def _may_be_evicted(request: SaveRequest) -> bool:
-    """Return whether another writer may have evicted, or is replacing, the checkpoint that was just saved.
-
-    It has saved a newer step, or, with ``overwrite``, an older one since this save began, or it is saving one."""
+    """Return whether a writer of a newer step, or with ``overwrite`` of one since, may have removed this one."""
     if request.location.is_remote:
         return True
     if request.location.exists():

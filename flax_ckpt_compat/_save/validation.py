@@ -29,8 +29,7 @@ _ORBAX_NAMES = {
     layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES
 }  # fmt: skip
 _SHOWN = 4  # checkpoints that an error names
-# How often to check a checkpoint that other writers keep replacing.
-_ATTEMPTS = 100
+_ATTEMPTS = 100  # to check a checkpoint that other writers keep replacing
 
 
 def check(request: SaveRequest) -> Listing | None:

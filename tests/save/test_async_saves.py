@@ -24,7 +24,7 @@ from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._save import async_saves
-from flax_ckpt_compat._save.host_copies import Copies
+from flax_ckpt_compat._save.snapshot import Copies
 from tests.support.saves import names, run_python, tree, use_flag
 
 MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}

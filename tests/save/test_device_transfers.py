@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._save import host_copies
+from flax_ckpt_compat._save import snapshot
 from tests.support.saves import use_flag
 
 _HAS_PAGE_LOCKED = any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
@@ -23,9 +23,9 @@ _NAMES = ("float32", "bfloat16", "bool", "int8", "uint32", "complex64", "float8_
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make devices of the CPU count as GPUs, and transfers of any size as large."""
-    monkeypatch.setattr(host_copies, "can_lock_pages", lambda sharding: sharding.memory_kind == "device")
-    monkeypatch.setattr(host_copies, "is_on_host", lambda sharding: sharding.memory_kind != "device")
-    monkeypatch.setattr(host_copies, "_MIN_LOCKED_BYTES", 0)
+    monkeypatch.setattr(snapshot, "can_lock_pages", lambda sharding: sharding.memory_kind == "device")
+    monkeypatch.setattr(snapshot, "is_on_host", lambda sharding: sharding.memory_kind != "device")
+    monkeypatch.setattr(snapshot, "_MIN_LOCKED_BYTES", 0)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def _arrays() -> list[jax.Array]:
 def test_values_are_those_of_numpy(placed: list[int]) -> None:
     """In C order; what numpy holds in more memory than a device does is not viewed."""
     arrays = _arrays()
-    found = host_copies.to_host(arrays)
+    found = snapshot.to_host(arrays)
     assert placed == [len(arrays) - 1]  # all but int4
     for array, value in zip(arrays, found, strict=True):
         assert value.dtype == array.dtype and value.shape == array.shape
@@ -68,7 +68,7 @@ def test_arrays_in_another_layout() -> None:
     array = jnp.arange(12.0).reshape(3, 4)
     array = jax.device_put(array, layouts.Format(layouts.Layout((1, 0)), array.sharding))
     assert not np.asarray(array).flags.c_contiguous
-    (found,) = host_copies.to_host([array])
+    (found,) = snapshot.to_host([array])
     assert found.flags.c_contiguous and found.tolist() == np.arange(12.0).reshape(3, 4).tolist()
 
 
@@ -80,10 +80,10 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
 
     monkeypatch.setattr(jax, "device_put", refuse)
-    monkeypatch.setattr(host_copies, "_most_locked", 2**30)
+    monkeypatch.setattr(snapshot, "_most_locked", 2**30)
     arrays = [jnp.full(20, number) for number in range(9)]
     for _ in range(2):
-        found = host_copies.to_host(arrays)
+        found = snapshot.to_host(arrays)
         assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
     assert placed == [9]
 
@@ -91,8 +91,8 @@ def test_no_memory_to_lock(monkeypatch: pytest.MonkeyPatch, placed: list[int]) -
 @pytest.mark.parametrize(("budget", "count"), [(0, []), (79, []), (160, [2]), (719, [8]), (720, [9])])
 def test_budget(budget: int, count: list[int], monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
     """No more is locked than jax may lock; of nine arrays of 80 bytes, the rest is copied by numpy."""
-    monkeypatch.setattr(host_copies, "_most_locked", budget)
-    found = host_copies.to_host([jnp.full(20, number) for number in range(9)])
+    monkeypatch.setattr(snapshot, "_most_locked", budget)
+    found = snapshot.to_host([jnp.full(20, number) for number in range(9)])
     assert placed == count
     assert [value.tolist() for value in found] == [[number] * 20 for number in range(9)]
 
@@ -122,9 +122,9 @@ def test_shards(tmp_path: Path, flag: bool) -> None:
 
 def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
     """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
-    monkeypatch.setattr(host_copies, "can_lock_pages", lambda sharding: False)
+    monkeypatch.setattr(snapshot, "can_lock_pages", lambda sharding: False)
     kind, manager, calls = type(jnp.zeros(1)), checkpoints.AsyncManager(), list[Any]()
-    start, make = kind.copy_to_host_async, host_copies.to_host
+    start, make = kind.copy_to_host_async, snapshot.to_host
 
     def started(array: Any) -> None:
         calls.append(array.shape)
@@ -137,7 +137,7 @@ def test_other_accelerators(flag: bool, tmp_path: Path, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(kind, "copy_to_host_async", started)
-    monkeypatch.setattr(host_copies, "to_host", made)
+    monkeypatch.setattr(snapshot, "to_host", made)
     with use_flag(flag), jax.transfer_guard_device_to_host("disallow"):
         target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
         checkpoints.save_checkpoint(tmp_path, target, 1, async_manager=manager)

@@ -19,8 +19,8 @@ import flax_ckpt_compat as fcc
 from flax_ckpt_compat import checkpoints, config, restore, save
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._save import host_copies
-from flax_ckpt_compat._save.host_copies import Copies
+from flax_ckpt_compat._save import snapshot
+from flax_ckpt_compat._save.snapshot import Copies
 from tests.support.changing_arrays import counting
 from tests.support.saves import use_flag
 
@@ -116,8 +116,8 @@ def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], threads: i
     """Arrays of any dtype, shape and order are copied into aligned memory of their own in C order."""
     sources = [array.T if turned else array for array, turned in found]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copies, "_MIN_PARALLEL_BYTES", 0)
-        patch.setattr(host_copies, "_THREADS", threads)
+        patch.setattr(snapshot, "_MIN_PARALLEL_BYTES", 0)
+        patch.setattr(snapshot, "_THREADS", threads)
         copies = Copies(None)
         made = [copies.add(source) for source in sources]
         copies.make()
