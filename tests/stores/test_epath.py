@@ -144,7 +144,7 @@ def test_what_others_change_is_seen_at_once(place: AnyBucket) -> None:
 
 def test_one_warning(shelf: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
     """The first save says what such a store cannot promise; the next ones do not repeat it."""
-    epath_client._warn_once.cache_clear()
+    epath_client._warned.clear()
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         for step in (1, 2):
             checkpoints.save_checkpoint(f"{shelf.url}/run", {"w": np.ones(2)}, step, keep=5)

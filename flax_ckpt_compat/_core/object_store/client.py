@@ -40,6 +40,15 @@ def replaced(url: str) -> ConflictError:
     return ConflictError(message, path=url, errno=errno.ESTALE)
 
 
+def imported(url: str, package: str, extra: str) -> Any:
+    """Import the package that a scheme needs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        message = f"{url}: {split(url)[0]}:// needs the package {package}: pip install {package}"
+        raise StorageError(f"{message}, or this package with its extra `{extra}`", path=url) from error
+
+
 def split(url: str) -> tuple[str, str, str]:
     """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
     scheme, _, rest = url.partition("://")
@@ -275,11 +284,7 @@ class FsspecClient(Client):
         wanted = os.getpid(), {name: os.environ.get(name) for name in os.environ if name.startswith(self.variables)}
         key, store = self._connected
         if key != wanted:
-            try:
-                importlib.import_module(self.package)
-            except ImportError as error:
-                message = f"{url}: {split(url)[0]}:// needs the package {self.package}: pip install {self.package}"
-                raise StorageError(f"{message}, or this package with its extra `{self.extra}`", path=url) from error
+            imported(url, self.package, self.extra)
             store = self.connect()
             self._connected = wanted, store
         return store

@@ -160,34 +160,30 @@ def arrays_among(keys: Collection[str]) -> list[str]:
 # What dead writers left.
 
 
-def leftovers(url: str, files: Files) -> dict[str, dict[str, Stat]]:
+def leftovers(url: str, files: Files) -> dict[str, Files]:
     """Return the folders among the files of one in which only dead writers write → the files of each that go."""
-    folders: dict[str, dict[str, Stat]] = {}
+    folders, found = dict[str, dict[str, Stat]](), dict[str, Files]()
     for key, stat in files.items():
         name, _, rest = key.partition("/")
         folders.setdefault(name, {})[rest] = stat
-    found = {}
     for name, there in folders.items():
         last, main = last_marker(there), name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
         if last and _is_expired(last) and (main == name or main not in folders):
-            is_whole = main != name or is_unfinished(there)
             there.pop("", None)  # an object of that name
-            found[name] = there if is_whole else _beside_a_commit(f"{url}/{name}", there)
+            found[name] = there if main != name or is_unfinished(there) else _beside_a_commit(f"{url}/{name}", there)
     return found
 
 
-def _beside_a_commit(url: str, there: Files) -> dict[str, Stat]:
+def _beside_a_commit(url: str, there: Files) -> Files:
     """Return the markers of a complete folder, and what their saves wrote, unless it is in use."""
     client, found = client_for(url), dict[str, Stat]()
     with suppress(FileNotFoundError, StorageError):  # what another removes meanwhile, or nobody may read, stays
-        text = client.read(f"{url}/{COMMIT_FILE}").decode("utf-8", "replace")
+        committed = client.read(f"{url}/{COMMIT_FILE}")
         for marker in filter(is_upload_marker, there):
-            tag = tag_of(marker)
-            if tag not in text:
-                own = set(client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n"))
-                mine = [key for key in there if tag_of(key) == tag or (key in own and not is_fixed(key))]
-                found |= {key: there[key] for key in mine}
+            own, tag = set(client.read(f"{url}/{marker}").decode("utf-8", "replace").split("\n")), tag_of(marker)
+            if tag.encode() not in committed:
+                found |= {key: there[key] for key in there if tag_of(key) == tag or (key in own and not is_fixed(key))}
             found[marker] = there[marker]
     return found
 
@@ -206,11 +202,9 @@ def harmless(url: str, what: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        folder = posixpath.dirname(url)
-        level = logging.INFO if folder in _warned else logging.WARNING
+        level = logging.INFO if (folder := posixpath.dirname(url)) in _warned else logging.WARNING
         _warned.add(folder)
-        message = "Cannot remove %s at %s: %s. It does no harm; what else cannot be removed in %s is logged as info"
-        _log.log(level, message, what, url, error, folder)
+        _log.log(level, "Cannot remove %s at %s, which does no harm: %s. The next are logged as info", what, url, error)
 
 
 @contextmanager

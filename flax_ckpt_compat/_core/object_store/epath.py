@@ -6,7 +6,6 @@ of that once.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import posixpath
@@ -22,7 +21,7 @@ from flax_ckpt_compat._core.storage import Stat
 from flax_ckpt_compat._core.storage_errors import not_found, translated
 
 _log = logging.getLogger("flax_ckpt_compat")
-_PIECE = 2**24
+_warned: set[str] = set()
 
 
 def is_known(scheme: str) -> bool:
@@ -70,7 +69,7 @@ class EpathClient(Client):
                 self.delete(f"{url}/{name}")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as there:
-                shutil.copyfileobj(file, there, _PIECE)
+                shutil.copyfileobj(file, there)
             meter.add(file.tell(), url)
             return _stat(path).version
 
@@ -87,13 +86,10 @@ class EpathClient(Client):
         return True
 
     def prepare(self, url: str) -> None:
-        _warn_once(split(url)[0])
-
-
-@functools.cache
-def _warn_once(scheme: str) -> None:
-    what = "let one process write, and nothing read what it overwrites (migration_guide/object_stores.md)"
-    _log.warning("saves to %s:// have no conditional writes: %s", scheme, what)
+        if (scheme := split(url)[0]) not in _warned:
+            what = "let one process write, and nothing read what it overwrites (migration_guide/object_stores.md)"
+            _log.warning("saves to %s:// have no conditional writes: %s", scheme, what)
+        _warned.add(scheme)
 
 
 def _path(url: str) -> Any:
@@ -114,8 +110,7 @@ def _walk(folder: Any, inside: str) -> Iterator[tuple[str, Stat]]:
 
 
 def _stat(path: Any) -> Stat:
-    status = path.stat()
-    size = getattr(status, "length", None)
-    size = status.st_size if size is None else size
-    changed = getattr(status, "st_mtime_ns", None) or getattr(status, "mtime", None)
-    return Stat(int(size or 0), f"{size}|{changed}|{getattr(status, 'st_ino', '')}")
+    found = path.stat()  # of `os`, or of epath
+    size = int(getattr(found, "length", None) or getattr(found, "st_size", 0) or 0)
+    changed = getattr(found, "st_mtime_ns", None) or getattr(found, "mtime", None)
+    return Stat(size, f"{size}|{changed}|{getattr(found, 'st_ino', '')}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.byte_reads import Source
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler
-from flax_ckpt_compat._core.object_store.client import Client
+from flax_ckpt_compat._core.object_store.client import Client, imported
 from flax_ckpt_compat._core.storage import Location, Stat
 from flax_ckpt_compat._core.storage_errors import not_found
 
@@ -25,14 +25,14 @@ class HubClient(Client):
         at, entries = _resolve(url), list[Any]()
         start = len(at["path"]) + 1 if at["path"] else 0
         with suppress(FileNotFoundError), self._telling(url):
-            entries = [*_api().list_repo_tree(recursive=True, path_in_repo=at.pop("path") or None, **at)]
+            entries = [*_package(url).HfApi().list_repo_tree(recursive=True, path_in_repo=at.pop("path") or None, **at)]
         files = {one.path[start:]: Stat(one.size, one.blob_id) for one in entries if hasattr(one, "blob_id")}
         return dict(sorted(files.items()))
 
     def find(self, url: str) -> Stat | None:
         at = _resolve(url)
         with suppress(FileNotFoundError), self._telling(url):
-            found = _api().get_paths_info(paths=[name], **at) if (name := at.pop("path")) else []
+            found = _package(url).HfApi().get_paths_info(paths=[name], **at) if (name := at.pop("path")) else []
             return next((Stat(one.size, one.blob_id) for one in found if hasattr(one, "blob_id")), None)
         return None
 
@@ -45,11 +45,9 @@ class HubClient(Client):
         return source
 
     def _local_copy(self, url: str) -> str:
-        import huggingface_hub
-
         at = _resolve(url)
         with self._telling(url):
-            return str(huggingface_hub.hf_hub_download(filename=at.pop("path"), **at))
+            return str(_package(url).hf_hub_download(filename=at.pop("path"), **at))
 
     def prepare(self, url: str, *_: object) -> Any:
         raise StorageError(f"{url}: hf:// is only read; save to a disk or to another store, and upload that", path=url)
@@ -67,10 +65,8 @@ class HubClient(Client):
             raise not_found(url) if type(error).__name__ in _MISSING else self.failure(error, url, "read") from error
 
 
-def _api() -> Any:
-    import huggingface_hub
-
-    return huggingface_hub.HfApi()
+def _package(url: str) -> Any:
+    return imported(url, "huggingface_hub", "hf")
 
 
 def _resolve(path: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from typing import Self
 
@@ -109,9 +109,12 @@ class ObjectLocation(Location):
         return self.path
 
     def watch(self) -> Callable[[], bool]:
-        before = _versions(self._inside())
+        def versions(found: dict[str, Stat]) -> Set[tuple[str, str]]:
+            return {(name, one.version) for name, one in found.items() if not is_upload_marker(name)}
+
+        before = versions(self._inside())
         # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
-        return lambda: bool(before) and not before.items() <= _versions(client_for(self.path).list(self.path)).items()
+        return lambda: bool(before) and not before <= versions(client_for(self.path).list(self.path))
 
     def prefetch_heads(self, names: Iterable[str]) -> None:
         if self.listing is not None:
@@ -132,11 +135,8 @@ class ObjectLocation(Location):
         in_parallel(look, [path for path in paths if path not in answers], _TINY_AT_ONCE)
 
     def why_too_long(self) -> str | None:
-        size = len(self.path.partition("://")[2].partition("/")[2].encode())
-        if size <= _MAX_KEY - _MAX_INSIDE:
-            return None
-        inside = f"up to {_MAX_INSIDE} for its files"
-        return f"{size} bytes without the bucket, and {inside}, are more than the store allows"
+        size = len(self.path.split("/", 3)[-1].encode()) + _MAX_INSIDE
+        return f"{size} bytes with its files are more than the store allows" if size > _MAX_KEY else None
 
     def can_hold_checkpoint(self) -> bool:
         return self.path.count("/") > _SLASHES_OF_BUCKET
@@ -147,10 +147,8 @@ class ObjectLocation(Location):
         if is_unfinished(names):
             return f"{COMMIT_FILE} is missing: its upload never ended, or it is being removed"
         if COMMIT_FILE not in names and client_for(self.path).needs_commit_file:
-            return (
-                f"{COMMIT_FILE} is missing, which Orbax writes last in this store; if all of it was copied here, add "
-                "an empty object of that name"
-            )
+            remedy = "if all of it was copied here, add an empty object of that name"
+            return f"{COMMIT_FILE} is missing, which Orbax writes last in this store; {remedy}"
         return None
 
     def holds_nothing(self) -> bool:
@@ -192,19 +190,16 @@ class ObjectLocation(Location):
                 commit.delete(f"{self}/{name}", found)
 
     def leftovers(self) -> dict[str, bool]:
-        store = client_for(self.path)
-        there = store.list(self.path)
+        there = client_for(self.path).list(self.path)
         # Parts that are no object yet are in no list; an object of that name, which is complete, stays.
-        parts = {name: name not in there for name in store.stale_parts(self.path)}
-        found = commit.leftovers(self.path, there)
-        return parts | {name: f"{name}/{COMMIT_FILE}" not in there for name in found}
+        parts = {name: name not in there for name in client_for(self.path).stale_parts(self.path)}
+        return parts | {name: f"{name}/{COMMIT_FILE}" not in there for name in commit.leftovers(self.path, there)}
 
     def remove_leftovers(self, names: Collection[str]) -> None:
-        store = client_for(self.path)
-        for name, found in commit.leftovers(self.path, store.list(self.path)).items():
+        for name, found in commit.leftovers(self.path, client_for(self.path).list(self.path)).items():
             if name in names:
                 commit.delete(f"{self}/{name}", found)
-        store.stale_parts(self.path, names)
+        client_for(self.path).stale_parts(self.path, names)
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:
         if presence.isdir(temporary):
@@ -214,7 +209,3 @@ class ObjectLocation(Location):
             if not new:
                 commit.remove_arrays_beside(self.path)
         atomic.remove_temporary(temporary)
-
-
-def _versions(found: dict[str, Stat]) -> dict[str, str]:
-    return {name: one.version for name, one in found.items() if not is_upload_marker(name)}

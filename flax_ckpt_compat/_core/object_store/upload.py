@@ -24,7 +24,7 @@ import json
 import posixpath
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,13 +110,15 @@ class Upload:
         """Upload this process's files under the same names; ``last`` tells others that all are complete.
 
         Raise ConcurrentWriteError if process 0 has aborted the save."""
+        self._send(directory, [name for name in names if name != last], meter)
+        self._send(directory, [last], meter)
+        self.check_active(names)
 
+    def _send(self, directory: str, names: Collection[str], meter: Meter) -> None:
         def put(name: str) -> None:
             self._client.put(f"{self.folder}/{name}", Path(directory, name), meter=meter)
 
-        in_parallel(put, [name for name in names if name != last], AT_ONCE)
-        put(last)
-        self.check_active(names)
+        in_parallel(put, names, AT_ONCE)
 
     def check_active(self, written: Collection[str]) -> None:
         """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
@@ -145,42 +147,26 @@ class Upload:
         if self.folder != self.url:
             self._publish_file(staged, new)
             return
-        self._is_shared, replaced = bool(self.marker), self._client.find(self.url)
+        self._is_shared, found = bool(self.marker), self._client.find(self.url)
         uploaded = self.written() if self._is_shared else []
         names = [name for name in presence.files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
         data = [name for name in names if not commit.is_fixed(name)]
+        parts, fixed = [*data, *uploaded], sorted(filter(commit.is_fixed, names))
         if not self._is_shared:
             self.begin(new=new, data=data)
-
-        def put(name: str) -> None:
-            version = None if name in data else self._expected.get(name, ABSENT)
-            version = self._client.put(f"{self.url}/{name}", Path(staged, name), version, meter)
-            if name not in data:
-                self._expected[name] = version
-
-        parts, fixed = [*data, *uploaded], sorted(set(names).difference(data))
         try:
-            in_parallel(put, data, AT_ONCE)
-            for left in reversed(range(_ROUNDS)):
-                try:
-                    there = self._replace(staged, put, fixed, parts, new)
-                    break
-                except ConflictError:
-                    if not left:
-                        raise
-                    time.sleep(_PAUSE)
-        except BaseException as error:
+            self._send(staged, data, meter)
+            there = self._commit(staged, fixed, parts, new, meter)
+        except BaseException:
             with suppress(StorageError):
                 if self._has_begun:  # others may count on what is there; so it names itself unfinished
                     self._put_marker(data)
                 else:
                     self._delete([*parts, self.marker])
-            if isinstance(error, ConflictError):
-                raise lost(self.url) from error
             raise
         with commit.after_commit(self.url):
-            if replaced is not None:
-                self._client.delete(self.url, replaced.version)
+            if found is not None:
+                self._client.delete(self.url, found.version)
             ours = {*names, *uploaded, COMMIT_FILE, self.marker}
             commit.delete(self.url, {name: stat for name, stat in there.items() if name not in ours})
         with commit.harmless(self.url, "the marker of a save that is complete"):
@@ -188,14 +174,22 @@ class Upload:
         if not new:
             commit.remove_arrays_beside(self.url)
 
-    def _replace(self, staged: str, put: Callable[[str], None], fixed: list[str], parts: list[str], new: bool) -> Files:
-        """Replace the files that other saves have, too, and commit them with the parts; return all that is there.
+    def _commit(self, staged: str, fixed: list[str], parts: list[str], new: bool, meter: Meter) -> Files:
+        """Replace the files that other saves have, too, and commit them with the parts; return all that is there."""
+        for _ in range(_ROUNDS):
+            there = self._look(parts)
+            with suppress(ConflictError):  # others change them meanwhile
+                if not (new and COMMIT_FILE in there):
+                    self._expected = commit.fixed(there)
+                    return self._replace(staged, fixed, parts, meter)
+            time.sleep(_PAUSE)
+        raise lost(self.url)
 
-        Raise ConflictError if another writer changes any of them."""
-        there = self._look(parts)
-        if new and COMMIT_FILE in there:
-            raise ConflictError(self.url)
-        self._expected = commit.fixed(there)
+    def _replace(self, staged: str, fixed: list[str], parts: list[str], meter: Meter) -> Files:
+        def put(name: str) -> None:
+            path, version = Path(staged, name), self._expected.get(name, ABSENT)
+            self._expected[name] = self._client.put(f"{self.url}/{name}", path, version, meter)
+
         indexes = [name for name in fixed if posixpath.basename(name) == MANIFEST]
         rest = [name for name in fixed if name not in indexes]
         switches = not self._is_shared and len(indexes) == 1 and self._is_same_tree(staged, rest, indexes)
