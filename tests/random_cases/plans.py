@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, plan_restore, restore, rules
+from flax_ckpt_compat import checkpoints, open_checkpoint, plan_restore, restore, rules
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import CheckpointError
@@ -74,6 +74,18 @@ def check(pair: tuple[Any, Any], options: dict[str, Any], flag: bool) -> None:
         assert planned == told
         if told is None:
             _compare(plan, restored, target)
+        if plan is not None and target is not None and options.get("transforms") is None:
+            _account(plan, folder)
+
+
+def _account(plan: Any, folder: str) -> None:
+    """Every stored leaf is used, or named as unused, unless a leaf that is missing or kept stands in its place."""
+    with open_checkpoint(folder) as view:
+        stored = set(view.leaves())
+    used = {source for leaf in plan.leaves for source in leaf.sources}
+    instead = {*plan.missing, *(leaf.path for leaf in plan.leaves if leaf.origin == "target")}
+    for path in stored - used - set(plan.unused):
+        assert any(f"{one}/".startswith(f"{path}/") or f"{path}/".startswith(f"{one}/") for one in instead), path
 
 
 def _compare(plan: Any, restored: Any, target: Any) -> None:

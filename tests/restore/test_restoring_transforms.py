@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, rules, transforms
-from flax_ckpt_compat._core.errors import ShapeMismatchError, TransformError
+from flax_ckpt_compat._core.errors import TransformError
 from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair
@@ -271,27 +271,6 @@ def test_sources_that_are_empty(tmp_path: Path, exact: Any, empty: Any, writer: 
         same(own[0], theirs[0])
 
 
-def wishes(target: Any) -> Any:
-    """What real Orbax's callers pass for a target: dtypes and shardings of its arrays."""
-    return ocp.checkpoint_utils.construct_restore_args(target, set_global_shape=False)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=examples(60, 12), phases=[Phase.generate, Phase.shrink])
-@given(st.data())
-def test_as_real_orbax_with_dtypes(data: Any) -> None:
-    """RestoreArgs of the target cast, as does our dtype="target", before functions are called."""
-    stored, target = data.draw(trees(arrays())), data.draw(trees(st.one_of(arrays(), arrays(), st.none()), True))
-    given, default = data.draw(transform_trees(stored, target)), data.draw(st.booleans())
-    with new_folder() as directory:
-        path = write(Path(directory, "real"), stored, data.draw(st.sampled_from(["orbax", "ours"])))
-        theirs = attempt(lambda: real_orbax(path, target, given, default, wishes(target)))
-        mine = attempt(lambda: ours(path, target, given, default, dtype="target"))
-    compare(theirs, mine, target)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
@@ -517,22 +496,6 @@ def test_without_a_target(saved: str, caplog: pytest.LogCaptureFixture) -> None:
     """Transforms say nothing without a target, as in Flax; that is told."""
     restored = checkpoints.restore_checkpoint(saved, None, orbax_transforms={"b": transforms.Transform("a")})
     assert sorted(restored) == ["a", "n", "s", "z"] and "without a target" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "rule", [transforms.Transform(original_key="a/b"), transforms.Transform(original_key=("a", "b"))]
-)
-def test_the_shape_policy_holds_for_chosen_leaves(rule: Any, saved: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A leaf that original_key chooses has to have the target's shape like any other: error, warning, or as stored."""
-    target, given = {"new": np.zeros(7)}, {"new": rule}
-    with pytest.raises(ShapeMismatchError, match="new"):
-        flax_ckpt_compat.restore(saved, target, transforms=given, shape_mismatch="error", kind_mismatch="ignore")
-    assert not caplog.records
-    for policy, told in (("warn", 1), ("ignore", 0)):
-        caplog.clear()
-        found = flax_ckpt_compat.restore(saved, target, transforms=given, shape_mismatch=policy, kind_mismatch="ignore")
-        assert found["new"].tolist() == [1, 1, 1]
-        assert len([one for one in caplog.records if "(7,)" in one.message and "(3,)" in one.message]) == told
 
 
 @pytest.mark.parametrize("target", [None, {"new": {1: 0, 2: {10: 0}}, "other": 0}])

@@ -8,18 +8,14 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint
 import pytest
-from flax.training.train_state import TrainState
 from orbax.checkpoint import transform_utils as real
-from orbax.checkpoint import tree as real_tree
 
 from flax_ckpt_compat import restore, rules, save
 from flax_ckpt_compat import transforms as ours
@@ -29,11 +25,9 @@ from flax_ckpt_compat.transforms import (
     RestoreTransform,
     Transform,
     apply_transformations,
-    intersect_trees,
-    merge_trees,
     restore_args,
 )
-from flax_ckpt_compat.transforms._resolve import Transforms, named_leaves
+from flax_ckpt_compat.transforms._resolve import Transforms
 
 
 def double(value: Any) -> Any:
@@ -107,29 +101,6 @@ def test_a_tuple_is_an_exact_key_path(key: tuple[Any, ...]) -> None:
         real.apply_transformations(original, {"(.*)": real.Transform(key)}, {"x": 0})
     with pytest.raises(TransformError, match=r"\('b', 'c/d'\)"):
         apply_transformations(original, {"x": Transform(("b", "c/d"))}, {"x": 0})
-
-
-class Pair(NamedTuple):
-    """A namedtuple."""
-
-    first: Any
-    second: Any
-
-
-def test_transforms_may_stand_in_any_tree() -> None:
-    """Dicts, lists, namedtuples, train states and None count under the names and in the order of Orbax's flattening."""
-    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2), "b": jnp.ones(2)}, tx=optax.adam(0.1))
-    trees: list[Any] = [
-        jax.tree.map(lambda _: Transform(), state),
-        {"b": [Transform(), None, {}], "a/b": Transform(), "a": Pair(Transform(), None)},
-        flax.core.freeze({"x": {"y": Transform()}}),
-        Transform(),
-        None,
-        {},
-    ]
-    for tree in trees:
-        names = list(real_tree.to_flat_dict(tree, sep="/"))
-        assert ["/".join(path) for path, _ in named_leaves(tree)[0]] == Transforms(tree).unmatched([]) == names
 
 
 @pytest.mark.parametrize("leaf", [3, "b/c", Transform, double, np.ones(2)])
@@ -212,22 +183,6 @@ def test_names_that_mean_two_leaves() -> None:
         "x": 1,
         "y": 2,
     }
-
-
-def test_merge_and_intersect_say_what_is_wrong() -> None:
-    """Conflicts and absent leaves raise Orbax's classes of error, with the leaf's name."""
-    with pytest.raises(TypeError, match=r"a is a leaf .* leads to a/b"):
-        merge_trees({"a": 1}, {"a": {"b": 2}})
-    with pytest.raises(TypeError, match=r"a is a leaf .* leads to a/b"):
-        merge_trees({"a": {"b": 2}}, {"a": 1})
-    with pytest.raises(KeyError, match="b/c"):
-        merge_trees({"a": 1}, target={"a": 0, "b": {"c": 0}})
-    with pytest.raises(KeyError, match="b"):
-        intersect_trees({"a": 1}, {"b": 1}, target={"b": 0})
-    with pytest.raises(TypeError, match="at least one tree"):
-        intersect_trees()
-    with pytest.raises(TransformError, match="bare leaf"):
-        merge_trees(1, {"a": 1})
 
 
 ARGS = RestoreArgs(np.ndarray, np.dtype("float32"))
