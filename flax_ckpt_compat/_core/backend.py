@@ -108,9 +108,8 @@ class ArraySlice:
         """Copy the slice out of the whole array."""
         from flax_ckpt_compat._core import memory
 
-        view = value[self.index]
-        result = memory.empty(view.shape, view.dtype)
-        result[...] = view
+        result = memory.empty(array_boxes.shape_of(self.index), value.dtype)
+        result[...] = value[self.index]
         return result
 
 

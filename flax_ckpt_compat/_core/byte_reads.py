@@ -30,21 +30,13 @@ _DIRECT_FROM = 32 * 2**10
 
 
 class Source(abc.ABC):
-    """One version of a file, read in ranges by several threads; what replaces it meanwhile is never mixed in.
+    """One version of a file, read in ranges by several threads; what replaces it meanwhile is never mixed in."""
 
-    Attributes:
-        path: its path, or URL.
-        size: its bytes.
-        head: its first `HEAD_BYTES`, which came with the answer that opened it; all of a small file.
-        gap: bytes between two ranges that cost less to read with them than another read costs.
-        longest: bytes of the longest read that joins several ranges.
-        threads: how many read at once.
-    """
-
-    path: str
+    path: str  # or URL
     size: int
-    head: bytes
-    # A request to a store takes about as long as reading 1 MiB.
+    head: bytes  # the first `HEAD_BYTES`, which came with the answer that opened it; all of a small file
+    # Bytes between two ranges that are read together, which cost less than another read: a request to a store takes as
+    # long as 1 MiB. Bytes of the longest read that joins several ranges. Threads that read at once.
     gap, longest, threads = 64 * 2**10, 16 * 2**20, 16
     is_local = is_closed = False
 
@@ -89,7 +81,7 @@ Deliver = Callable[[list[tuple[Read, memoryview]]], object]
 Check = Callable[[Run, memoryview], object]
 # Returns the error for a file that ends before a read does; None for one that ends in a run, behind all its reads.
 Ended = Callable[[Read | None], Exception]
-offset_of = operator.itemgetter(1)
+offset_of, _SIZE_OF = operator.itemgetter(1), operator.itemgetter(2)
 
 
 def cut(read: Read, size: int) -> Iterator[Read]:
@@ -116,23 +108,18 @@ def neighbours(reads: Iterable[Read], piece: int = PIECE_BYTES, longest: int | N
 
 
 def _grouped(source: Source, reads: list[Read], longest: int) -> list[Run]:
-    runs: list[Run] = []
-    groups: list[list[Read]] = []
-    gap = source.gap
+    # An empty array may lie behind the end of a file, where nothing else is.
+    groups, gap = [[read] for read in reads if not read.nbytes], source.gap
     first = end = -gap - 1
-    for read in sorted(reads, key=offset_of):
+    for read in sorted(filter(_SIZE_OF, reads), key=offset_of):
         _, offset, nbytes, _, target, *_ = read
         is_direct = source.is_local and nbytes >= _DIRECT_FROM and target is not None and len(target) == nbytes
-        if is_direct or not nbytes:  # an empty array may lie behind the end of a file, where nothing else is
-            runs.append(Run(source, offset, offset + nbytes, [read]))
-            continue
-        if offset - end > gap or offset + nbytes - first > longest:
+        if is_direct or offset - end > gap or offset + nbytes - first > longest:
             groups.append([])
             first = offset
         groups[-1].append(read)
-        end = max(end, offset + nbytes)
-    for group in groups:
-        runs.append(Run(source, group[0].offset, max([read.offset + read.nbytes for read in group]), group))
+        end = -gap - 1 if is_direct else max(end, offset + nbytes)
+    runs = [Run(source, some[0].offset, max([read.offset + read.nbytes for read in some]), some) for some in groups]
     return sorted(runs, key=offset_of)
 
 

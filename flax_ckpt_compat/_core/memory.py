@@ -104,11 +104,7 @@ def pack_chunks(
 
 def may_change(array: Any) -> bool:
     """Return whether an array's memory may be written to by others, as numpy arrays may by other threads."""
-    while isinstance(array, np.ndarray):
-        if array.flags.writeable:
-            return True
-        array = array.base
-    return False
+    return isinstance(array, np.ndarray) and (array.flags.writeable or may_change(array.base))
 
 
 def freeze(array: Any) -> None:

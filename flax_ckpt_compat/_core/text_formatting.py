@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Any
 
 _UNITS, _THOUSAND = ("B", "kB", "MB", "GB", "TB", "PB"), 1000
-_UNPRINTABLE = re.compile(r"[^\n -~]")
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.
@@ -29,8 +28,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
     r"""Escape unprintable characters, such as ``\x1b``; with ``one_line`` also line breaks."""
     if text.isprintable():
         return text
-    shown = _UNPRINTABLE.sub(_escaped, text)
-    return shown.replace("\n", "\\n") if one_line else shown
+    return "".join(one if one.isprintable() or (one == "\n" and not one_line) else _escaped(one) for one in text)
 
 
 def literal(text: str) -> str:
@@ -69,10 +67,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _escaped(match: re.Match[str]) -> str:
-    character = match[0]
-    if character.isprintable():
-        return character
+def _escaped(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8 (PEP 383)
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")

@@ -102,7 +102,7 @@ class HostCopy:
     @property
     def data(self) -> np.ndarray[Any, Any]:
         """Return the values as one array, assembled on each access unless there is one shard."""
-        return self.shards[0].data if len(self.shards) == 1 else _assembled(self)
+        return on_host(self)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -124,39 +124,30 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the array, for ``np.asarray``."""
-        import numpy as np
-
-        return np.asarray(self.read(), dtype)
+        return self.read().astype(self.dtype if dtype is None else dtype, copy=False)
 
 
 def shards_of(array: Any) -> Iterator[Shard]:
-    """Yield a `HostCopy`'s shards, or the addressable shards of a ``jax.Array``, each once (``replica_id`` 0)."""
-    if isinstance(array, HostCopy):
-        yield from array.shards
-        return
+    """Return a `HostCopy`'s shards, or the addressable shards of a ``jax.Array``, each once (``replica_id`` 0)."""
     import numpy as np
 
-    for index, data in jax_shards.first_shards(array):
-        yield Shard(index, np.asarray(data, order="C"))
+    if isinstance(array, HostCopy):
+        return iter(array.shards)
+    return (Shard(index, np.asarray(data, order="C")) for index, data in jax_shards.first_shards(array))
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
     """Return the values of a `HostCopy`, or of a ``jax.Array`` that this process sees whole, as one array."""
+    import numpy as np
+
     if isinstance(array, HostCopy):
-        return array.data
-    if array.is_fully_addressable and not array.is_fully_replicated:
-        if next(iter(array.sharding.device_set)).platform != "cpu":  # where it is nothing, and takes time
-            jax_shards.start_transfer(array)
-        return _assembled(array)  # jax would do so from its list of shards; see `jax_shards.first_shards`
-    import numpy as np
-
-    return np.asarray(array)
-
-
-def _assembled(array: Any) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    assembled = np.empty(array.shape, array.dtype)
+        if len(array.shards) == 1:
+            return array.shards[0].data
+    elif not array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    elif next(iter(array.sharding.device_set)).platform != "cpu":  # where it is nothing, and takes time
+        jax_shards.start_transfer(array)
+    assembled = np.empty(array.shape, array.dtype)  # jax would do so from its list of shards; see `first_shards`
     for shard in shards_of(array):
         assembled[shard.index] = shard.data
     return assembled
