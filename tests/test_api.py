@@ -211,7 +211,7 @@ def test_a_failed_background_save_is_told(tmp_path: Path) -> None:
     save(tmp_path / "m", tree(1), format="msgpack")
     save(tmp_path / "m" / "below", tree(2), format="msgpack", async_manager=manager)
     manager.executor.shutdown()
-    with pytest.raises(errors.StorageError, match="is a file"):
+    with pytest.raises(errors.StorageError, match="check the path"):
         restore(tmp_path / "m")
     assert restore(tmp_path / "m")["n"] == 1
 
