@@ -107,7 +107,7 @@ def read_json(folder: Location, name: str, check: Check | None = None) -> dict[s
 def read_ahead(location: Location, names: Iterable[str]) -> None:
     """Read files that `read_json` will read, at once, where a listing can keep them."""
     if location.listing is not None:
-        location.prefetch_contents([name for name in names if (location / name).isfile()])
+        location.prefetch(names)
 
 
 def corrupt(file: Location | str, what: str, remedy: str = "restore the file from a backup") -> CorruptCheckpointError:

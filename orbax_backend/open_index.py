@@ -61,7 +61,7 @@ class _FileIndex(Index):
         self._location, self._files = location, CheckpointFiles(location)
         if location.is_remote:
             names = location.files_below()
-            location.prefetch_contents(name for name in names if _is_metadata(name))
+            location.prefetch(name for name in names if _is_metadata(name))
 
     def find(self, key: str) -> StoredValue | None:
         if not self._location.is_remote:

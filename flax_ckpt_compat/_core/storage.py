@@ -146,14 +146,11 @@ class Location:
         """Return this location with a listing that was just made; None is none."""
         return type(self)(self.path, listing)
 
-    def prefetch_heads(self, names: Iterable[str]) -> None:
-        """Ask at once for the first bytes of the files of these names in this folder, where a listing can keep them."""
-
-    def prefetch_contents(self, names: Iterable[str]) -> None:
-        """Read many small files below this folder at once, where a listing can keep them."""
+    def prefetch(self, names: Iterable[str], *, heads: bool = False) -> None:
+        """Read small files below this folder at once, or the first bytes of files, where a listing can keep them."""
 
     def forget_contents(self) -> None:
-        """Let go of what `prefetch_contents` has read: later reads are of what is there then."""
+        """Let go of what `prefetch` has read: later reads are of what is there then."""
         if self.listing is not None:
             self.listing.contents.clear()
 
@@ -178,12 +175,9 @@ class Location:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             number = getattr(error, "errno", errno.ENOENT)
             # On NFS, another machine removed it; or its mount is stale, which `lexists` raises.
-            is_absent = number in presence.CANNOT_BE_THERE or (
-                number == errno.ESTALE and not presence.lexists(self.path)
-            )
-            if not is_absent:
-                raise
-            raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
+            if number in presence.CANNOT_BE_THERE or (number == errno.ESTALE and not presence.lexists(self.path)):
+                raise FileNotFoundError(errno.ENOENT, getattr(error, "strerror", str(error)), self.path) from error
+            raise
 
     def files_below(self) -> list[str]:
         """Return the paths of all files below this folder, relative to it; none if there is no such folder."""
@@ -247,10 +241,6 @@ class Location:
         if size < _MAX_PATH and max(names) <= _MAX_NAME:
             return None
         return f"{size} bytes, with a name of {max(names)}, are more than the file system allows"
-
-    def can_hold_checkpoint(self) -> bool:
-        """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
-        return True
 
     # Checkpoints: how they come and go as a whole.
 

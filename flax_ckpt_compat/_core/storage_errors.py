@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, storage_error_of
+from flax_ckpt_compat._core.progress import nbytes_of
 from flax_ckpt_compat._core.text_formatting import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
@@ -38,9 +38,7 @@ _LOOKS = ("found", "listed", "read")
 
 
 class translated:  # noqa: N801  (a function that returns a context; each look-up enters one, so it is no generator)
-    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; see `storage_error`.
-
-    Errors of this library tell already what happened, such as that the source of a conversion is damaged."""
+    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; ``doing`` completes "could not be …"."""
 
     __slots__ = ("_doing", "_kinds", "_path")
 
@@ -62,9 +60,7 @@ def is_denied(error: StorageError) -> bool:
 
 
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
-    """Return the StorageError for an error of the file system, or of TensorStore on it.
-
-    ``doing`` completes "could not be …"."""
+    """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
     if isinstance(error, StorageError):
         return error
     number, folder = _number_of(error), os.path.dirname(path)
@@ -92,9 +88,7 @@ def _number_of(error: Exception) -> int | None:
 
 @contextmanager
 def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
-    """Translate an OSError, or a StorageError about a temporary, into a StorageError about the checkpoint.
-
-    With ``tree`` it reports the space that the tree needs."""
+    """Translate an OSError about a temporary into a StorageError about the checkpoint, of a ``tree``."""
     try:
         yield
     except OSError as error:
@@ -114,18 +108,13 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
 
 def _describe_space(temporary: str, tree: Node) -> str:
     """Describe the space needed, and the space free once the temporary is removed."""
-    folder, nbytes = os.path.dirname(temporary), sum(_size_of(leaf) for _, leaf in iter_leaves(tree))
+    folder, nbytes = os.path.dirname(temporary), nbytes_of(leaf for _, leaf in iter_leaves(tree))
     needed = f"it needs {format_size(nbytes)} and " if tree is not None else ""
     with suppress(OSError):
         files = [os.path.join(inner, name) for inner, _, names in os.walk(temporary) for name in names] or [temporary]
         taken = sum(os.lstat(file).st_blocks * _BLOCK for file in files if os.path.lexists(file))
         return f"{needed}{format_size(shutil.disk_usage(folder).free + taken)} are free in {folder}"
     return f"{needed}nothing is free in {folder}"
-
-
-def _size_of(leaf: Any) -> int:
-    leaf = getattr(leaf, "data", leaf) if not hasattr(leaf, "nbytes") else leaf
-    return int(getattr(leaf, "nbytes", 0)) or (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
 
 
 def not_found(url: str) -> FileNotFoundError:

@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import presence, temporaries
-from flax_ckpt_compat._core.location import Location
+from flax_ckpt_compat._core.location import Location, is_url
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import foreign, gda_arrays, layouts, orbax_items, orbax_trees
 from flax_ckpt_compat._discovery.orbax_items import Item, ItemKind
@@ -173,7 +173,7 @@ def checkpoint_around(path: Location) -> Location | None:
 
 def _around(folder: Location) -> Location | None:
     """Return the first checkpoint of a folder and all above it, found by the names of markers, without listings."""
-    while folder.path.strip("/") and folder.can_hold_checkpoint():
+    while folder.path.strip("/") and is_url(folder.path) == is_url(folder.parent.path):  # a bucket holds none
         with suppress(StorageError):  # where a look is refused, there is none
             if any((folder / name).isfile() for name in MARKERS) and is_certainly_orbax(folder):
                 return folder

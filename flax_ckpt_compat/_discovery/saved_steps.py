@@ -74,7 +74,7 @@ def counted_steps(checkpoint_dir: CheckpointDir, names: list[str], *, with_items
     counted, broken = dict[str, bool](), []
     checkpoint_dir = checkpoint_dir.listed()
     ours = steps.in_order(names, checkpoint_dir.prefix)
-    checkpoint_dir.directory.prefetch_heads(ours)
+    checkpoint_dir.directory.prefetch(ours, heads=True)
     for name, found in _looked_at(checkpoint_dir, ours):
         if found.counts_for_keep:
             counted[name] = found.may_be_removed(with_items=with_items)

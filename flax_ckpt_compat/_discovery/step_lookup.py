@@ -117,7 +117,7 @@ class Directory:
     def numbered(self) -> Sequence[Entry]:
         """Return the steps, oldest first, of which all will be classified."""
         entries = self.steps or self.other_family
-        self.checkpoint_dir.directory.prefetch_heads(entry.name for entry in entries)
+        self.checkpoint_dir.directory.prefetch((entry.name for entry in entries), heads=True)
         return entries
 
     def newest(self, is_wanted: Callable[[Contents], bool]) -> Entry | None:

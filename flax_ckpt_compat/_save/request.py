@@ -13,7 +13,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, progress, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import ArgumentError, CheckpointerError
-from flax_ckpt_compat._core.location import Location, local, normal, of_text
+from flax_ckpt_compat._core.location import Location, is_url, local, normal
 from flax_ckpt_compat._core.progress import OFF, Meter
 from flax_ckpt_compat._discovery import saved_steps
 from flax_ckpt_compat._discovery.saved_steps import CheckpointDir
@@ -92,7 +92,7 @@ def of_step(
 def of_path(path: str, **options: Any) -> SaveRequest:
     """Validate a save at exactly this normalised path, and read the settings; ``options`` as for `of_step`."""
     directory, name = os.path.split(local(path))
-    if name in ("", os.curdir, os.pardir) or not of_text(path).can_hold_checkpoint():
+    if name in ("", os.curdir, os.pardir) or is_url(path) != is_url(directory):  # a bucket
         raise ArgumentError(f"{path!r} names no file or directory to write; add a name, or pass step=")
     return _request(
         checkpoint_dir=saved_steps.checkpoint_dir(directory, ""),

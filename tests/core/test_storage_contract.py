@@ -161,8 +161,8 @@ class TestStorage:
     def test_many_are_asked_for_at_once(self, filled: Place) -> None:
         """What was asked for ahead takes no request later."""
         location = location_of(filled.root).listed()
-        location.prefetch_heads([*CONTENTS, ABSENT, "c"])
-        location.prefetch_contents(CONTENTS)
+        location.prefetch([*CONTENTS, ABSENT, "c"], heads=True)
+        location.prefetch(CONTENTS)
         before = requests(filled)
         found = {name: ((location / name).head(), (location / name).size()) for name in CONTENTS}
         assert found == {name: (content[:32], len(content)) for name, content in CONTENTS.items()}
@@ -196,13 +196,10 @@ class TestStorage:
                 opened.read(200_000, 200_010)
 
     def test_limits(self, place: Place) -> None:
-        """Names that are too long are known as such; a bucket is no checkpoint."""
+        """Names that are too long are known as such."""
         location = location_of(place.root)
         assert location.why_too_long() is None
         assert "bytes" in str((location / ("x" * 2000)).why_too_long())
-        assert location.can_hold_checkpoint()
-        if place.bucket is not None:
-            assert not location.at(place.bucket.url).can_hold_checkpoint()
 
     def test_links(self, filled: Place) -> None:
         """A link is resolved; one that leads nowhere exists. Stores have none."""

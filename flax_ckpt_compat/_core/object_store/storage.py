@@ -22,7 +22,6 @@ from flax_ckpt_compat._core.storage_errors import not_found, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
-_SLASHES_OF_BUCKET = 2
 _TINY_AT_ONCE = 64  # requests for a few bytes
 
 
@@ -116,17 +115,11 @@ class ObjectLocation(Location):
         # A running save adds files; those that were there stay until it commits. Of an empty folder nothing is read.
         return lambda: bool(before) and not before <= versions(client_for(self.path).list(self.path))
 
-    def prefetch_heads(self, names: Iterable[str]) -> None:
-        if self.listing is not None:
-            there = [location.path for location in map(self.__truediv__, names) if location.isfile()]
-            self._prefetch(self.listing.heads, there, SHORT_HEAD)
-
-    def prefetch_contents(self, names: Iterable[str]) -> None:
-        if self.listing is not None:
-            self._prefetch(self.listing.contents, [(self / name).path for name in names], None)
-
-    def _prefetch(self, answers: dict[str, bytes], paths: Collection[str], stop: int | None) -> None:
-        """Ask the store for what is not among the answers, in parallel, before look-ups ask one by one."""
+    def prefetch(self, names: Iterable[str], *, heads: bool = False) -> None:
+        if self.listing is None:
+            return
+        answers, stop = (self.listing.heads, SHORT_HEAD) if heads else (self.listing.contents, None)
+        paths = [there.path for there in map(self.__truediv__, names) if there.isfile()]
 
         def look(path: str) -> None:
             with suppress(FileNotFoundError):
@@ -137,9 +130,6 @@ class ObjectLocation(Location):
     def why_too_long(self) -> str | None:
         size = len(self.path.split("/", 3)[-1].encode()) + _MAX_INSIDE
         return f"{size} bytes with its files are more than the store allows" if size > _MAX_KEY else None
-
-    def can_hold_checkpoint(self) -> bool:
-        return self.path.count("/") > _SLASHES_OF_BUCKET
 
     # Checkpoints.
 
