@@ -9,10 +9,7 @@ from flax_ckpt_compat._core.tree import Node
 from . import gda_write
 from .check_tree import check_tree
 from .encode import write_tree
-from .gda_split import SharedTree, split
 from .reader import MsgpackReader
-
-__all__ = ["BACKEND", "open_part_of_orbax", "open_stream"]
 
 
 class MsgpackBackend:
@@ -22,13 +19,13 @@ class MsgpackBackend:
     uses_gda_folder = True
     write_event: str | None = "/jax/flax/checkpoint/save_main_ckpt_task"
 
-    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | gda_write.SharedTree:
         """Validate the tree; see `Backend.prepare`.
 
         Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores them,
         so references can be put in after validation."""
         if process is not None:
-            return split(tree, process)
+            return gda_write.split(tree, process)
         check_tree(tree)
         return tree
 

@@ -51,10 +51,6 @@ def _check_branch(path: Path, branch: Branch) -> None:
     if branch.children.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
         keys = ", ".join(sorted(branch.children))
         raise _invalid(path, f"a dict with exactly the keys {keys}: it would be read as an array", "rename a key")
-    if set(map(type, branch.children)) <= {str}:
-        names = "".join(branch.children)
-        if names.isascii() and len(names) <= _MAX_LENGTH:
-            return
     for name in branch.children:
         if type(name) is not str:
             raise _invalid((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")
@@ -93,7 +89,10 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         if len(leaf) > _MAX_LENGTH:
             raise _invalid(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
     elif kind is KeyData:
-        _check_key(path, leaf)
+        _check_text(path, leaf.impl)
+        _check_leaf((*path, "data"), leaf.data)
+        if getattr(leaf.data, "dtype", None) != np.uint32:
+            raise _invalid(path, f"a PRNG key with data of type {type(leaf.data).__name__}", "pass its uint32 key data")
     elif is_jax_array(leaf):
         if not isinstance(leaf.dtype, np.dtype):
             raise _invalid(path, f"a jax array of dtype {leaf.dtype}", "pass a PRNG key as KeyData")
@@ -101,13 +100,6 @@ def _check_leaf(path: Path, leaf: Any) -> None:
             raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
     elif not isinstance(leaf, complex):
         raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", remedy_of_leaf(leaf))
-
-
-def _check_key(path: Path, key: KeyData) -> None:
-    _check_text(path, key.impl)
-    _check_leaf((*path, "data"), key.data)
-    if getattr(key.data, "dtype", None) != np.uint32:
-        raise _invalid(path, f"a PRNG key with data of type {type(key.data).__name__}", "pass its uint32 key data")
 
 
 def _check_dtype(path: Path, dtype: np.dtype[Any]) -> None:

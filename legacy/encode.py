@@ -45,8 +45,6 @@ _MIN_SHARDED = 256 * 2**10
 # Types that msgpack's encoder takes as they are, also many at once.
 _VALUES = frozenset({int, float, bool, str, type(None)})
 
-_Array = np.ndarray[Any, Any]
-
 
 def write_tree(path: str, tree: Node, options: WriteOptions) -> None:
     """Write and sync the new file of a tree that `check_tree` accepts; see `Backend.write`.
@@ -71,7 +69,7 @@ class _Writer:
         self._at: Path = ()  # key path of the last large leaf
         # strict: Flax's files hold exact types only; validation refuses subclasses.
         packer = msgpack.Packer(strict_types=True)
-        self._packer, self._pack, self._map_header = packer, packer.pack, packer.pack_map_header
+        self._pack, self._map_header = packer.pack, packer.pack_map_header
         self._small = bytearray()
         self._pieces: list[memoryview] = []
         self._buffered = 0
@@ -142,9 +140,7 @@ class _Writer:
         step, size = max(1, format.MAX_CHUNK_SIZE // array.dtype.itemsize), math.prod(array.shape)
         pack = self._pack
         self._put(self._map_header(3) + pack(format.CHUNK_FLAG) + pack(True))
-        self._put(pack("shape") + self._map_header(len(array.shape)))
-        for axis, length in enumerate(array.shape):
-            self._put(pack(str(axis)) + pack(length))
+        self._put(pack("shape") + pack({str(axis): length for axis, length in enumerate(array.shape)}))
         self._put(pack("chunks") + self._map_header(math.ceil(size / step)))
         at = 0
         for piece in pieces(array):
@@ -207,7 +203,7 @@ def _on_host(leaf: Any) -> Any:
     return on_host(leaf)
 
 
-def pieces(array: Any) -> Iterator[_Array]:
+def pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the values of an array, jax's or a `HostCopy` too, in C order as consecutive contiguous arrays.
 
     Copies are blocks of at most 8 MiB."""

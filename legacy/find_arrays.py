@@ -25,15 +25,11 @@ TOO_DEEP = f"more than {format.MAX_DEPTH} nested containers"
 
 
 class Scanner:
-    """One pass over the values of a file.
-
-    Attributes:
-        skeleton: the values so far, as msgpack.
-        found: what references stand for: the header of an array, or of bytes, and where its data are.
-    """
+    """One pass over the values of a file."""
 
     def __init__(self, window: Window, *, of_orbax: bool = False):
-        self.skeleton = bytearray()
+        self.skeleton = bytearray()  # the values so far, as msgpack
+        # What references stand for: the header of an array, or of bytes, and where its data are.
         self.found: list[tuple[ArrayHeader, FileRanges]] = []
         self._window, self._of_orbax = window, of_orbax
         self._headers: dict[bytes, tuple[ArrayHeader, bytes]] = {}  # with the bytes before the data
@@ -66,21 +62,6 @@ class Scanner:
         window.at = at
         if window.base + at > window.size:
             raise IndexError("the file ends")
-
-    def pair(self) -> None:
-        """Scan an object of a stream: a key path, and the bytes of a document, of which the value in it is kept."""
-        window = self._window
-        if window.tag() != 0x92:
-            raise window.corrupt("an object that is no pair of a key path and bytes")
-        window.at += 1
-        self.value()
-        if (tag := window.tag()) not in _BIN_WIDTHS:
-            raise window.corrupt(f"a leaf that is not bytes (0x{tag:02x})")
-        length = self._length(_BIN_WIDTHS[tag])
-        end = window.base + window.end_of(length)
-        self.value()
-        if window.base + window.at != end:
-            raise window.corrupt(f"a value that ends at another byte than {end}")
 
     def _other(self, tag: int) -> int:
         """Scan one value that is none of a fixed size, but for the values in it; return how many these are."""
@@ -154,7 +135,7 @@ class Scanner:
     def _refer(self, header: ArrayHeader) -> None:
         """Refer to the data at the window's position, and move it past them."""
         window = self._window
-        self.skeleton += format.reference(len(self.found))
+        self.skeleton += b"\xd6" + bytes((format.REFERENCE,)) + len(self.found).to_bytes(4)
         self.found.append((header, FileRanges(((window.base + window.at, header.nbytes),))))
         window.at = window.end_of(header.nbytes)
 

@@ -111,11 +111,6 @@ class ArrayHeader:
     nbytes: int  # size of the data, in bytes
 
 
-def reference(number: int) -> bytes:
-    """Return what stands for the data of an array."""
-    return b"\xd6" + bytes((REFERENCE,)) + number.to_bytes(4)
-
-
 def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
     """Parse ``[shape, dtype name, data]`` up to the data, from at least `MAX_HEADER` bytes of the payload, or all.
 
@@ -202,14 +197,9 @@ def chunked_array(branch: Branch, path: Path) -> LeafHandle | None:
         raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
-    ranges = tuple([one for piece in data for one in piece.ranges]) if type(data[0]) is FileRanges else ()
-    found = FileRanges(ranges) if ranges else b"".join(data)
+    is_in_memory = type(data[0]) is bytes
+    found = b"".join(data) if is_in_memory else FileRanges(tuple([one for piece in data for one in piece.ranges]))
     return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, found)
-
-
-def is_one_range(leaf: LeafHandle) -> bool:
-    """Return whether all bytes of a leaf are in one range of the file."""
-    return type(leaf.locator) is FileRanges and len(leaf.locator.ranges) == 1
 
 
 def _numbered(node: Node) -> list[LeafHandle] | None:

@@ -1,11 +1,9 @@
 """Read the ``_gda`` folder of a multi-process save: one zarr v2 array per distributed leaf.
 
-Flax writes them with zstd, once with gzip, and the fill value null, which makes TensorStore store all chunks, also
-those of zeros (measured); so a missing chunk means lost data.
-
-Ours have checksums where TensorStore itself verifies them or does not look, so that they are in every copy of the
-files, on disks and in stores. A chunk is a Zstandard frame with a content checksum (RFC 8878, 3.1.1), which whoever
-decodes it verifies, real Flax included. The metadata has a member of its own, which TensorStore ignores.
+Flax writes them with zstd, once with gzip, and the fill value null, with which TensorStore stores all chunks (measured);
+so a missing chunk means lost data. Ours have checksums that are in every copy of the files: a chunk is a Zstandard
+frame with a content checksum (RFC 8878, 3.1.1), which whoever decodes it verifies, real Flax included, and the metadata
+has a member of its own, which TensorStore ignores.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
     """Parse the whole document; raise CorruptCheckpointError if it does not decode.
 
-    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other keys
-    that are not text, and duplicate keys, are errors. Only a file ``of_orbax``, part of a directory, may hold tuples.
-    The arrays of a file that the window holds whole are the bytes in it."""
+    Int keys become names listed in ``int_keys``; other keys that are not text, and duplicate keys, are errors. Only a
+    file ``of_orbax`` may hold tuples. The arrays of a file that the window holds whole are the bytes in it."""
     if len(window.data) == window.size and not of_orbax:
         with contextlib.suppress(*_ERRORS):  # whatever is wrong, the scanner finds it
             return _Tree(reader, window.size).of(_unpacked(window.data))
@@ -52,21 +51,35 @@ def parse_stream(window: Window, reader: Reader) -> Node:
     scanner, count = Scanner(window), 0
     with _naming_damage(window):
         while window.base + window.at < window.size:
-            scanner.pair()
+            scanner.value()
             count += 1
-        values = _unpacked(msgpack.Packer().pack_array_header(2 * count) + scanner.skeleton, scanner.found)
+        pairs = _unpacked(msgpack.Packer().pack_array_header(count) + scanner.skeleton, scanner.found)
         tree, leaves = _Tree(reader, window.size), dict[Path, Any]()
-        for names, value in zip(values[::2], values[1::2], strict=True):
-            path = tuple(names) if type(names) is list else (names,)
+        for pair in pairs:
+            if type(pair) is not list or len(pair) != 2 or type(pair[1]) is not tuple:
+                raise ValueError("an object that is no pair of a key path and bytes")
+            path = tuple(pair[0]) if type(pair[0]) is list else (pair[0],)
             if not _TEXT.issuperset(map(type, path)):
                 raise ValueError("a name in a key path that is not text")
             if len(path) > format.MAX_DEPTH:
                 raise ValueError(f"a key path of more than {format.MAX_DEPTH} names")
             if path in leaves:
                 raise ValueError(f"{show_path(path)} twice")
-            tree.add(leaves, path, path, value)
+            tree.add(leaves, path, path, _inner_value(window, pair[1]))
         tree.finish()
         return from_leaves(leaves)
+
+
+def _inner_value(window: Window, document: _Array) -> Any:
+    """Return the value of the document that some bytes of a file are."""
+    header, where = document
+    inner = Window(window.source)
+    ((inner.at, nbytes),) = where.ranges
+    scanner, end = Scanner(inner), inner.at + nbytes
+    scanner.value()
+    if header.kind is not LeafKind.BYTES or inner.base + inner.at != end:
+        raise ValueError(f"a leaf that is not bytes, or a value in it that ends at another byte than {end}")
+    return _unpacked(scanner.skeleton, scanner.found)
 
 
 @contextlib.contextmanager
@@ -149,7 +162,9 @@ class _Tree:
                 self._parts.append((parent, key, path))
             parent[key] = self._branch(path, value, in_list)
         elif kind is str and value.startswith(format.PLACEHOLDER):
-            parent[key] = self._reference(value.removeprefix(format.PLACEHOLDER), path)
+            array = gda_read.locate(self._reader.location, value.removeprefix(format.PLACEHOLDER), path)
+            about = LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, None, self._reader, array
+            parent[key] = LeafHandle(path, *about, in_gda_folder=True)
         elif value is not None:
             leaf_kind, nbytes = format.NUMBERS.get(kind) or (_KIND_OF_BYTES[kind], len(value))
             parent[key] = LeafHandle(path, leaf_kind, (), None, nbytes, None, self._reader, value)
@@ -189,12 +204,6 @@ class _Tree:
         branch = Branch(values, container, int_keys)
         self._stack.append((path, branch, in_list))
         return branch
-
-    def _reference(self, subpath: str, path: Path) -> LeafHandle:
-        array = gda_read.locate(self._reader.location, subpath, path)
-        return LeafHandle(
-            path, LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, None, self._reader, array, in_gda_folder=True
-        )
 
 
 def _named(values: dict[Any, Any], path: Path) -> tuple[dict[str, Any], frozenset[str]]:

@@ -65,11 +65,11 @@ def read_parts(source: Source, start: int, stop: int) -> bytes:
 class Window:
     """A range of the file in memory, which moves from its beginning to its end; the data of arrays is skipped."""
 
-    __slots__ = ("_sizes", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
+    __slots__ = ("_sizes", "_step", "at", "base", "data", "fresh_until", "path", "size", "source")
 
     def __init__(self, source: Source, data: bytes = b""):
         """Begin with these first bytes of the source."""
-        self._source = source
+        self.source = source
         self._sizes = OF_FILES if source.is_local else _OF_OBJECTS
         self._step = self._sizes.smallest // self._sizes.growth  # the first refill multiplies it
         self.path = source.path
@@ -124,7 +124,7 @@ class Window:
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        data = read_parts(self._source, offset, offset + length)
+        data = read_parts(self.source, offset, offset + length)
         if len(data) != length:
             found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
             raise self.corrupt(found, offset - self.base)

@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
 from .checksummed_file import open_checksums, read_unverified
-from .format import FileRanges, is_one_range
+from .format import FileRanges
 from .parse import parse, parse_stream
 from .read_bytes import Window, open_source, read_parts
 
@@ -95,7 +95,10 @@ class MsgpackReader(Reader):
         wanted, source = cast(Sequence[LeafHandle], handles), self._source
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
-        self._tell_if_unverified()
+        if self._verify and self._sums is None and source.is_local and not self._has_told:
+            self._has_told = True
+            why = "as of files of Flax, and of copies without extended attributes"
+            _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
         if ArraySlice in set(map(type, handles)):
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
@@ -133,12 +136,6 @@ class MsgpackReader(Reader):
             values[index] = _finish(wanted[index], values[index])
         return values
 
-    def _tell_if_unverified(self) -> None:
-        if self._verify and self._sums is None and self._source.is_local and not self._has_told:
-            self._has_told = True
-            why = "as of files of Flax, and of copies without extended attributes"
-            _log.info("%s has no checksums, %s: what is read is not verified", printable(self.path), why)
-
     def _read(self, reads: list[Read], values: list[Any]) -> None:
         def deliver(found: list[tuple[Read, memoryview]]) -> None:
             _pack([(*read.content, data) for read, data in found], values)
@@ -147,8 +144,6 @@ class MsgpackReader(Reader):
             if not self._verify or self._sums is None or self._sums.is_verified:
                 return read_unverified(self._source, reads, deliver, self.meter)
             # Numbers and text are read with the structure, which is verified with all arrays, or where there are none.
-            if not reads and self._array_nbytes:
-                return None
             whole = sum({read.offset: read.nbytes for read in reads}.values()) >= self._array_nbytes
             return self._sums.read(reads, deliver, self.meter, whole=whole)
 
@@ -197,16 +192,15 @@ def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> se
     """
     if not isinstance(source, LocalFile):
         return set()
-    wanted = [
-        index
-        for index, handle in enumerate(handles)
-        if handle.kind is _ARRAY and handle.nbytes >= MAPPED_FROM and is_one_range(handle)
-    ]
+    wanted: list[int] = []
+    for index, handle in enumerate(handles):
+        is_large = handle.kind is _ARRAY and handle.nbytes >= MAPPED_FROM
+        if is_large and type(handle.locator) is FileRanges and len(handle.locator.ranges) == 1:
+            wanted.append(index)
     views = source.map([handles[index].locator.ranges[0] for index in wanted])
-    found = {index: view for index, view in zip(wanted, views, strict=True) if view is not None}
-    for index, view in found.items():
-        values[index] = np.ndarray(handles[index].shape, handles[index].dtype, view)
-    return set(found)
+    for index, view in zip(wanted, views, strict=True):
+        values[index] = None if view is None else np.ndarray(handles[index].shape, handles[index].dtype, view)
+    return {index for index in wanted if values[index] is not None}
 
 
 def _begin(source: Source, handle: LeafHandle, reads: list[Read]) -> np.ndarray[Any, Any]:

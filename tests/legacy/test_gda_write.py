@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND, gda_write
-from flax_ckpt_compat.legacy.gda_split import choose_subpaths
+from flax_ckpt_compat.legacy.gda_write import choose_subpaths
 from hypothesis import example, given
 from hypothesis import strategies as st
 
