@@ -5,7 +5,6 @@ import importlib
 import inspect
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,29 +165,6 @@ def test_an_error_in_the_body_undoes_too(real: types.ModuleType) -> None:
     with pytest.raises(KeyError), flax_ckpt_compat.installed():
         raise KeyError
     assert real.save_checkpoint is original
-
-
-@pytest.mark.slow
-def test_eight_threads(real: types.ModuleType, user: types.ModuleType) -> None:
-    """Inside its own context every thread sees our functions; afterwards Flax's are back."""
-    original = user.sc = real.save_checkpoint
-    failures: list[str] = []
-    start = threading.Barrier(8)
-
-    def work() -> None:
-        start.wait()
-        for _ in range(8):
-            with flax_ckpt_compat.installed():
-                if real.save_checkpoint is not ours.save_checkpoint or user.sc is not ours.save_checkpoint:
-                    failures.append(threading.current_thread().name)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert real.save_checkpoint is user.sc is original
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Conversions that are killed at any time, and resumed."""
 
+from __future__ import annotations
+
 import os
 import random
 import signal
@@ -9,12 +11,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import flax_ckpt_compat
 from tests.support.interpreters import ROOT, start_python
-from tests.support.mixed_checkpoints import save_mixed
 from tests.support.trees import fingerprint
+
+
+def save_mixed(directory: Path, nbytes: int, count: int) -> None:
+    """Saves checkpoints of so many bytes each in three runs and both formats, of leaves of all sizes and dtypes."""
+    for n in range(count):
+        rng = np.random.default_rng(n)
+        tree = {
+            "small": {str(i): rng.normal(size=(3, i)).astype(np.float32) for i in range(20)},
+            "big": rng.integers(0, 255, nbytes // 2, np.uint8),
+            "bf16": rng.normal(size=nbytes // 8).astype(ml_dtypes.bfloat16),
+            "f64": [rng.normal(size=nbytes // 32), (n, None, "text")],
+        }
+        format: Any = "orbax" if n % 2 else "msgpack"
+        flax_ckpt_compat.save(directory / f"run_{n % 3}", tree, step=n, format=format, overwrite=True)
+
 
 # Converts, and kills this process before its n-th call into the system: source, destination, layout, n.
 JOB = """
