@@ -25,7 +25,7 @@ _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which
 _DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
-_SIMILAR, _TYPO = 0.6, 0.85  # of difflib: names to suggest; and those for which a restore is no first run
+_SIMILAR, _TYPO = 0.6, 0.81  # of difflib: names to suggest; and those for which a restore is no first run
 _FAILURES = (OSError, ValueError, CheckpointError)
 
 
@@ -62,27 +62,18 @@ def of_directory(path: Location) -> Absence:
         while not above.isdir():
             above, name = above.parent, above.name
         names = [one for one in steps.natural_sort(above.listdir(), signed=False) if not one.startswith(".")]
-        if above == path.parent and (like := _steps_like(name, above, names)):
-            prefix, _ = steps.split_step(name) or (name, "")
-            remedy = f"pass that directory, and {prefix=}" if prefix == name else "pass one of them, or that directory"
-            return Absence(f"{missing}; {above} has {some(like)}", remedy)
-        # Runs that differ in their numbers alone are no typos.
-        others = [one for one in names if _DIGITS.sub("", one) != _DIGITS.sub("", name)]
-        near = difflib.get_close_matches(name, others, 1, _SIMILAR)
-        if above.path == "/" or not near:
-            there = f"has {some(names)}" if names and above.path != "/" else "exists"
-            return Absence(missing, f"check the path; {printable(above.path, one_line=True)} {there}", is_start=True)
-        meant = above / near[0]
-        is_typo = meant.isdir() and difflib.SequenceMatcher(None, name, near[0]).ratio() >= _TYPO
-        return Absence(missing, f"did you mean {printable(meant.path, one_line=True)}?", is_start=not is_typo)
+        # A run whose name differs from others in numbers alone is a new one.
+        alike = [
+            one
+            for one in difflib.get_close_matches(name, names, _MAX_NAMES, _SIMILAR)
+            if saved_steps.is_checkpoint(above / one) or _DIGITS.sub("", one) != _DIGITS.sub("", name)
+        ]
+        if alike and above.path != "/":
+            is_typo = difflib.SequenceMatcher(None, name, alike[0]).ratio() >= _TYPO
+            return Absence(missing, f"did you mean {some([(above / one).path for one in alike])}?", not is_typo)
+        there = f"{printable(above.path, one_line=True)} {f'has {some(names)}' if names else 'is empty'}"
+        return Absence(missing, "check the path" if above.path == "/" else f"check the path; {there}", is_start=True)
     return Absence(missing, is_start=True)
-
-
-def _steps_like(name: str, folder: Location, names: Collection[str]) -> list[str]:
-    """Return the first checkpoints in a folder whose prefix is that of a name, or the name."""
-    prefix, _ = steps.split_step(name) or (name, "")
-    numbered = (one for one in names if prefix and (steps.split_step(one) or ("",))[0] == prefix)
-    return [one for one in itertools.islice(numbered, _MAX_FOLDERS) if saved_steps.is_checkpoint(folder / one)]
 
 
 def unexpanded_home(path: Location) -> str | None:

@@ -49,30 +49,32 @@ def folders_below(root: Location, denied: list[StorageError]) -> Iterator[tuple[
             continue  # another program removed it meanwhile
         found: list[Location] = []
         inside: list[Location] = []
-        prefixes = functools.cache(functools.partial(_is_prefix, folder, names))
+        is_prefix = functools.cache(functools.partial(_is_prefix, folder, names))
         numbers = [name for name in names if name.isdecimal()]  # steps of a manager, if one of them is
         steps_there = numbers if any(map(is_step_of_manager, (folder / name for name in numbers))) else ()
         for name in names:
-            path = folder / name
+            path, split = folder / name, steps.split_step(name)
+            is_named = steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
             if steps.is_foreign(name):
                 continue
             if not path.isdir():
-                split = steps.split_step(name)
-                is_named = _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX)
-                if (is_named or (split and prefixes(split[0]))) and _may_be_checkpoint(contents_of(path)):
+                is_named = is_named or name.endswith(MSGPACK_SUFFIX) or bool(split and is_prefix(split[0]))
+                if is_named and _may_be_checkpoint(contents_of(path)):
                     found.append(path)
             elif (resolved := path.resolve()) not in seen:
                 seen.add(resolved)
                 try:
-                    is_empty_step = not path.listdir() and (_is_named_checkpoint(name) or name in steps_there)
+                    is_empty_step = (is_named or name in steps_there) and not path.listdir()
+                    (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
                 except MissingPathError:
                     continue  # another program removed it meanwhile
                 except StorageError as error:
                     if not is_denied(error):
                         raise
-                    denied.append(error)
-                else:
-                    (found if is_empty_step or _is_checkpoint_or_denied(path) else inside).append(path)
+                    if error.path == path.path:
+                        denied.append(error)
+                    else:  # something in it
+                        (found if contents.has_marker(path) else inside).append(path)
         yield folder, found
         pending += reversed(inside)
 
@@ -87,20 +89,6 @@ def _is_checkpoint(path: Location) -> bool:
     if found.layout is Layout.ARRAYS and not steps.ends_in_step(path.name):
         return False  # rather a data set
     return found.is_one_checkpoint or (found.state is State.INCOMPLETE and found.is_marked)
-
-
-def _is_checkpoint_or_denied(path: Location) -> bool:
-    """Return whether a directory is a checkpoint; by its own names where the system refuses to list one in it."""
-    try:
-        return _is_checkpoint(path)
-    except StorageError as error:
-        if is_denied(error):
-            return contents.has_marker(path)
-        raise
-
-
-def _is_named_checkpoint(name: str) -> bool:
-    return steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
 
 
 def _is_prefix(folder: Location, names: list[str], prefix: str) -> bool:

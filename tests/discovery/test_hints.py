@@ -68,10 +68,10 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``runs/best_`` names the steps of that prefix in ``runs``: an error, and a warning where the target returns."""
+    """``runs/best_`` names its steps in ``runs``: an error, and a warning where the target returns."""
     for step in (9, 10):
         save(tmp_path, tree(1), step=step, prefix="best_", format="msgpack", keep=9)
-    expected = f"{tmp_path} has best_9, best_10: pass that directory, and prefix='best_'"
+    expected = f"does not exist: did you mean {tmp_path}/best_9, {tmp_path}/best_10?"
     assert expected in error_of(restore, tmp_path / "best_")
     assert expected in warning_of(tmp_path / "best_", caplog)
 
@@ -80,7 +80,7 @@ def test_a_step_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     """``runs/checkpoint_11`` beside other steps is no first run: a warning names those; other runs are no steps."""
     for step in (9, 10):
         save(tmp_path, tree(1), step=step, format="msgpack", keep=9)
-    expected = f"does not exist; {tmp_path} has checkpoint_9, checkpoint_10: pass one of them, or that directory"
+    expected = f"does not exist: did you mean {tmp_path}/checkpoint_10, {tmp_path}/checkpoint_9?"
     assert expected in error_of(restore, tmp_path / "checkpoint_11")
     assert expected in warning_of(tmp_path / "checkpoint_11", caplog)
     for run in ("run_1", "run_2"):
