@@ -17,9 +17,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -210,71 +208,6 @@ def restore_small(folder: str, step: float | None = None) -> float:
     check_shards("w", got["w"], np.full((8, 4), got["n"], np.float32))
     np.testing.assert_array_equal(got["v"], np.full(3, got["n"]))
     return float(got["n"])
-
-
-def train_state(kind: str, scale: float = 1) -> TrainState:
-    """A TrainState with adamw, split over the devices, whose parameters, moments and counts are arithmetic.
-
-    Args:
-        kind: of the mesh.
-        scale: of all values.
-    """
-    where = mesh(kind)
-    params = {"dense": {"kernel": np.zeros((16, 8), np.float32), "bias": np.zeros(8, np.float32)}}
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    state = TrainState.create(apply_fn=len, params=params, tx=tx).replace(step=jnp.int32(0))
-    leaves, structure = jax.tree.flatten(state)
-
-    def filled(number: int, leaf: Any) -> Any:
-        values = ((count(leaf.shape, np.float32) / 7 + number) * scale).astype(leaf.dtype)
-        return put(values, NamedSharding(where, P("x", "y") if leaf.ndim == 2 else P()))
-
-    return jax.tree.unflatten(structure, [filled(*leaf) for leaf in enumerate(leaves)])
-
-
-def save_state(folder: str, orbax: bool, kind: str) -> Any:
-    """Saves the TrainState and returns its values as numpy."""
-    use(orbax)
-    state = train_state(kind)
-    checkpoints.save_checkpoint_multiprocess(folder, state, 2)
-    return [gathered(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def restore_state(folder: str, kind: str) -> Any:
-    """Restores it, checks where the leaves are, and returns its values as numpy."""
-    target = train_state(kind)
-    state = checkpoints.restore_checkpoint(folder, train_state(kind, 0))
-    for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
-        assert got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
-    return [gathered(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def gathered(leaf: Any) -> Any:
-    """The whole of an array as numpy, whoever holds it."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-    return np.asarray(leaf)
-
-
-def bytes_read(job: Callable[..., Any], *args: Any) -> int:
-    """How many bytes a job reads from files, as the kernel counts them.
-
-    The kernel counts the whole process, with modules that are imported late and what other threads read. So the job
-    runs three times, and the least count is its own.
-    """
-
-    def counted() -> int:
-        with open("/proc/self/io") as file:
-            return int(file.readline().split()[1])
-
-    def once() -> int:
-        before = counted()
-        job(*args)
-        return counted() - before
-
-    return min(once() for _ in range(3))
 
 
 def names(folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A process is killed in the middle of a save; ``python -m tests.multiprocess.kills`` does it more often."""
+"""A process is killed in the middle of a save."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def test_kill_9_of_one_process(orbax: bool, tmp_path: Path, trials: int) -> None
     kills.prepare(str(tmp_path), orbax)
     chance = random.Random(orbax)
     for _ in range(trials):
-        kills.trial(str(tmp_path), orbax, chance, quick=True)
+        kills.trial(str(tmp_path), orbax, chance)

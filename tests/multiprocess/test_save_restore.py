@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,31 +78,6 @@ def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, t
             assert a == b, path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("orbax", "writers", "readers"),
-    [
-        pytest.param(orbax, *counts, id=f"{'orbax' if orbax else 'msgpack'}-{counts[0]}-{counts[1]}", marks=marks)
-        for orbax, counts, marks in (
-            (False, (2, 4), ()),
-            (True, (4, 2), ()),
-            (False, (4, 2), pytest.mark.slow),
-            (True, (2, 4), pytest.mark.slow),
-        )
-    ],
-)
-def test_a_train_state_with_its_optimizer(orbax: bool, tmp_path: Path, writers: int, readers: int) -> None:
-    """Parameters, moments and counts of a sharded TrainState are as they were, on other processes."""
-    saved = team_of(writers).call(jobs.save_state, str(tmp_path), orbax, "plain")
-    restored = team_of(readers).call(jobs.restore_state, str(tmp_path), "turned")
-    assert len(saved[0]) > 6
-    for state in (*saved, *restored):
-        for got, wanted in zip(state, saved[0], strict=True):
-            assert got.dtype == wanted.dtype
-            np.testing.assert_array_equal(got, wanted)
-    assert any(np.abs(leaf).sum() for leaf in saved[0])
-
-
 @pytest.mark.parametrize("shape", ["bare", "nothing spread"])
 def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
     """A single array as the whole tree, and a tree without any array of several processes."""
@@ -111,15 +85,6 @@ def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
     team_of(2).call(jobs.restore_odd, str(tmp_path), shape)
     names = jobs.names(str(tmp_path))
     assert names == ["checkpoint_1", *(["checkpoint_1_gda"] if shape == "bare" and not orbax else [])]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
-def test_a_process_reads_only_what_its_shards_need(orbax: bool, tmp_path: Path) -> None:
-    """Of 16 MB over two processes, each of four reads its quarter, and little more, as the kernel counts it."""
-    team_of(2).call(jobs.save_large, str(tmp_path), orbax)
-    for read in team_of(4).call(jobs.bytes_read, jobs.restore_large, str(tmp_path)):
-        assert 2**22 * 0.8 < read < 2**22 * 1.1
 
 
 def test_each_process_reports_its_share(orbax: bool, tmp_path: Path) -> None:

@@ -198,15 +198,6 @@ def test_a_failure_of_a_save_that_runs(flag: bool, tmp_path: Path, manager: Any,
     assert names(tmp_path) == ["checkpoint_3"]
 
 
-def test_a_failure_raises_at_wait(flag: bool, tmp_path: Path, gate: Gate) -> None:
-    """Our manager's wait raises it even when the save ended long ago (Flax's forgets it)."""
-    manager = ours.AsyncManager()
-    fail_once(gate, tmp_path, manager, finished=True)
-    with pytest.raises(errors.StorageError, match="broke"):
-        manager.wait_previous_save()
-    manager.wait_previous_save()
-
-
 @pytest.mark.parametrize("call", [restore, plan_restore])
 def test_a_retry_of_a_restore_from_two_loses_no_failure(call: Any, tmp_path: Path, manager: Any, gate: Gate) -> None:
     """A new step of the first directory makes the restore begin anew, but not without the other one's failure."""
@@ -320,15 +311,6 @@ class Pool:
         self.executor.submit(task)
 
 
-def test_a_users_own_manager_is_enough(flag: bool, tmp_path: Path) -> None:
-    """Anything with save_async and wait_previous_save will do."""
-    manager: Any = Pool()
-    for step in (1, 2):
-        ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
-    manager.wait_previous_save()
-    assert names(tmp_path) == ["checkpoint_2"]
-
-
 class Asking(Pool):
     """A user's own manager, which asks for the result of its save whenever it is called."""
 
@@ -417,19 +399,6 @@ def test_a_save_stays_the_managers_after_a_wait(checkpoints: Any, tmp_path: Path
         checkpoints.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
     manager.wait_previous_save()
     assert manager.save_future.done() and manager.save_future.exception() is None
-
-
-def test_two_threads_save_two_prefixes(flag: bool, tmp_path: Path) -> None:
-    """Saves under different prefixes into one directory do not disturb each other."""
-
-    def work(prefix: str) -> None:
-        for step in range(8):
-            ours.save_checkpoint(tmp_path, tree(step), step, prefix=prefix, keep=2)
-
-    with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(work, prefix) for prefix in ("a_", "b_", "a_b_")]:
-            done.result()
-    assert names(tmp_path) == ["a_6", "a_7", "a_b_6", "a_b_7", "b_6", "b_7"]
 
 
 AT_EXIT = """
@@ -627,41 +596,19 @@ def test_a_save_that_is_refused_and_runs_all_the_same(tmp_path: Path, gate: Gate
     assert names(tmp_path) == ["checkpoint_2"]
 
 
-FORK = """
-import os, signal, sys, threading
-import flax_ckpt_compat.checkpoints as checkpoints
-from flax_ckpt_compat._core.location import location_of
-from flax_ckpt_compat._save import async_saves as background
-hold = threading.Event()
-manager = checkpoints.AsyncManager()
-background.start(manager, location_of(sys.argv[1]), hold.wait)
-child = os.fork()
-if not child:
-    signal.alarm(20)
-    # The parent's threads, which would end the save, are not here.
-    background.wait_for_async_saves(location_of(sys.argv[1]))
-    os._exit(7)
-hold.set()
-os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)
-"""
-
-
-def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: Path) -> None:
-    """A data loader's process that saves into the same directory does not hang."""
-    run_python(FORK, tmp_path, PYTHONWARNINGS="ignore")
-
-
 FORKED_MANAGER = """
 import os, signal, sys, threading
 import flax
 from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.location import location_of
+from flax_ckpt_compat._save import async_saves
 
 flax.config.update("flax_use_orbax_checkpointing", False)
 folder, hold, begun = sys.argv[1], threading.Event(), threading.Event()
 used, busy = checkpoints.AsyncManager(), checkpoints.AsyncManager(max_workers=2)
 checkpoints.save_checkpoint(folder, {"n": 1}, 1, async_manager=used)
 used.wait_previous_save()
-busy.save_async(lambda: begun.set() or hold.wait())
+async_saves.start(busy, location_of(folder), lambda: begun.set() or hold.wait())
 begun.wait()
 child = os.fork()
 if not child:
@@ -679,7 +626,7 @@ busy.wait_previous_save()
 
 
 def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
-    """A manager whose thread, or save, is the parent's begins anew in the child; the parent's goes on."""
+    """A manager whose thread, or save, is the parent's begins anew in the child, which waits for no save of that."""
     run_python(FORKED_MANAGER, tmp_path, PYTHONWARNINGS="ignore")
 
 

@@ -128,14 +128,6 @@ def test_what_it_writes_is_restored_without_it(checkpointer: Any, tmp_path: Path
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
 
 
-def test_it_reads_what_our_backend_wrote(tmp_path: Path) -> None:
-    """An Orbax directory of ours restores through a given checkpointer."""
-    with use_flag(True):
-        checkpoints.save_checkpoint(tmp_path, TREE, 1)
-    reader = ocp.PyTreeCheckpointer()
-    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=reader), TREE)
-
-
 def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A msgpack file restores by our reader, whatever checkpointer is passed, as in Flax."""
     with use_flag(False):
@@ -315,28 +307,6 @@ def test_a_checkpoint_saved_meanwhile_is_not_replaced(kind: str, tmp_path: Path)
     checkpointer.close()
 
 
-@pytest.mark.parametrize("then", ["save", "restore"])
-def test_a_background_failure_surfaces_at_the_next_call(then: str, tmp_path: Path) -> None:
-    """A failed background save raises at the next save or restore of that directory, and evicted nothing."""
-    handler = Gated()
-    checkpointer = ocp.AsyncCheckpointer(handler)
-    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
-    checkpointer.wait_until_finished()
-    handler.error = True
-    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
-    with pytest.raises(RuntimeError, match="fire"):
-        if then == "save":
-            checkpoints.save_checkpoint(tmp_path, TREE, 3)  # another writer, the same directory
-        else:
-            checkpoints.restore_checkpoint(tmp_path, TREE)
-    assert checkpoints.available_steps(tmp_path) == [1]
-    handler.error = False
-    checkpoints.save_checkpoint(tmp_path, TREE, 3, orbax_checkpointer=checkpointer)
-    settle(tmp_path)
-    assert checkpoints.available_steps(tmp_path) == [3]
-    checkpointer.close()
-
-
 @pytest.mark.parametrize("target", [None, np.zeros(5)], ids=["no target", "target"])
 @pytest.mark.parametrize("through", [True, False], ids=["through it", "without it"])
 def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:
@@ -360,15 +330,6 @@ def test_a_handler_with_a_format_of_its_own(tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, None)
 
 
-def test_64_bit_values_are_not_narrowed(tmp_path: Path) -> None:
-    """float64 stays float64 through a checkpointer although the target is a jax.Array and x64 is off."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    value = {"a": np.array([1e300, 1 + 2**-50])}
-    checkpoints.save_checkpoint(tmp_path, value, 1, orbax_checkpointer=checkpointer)
-    restored = checkpoints.restore_checkpoint(tmp_path, {"a": jnp.zeros(2)}, orbax_checkpointer=checkpointer)
-    assert_same(restored, value)
-
-
 def test_jax_targets_get_their_device(tmp_path: Path) -> None:
     """Arrays come back as jax.Array with the sharding of the target's leaf."""
     skip_without_typed_keys()
@@ -380,17 +341,6 @@ def test_jax_targets_get_their_device(tmp_path: Path) -> None:
     assert restored["a"].tolist() == [0, 1, 2]
     assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
     checkpointer.close()
-
-
-def test_missing_leaves_are_judged_as_everywhere(tmp_path: Path) -> None:
-    """The policies of restoring hold through a checkpointer: a missing leaf is an error, {} keeps the target's."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2)}, 1, orbax_checkpointer=checkpointer)
-    target = {"a": np.zeros(2), "new": 5}
-    with pytest.raises(ValueError, match="new"):
-        checkpoints.restore_checkpoint(tmp_path, target, orbax_checkpointer=checkpointer)
-    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_checkpointer=checkpointer, orbax_transforms={})
-    assert_same(restored, {"a": np.ones(2), "new": 5})
 
 
 EXIT = """

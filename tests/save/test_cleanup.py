@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -202,29 +201,6 @@ def test_what_an_eviction_hid_goes_with_the_next_save(tmp_path: Path, monkeypatc
     assert len(os.listdir(tmp_path)) == 3
     ours.save_checkpoint(tmp_path, tree(1), 4, keep=1)
     assert os.listdir(tmp_path) == ["checkpoint_4"]
-
-
-def test_a_directory_that_cannot_be_closed_ends_no_eviction(
-    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On network file systems, closing may fail; what is closed is only what was locked."""
-    ours.save_checkpoint(tmp_path, tree(1), 1)
-    close, flock, locked = os.close, fcntl.flock, set[int]()
-
-    def failing(descriptor: int) -> None:
-        close(descriptor)
-        if descriptor in locked:
-            locked.clear()
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    def noting(descriptor: int, how: int) -> None:
-        locked.add(descriptor)
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", noting)
-    monkeypatch.setattr(os, "close", failing)
-    ours.save_checkpoint(tmp_path, tree(1), 2)
-    assert os.listdir(tmp_path) == ["checkpoint_2"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib
 import logging
 import os
 import re
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,27 +109,6 @@ def test_files_of_any_tree_are_flaxs_to_the_byte(
     """So it is for any nesting of dicts, lists, tuples, namedtuples and dataclasses."""
     mine, theirs = both_files(tmp_path_factory.mktemp("bytes"), function, target)
     assert mine == theirs
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_few_frames_to_the_first_byte(
-    flag: bool, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most nine calls of ours lie between the caller and the arrays' first byte (put to TensorStore, or written)."""
-    packages = (importlib.import_module(f"flax_ckpt_compat{name}") for name in ("", ".legacy", ".orbax_backend"))
-    depths, rooms = list[int](), {Path(str(package.__file__)).parent for package in packages}
-    holder: Any = importlib.import_module("flax_ckpt_compat.orbax_backend.ocdbt_writer").Database if flag else os
-    name = "put" if flag else "writev"
-    write = getattr(holder, name)
-
-    def counted(*args: Any) -> Any:
-        frames = [Path(frame.filename) for frame in traceback.extract_stack()]
-        depths.append(sum(not rooms.isdisjoint(frame.parents) for frame in frames) + flag)
-        return write(*args)
-
-    monkeypatch.setattr(holder, name, counted)
-    getattr(ours, function)(tmp_path, {"w": np.arange(9.0)}, 1)
-    assert 3 < depths[0] <= 9
 
 
 @pytest.fixture
@@ -424,12 +401,12 @@ def test_managers_that_are_false_are_none(flag: bool, tmp_path: Path, nothing: A
 
 
 MEGABYTE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
-LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in ([\d.]+) s, ([\d.]+) GB/s \((.*)\)"
+LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in [\d.]+ s, [\d.]+ GB/s \((.*)\)"
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_lines_of_the_log(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool) -> None:
-    """The phases add up to the seconds, and bytes by seconds give the rate."""
+    """One of a save and one of a restore: bytes, seconds, and where the time went."""
     manager = ours.AsyncManager() if background else None
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
         ours.save_checkpoint(tmp_path, MEGABYTE, 1, async_manager=manager)
@@ -438,14 +415,8 @@ def test_lines_of_the_log(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureF
         ours.restore_checkpoint(tmp_path, MEGABYTE)
     lines = [re.fullmatch(LINE, record.getMessage()) for record in caplog.records]
     assert [line and line[1] for line in lines] == ["Saved", "Restored"]
-    saved = [part.rsplit(" ", 1)[0] for part in lines[0][4].split(", ")]
+    saved = [part.rsplit(" ", 1)[0] for part in lines[0][2].split(", ")]
     assert saved == ["wait for earlier saves", "prepare", *["queue"] * background, "write", "publish", "retain"]
-    for line in lines:
-        phases = dict(part.rsplit(" ", 1) for part in line[4].split(", "))
-        assert sum(map(float, phases.values())) == pytest.approx(float(line[2]), abs=0.005)
-        # Seconds are rounded to thousandths, and the rate to hundredths.
-        shortest, longest = max(float(line[2]) - 6e-4, 1e-6), float(line[2]) + 6e-4
-        assert 1e-3 / longest - 0.006 <= float(line[3]) <= 1e-3 / shortest + 0.006
 
 
 def test_a_file_without_checksums_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
