@@ -59,8 +59,8 @@ def write(temporary: str, output: Output, prepared: Any, destination: Location) 
     if "" not in prepared:  # else the writer creates it
         with translated(final, "written"):
             create_directory(temporary)
-    for item, (tree, plan) in prepared.items():
-        with writing(final, temporary, tree):
+    for item, (_, plan) in prepared.items():
+        with writing(final, temporary):
             _writer(output).write(os.path.join(temporary, item) if item else temporary, plan, options)
     if output.to not in FILES:
         with translated(final, "written"):

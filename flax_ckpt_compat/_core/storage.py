@@ -269,9 +269,7 @@ class Location:
         return atomic.restore_set_aside(self.path, names)
 
     def temporary_path(self) -> str:
-        """Return a local path to write a checkpoint to before `publish` gives it this one.
-
-        It is created as `temporaries.temporary_path` says."""
+        """Return a local path, for `temporaries`, to write a checkpoint to before `publish` gives it this one."""
         return temporaries.temporary_path(self.path)
 
     @contextmanager
@@ -285,15 +283,11 @@ class Location:
             raise
 
     def publish(self, temporary: str, *, new: bool = False, meter: Meter = OFF) -> None:  # noqa: ARG002
-        """Give a finished temporary this path; no reader sees a part of it.
-
-        With ``new`` a checkpoint that has this path by now is not replaced. ``meter`` counts the bytes of an upload."""
+        """Give a finished temporary this path, with ``new`` unless a checkpoint has it; no reader sees a part of it."""
         atomic.publish(temporary, self.path, new=new)
 
     def discard(self, names: Iterable[str]) -> dict[str, StorageError]:
-        """Remove checkpoints of these names from this folder durably; return name → failure.
-
-        A crash in the middle leaves no part of one."""
+        """Remove checkpoints of these names from this folder, durably and each as a whole; return name → failure."""
         return atomic.discard(self.path, names)
 
 

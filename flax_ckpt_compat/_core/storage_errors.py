@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError, is_of_handler, storage_error_of
-from flax_ckpt_compat._core.progress import nbytes_of
-from flax_ckpt_compat._core.text_formatting import format_size
-from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _DENIED = (errno.EACCES, errno.EPERM)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -32,8 +27,6 @@ _REMEDIES = {
     "remove this one first",
 }
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
-_BLOCK = 512  # bytes, of `st_blocks`, whatever the blocks of the file system are (POSIX)
 _LOOKS = ("found", "listed", "read")
 
 
@@ -63,7 +56,7 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it; see `translated`."""
     if isinstance(error, StorageError):
         return error
-    number, folder = _number_of(error), os.path.dirname(path)
+    number, folder = getattr(error, "errno", None), os.path.dirname(path)
     what = f"{path} could not be {doing}" if doing else path
     if number in _REMEDIES:
         remedy = _REMEDIES[number].format(folder=folder)
@@ -79,16 +72,9 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     return storage_error_of(message, path=path, errno=number)
 
 
-def _number_of(error: Exception) -> int | None:
-    """Return the operating system's error number, which TensorStore has in its text only."""
-    number: int | None = getattr(error, "errno", None)
-    found = _OS_ERROR.search(str(error)) if number is None else None
-    return int(found[1] or found[2]) if found else number
-
-
 @contextmanager
-def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
-    """Translate an OSError about a temporary into a StorageError about the checkpoint, of a ``tree``."""
+def writing(path: str, temporary: str) -> Iterator[None]:
+    """Translate an OSError about a temporary into a StorageError about the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -97,24 +83,12 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
             raise
         folder, number = os.path.dirname(temporary), error.errno
         reason = str(error).replace(temporary, path)
-        if number in FULL_DISK:
-            to = "or set TMPDIR" if folder != os.path.dirname(path) else "or save to another directory"
-            reason = f"{os.strerror(number)}; {_describe_space(temporary, tree)}; free space or files (df -i), {to}"
-        elif number in _REMEDIES:
+        if number in _REMEDIES:
             reason = f"{os.strerror(number)}; {_REMEDIES[number].format(folder=folder)}"
+        if number in FULL_DISK and folder != os.path.dirname(path):  # a save to a store, which is prepared there
+            reason += f", by TMPDIR, in place of {folder}"
         message = reason if reason.startswith(path) else f"{path} could not be saved: {reason}"
         raise storage_error_of(message, path=path, errno=number) from (error.__cause__ or error)
-
-
-def _describe_space(temporary: str, tree: Node) -> str:
-    """Describe the space needed, and the space free once the temporary is removed."""
-    folder, nbytes = os.path.dirname(temporary), nbytes_of(leaf for _, leaf in iter_leaves(tree))
-    needed = f"it needs {format_size(nbytes)} and " if tree is not None else ""
-    with suppress(OSError):
-        files = [os.path.join(inner, name) for inner, _, names in os.walk(temporary) for name in names] or [temporary]
-        taken = sum(os.lstat(file).st_blocks * _BLOCK for file in files if os.path.lexists(file))
-        return f"{needed}{format_size(shutil.disk_usage(folder).free + taken)} are free in {folder}"
-    return f"{needed}nothing is free in {folder}"
 
 
 def not_found(url: str) -> FileNotFoundError:

@@ -76,7 +76,7 @@ def _write(
             meter.begin(request.path, nbytes(), rounds=2 if location.is_remote else 1)  # written, and sent
         with interrupted_saves.explaining_failures(location), location.temporary() as temporary:
             # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
-            with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
+            with writing(request.path, temporary), jax.transfer_guard_device_to_host("allow"):
                 backend.write(temporary, prepared, request.options)
             watch.lap("write")
             validation.publish(request, lambda place, new: place.publish(temporary, new=new, meter=meter))

@@ -299,8 +299,7 @@ for manager in (None, checkpoints.AsyncManager()):
             if limit:
                 assert "ulimit -f" in str(error) and error.errno == errno.EFBIG, error
             else:
-                assert "it needs 8.00 MB and " in str(error) and "MB are free in " in str(error), error
-                assert error.errno == errno.ENOSPC
+                assert "free space or files" in str(error) and error.errno == errno.ENOSPC, error
             assert error.path == f"{folder}/checkpoint_{step}"
             assert error.__cause__ is not None
         else:
