@@ -20,10 +20,7 @@ class MsgpackBackend:
     write_event: str | None = "/jax/flax/checkpoint/save_main_ckpt_task"
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | gda_write.SharedTree:
-        """Validate the tree; see `Backend.prepare`.
-
-        Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores them,
-        so references can be put in after validation."""
+        """Validate the tree, in which no text may look like a reference to an array; see `Backend.prepare`."""
         if process is not None:
             return gda_write.split(tree, process)
         check_tree(tree)
@@ -35,8 +32,6 @@ class MsgpackBackend:
     begin_multiprocess = staticmethod(gda_write.begin)
     write_process_part = staticmethod(gda_write.write_process_part)
     finish_multiprocess = staticmethod(gda_write.finish)
-
-    # Opening reads the structure, and small files of many arrays whole.
     open = MsgpackReader
 
 

@@ -49,8 +49,7 @@ _VALUES = frozenset({int, float, bool, str, type(None)})
 def write_tree(path: str, tree: Node, options: WriteOptions) -> None:
     """Write and sync the new file of a tree that `check_tree` accepts; see `Backend.write`.
 
-    Text may also refer to arrays of a folder. Checksums of the file are recorded in an attribute of it, where the file
-    system has them."""
+    Checksums of the file are recorded in an attribute of it, where the file system has them."""
     with translated(path, "written"):
         file = new_file.create(path, past_cache=options.past_cache)
         try:

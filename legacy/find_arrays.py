@@ -125,8 +125,7 @@ class Scanner:
         try:
             header = format.parse_array_header(code, head, length)
         except format.DECODE_ERRORS as error:
-            reason = str(error) or type(error).__name__
-            raise window.corrupt(f"an array that does not decode: {reason}") from error
+            raise window.corrupt(f"an array that does not decode: {str(error) or type(error).__name__}") from error
         window.at += len(header.text)
         before = window.data[start : window.at]
         self._headers[before[:_PREFIX]] = header, before

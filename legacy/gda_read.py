@@ -1,7 +1,7 @@
 """Read the ``_gda`` folder of a multi-process save: one zarr v2 array per distributed leaf.
 
-Flax writes them with zstd, once with gzip, and the fill value null, with which TensorStore stores all chunks (measured);
-so a missing chunk means lost data. Ours have checksums that are in every copy of the files: a chunk is a Zstandard
+Flax writes them with zstd, once with gzip, and the fill value null, so TensorStore stores all chunks (measured);
+a missing chunk means lost data. Ours have checksums that are in every copy of the files: a chunk is a Zstandard
 frame with a content checksum (RFC 8878, 3.1.1), which whoever decodes it verifies, real Flax included, and the metadata
 has a member of its own, which TensorStore ignores.
 """
@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 
 from flax_ckpt_compat._core import array_boxes, dtypes, memory
-from flax_ckpt_compat._core.array_boxes import Box, Shape
+from flax_ckpt_compat._core.array_boxes import Box
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, MissingPathError
 from flax_ckpt_compat._core.local.presence import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
@@ -123,15 +123,13 @@ def unreferenced(checkpoint: Location, locators: Collection[Any]) -> list[str]:
     return [os.path.normpath(os.path.join(root.name, note)) for note in notes]
 
 
-_Pending = tuple[FolderArray, Path, Box, np.ndarray[Any, Any]]  # with the box to read, and the memory for it
-
-
-def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: bool) -> list[np.ndarray[Any, Any]]:
+def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: bool) -> list[Any]:
     """Read arrays and slices, whose chunks are read and decoded in parallel.
 
     Content checksums are always verified, with ``verify`` also those of metadata. Raise CorruptCheckpointError if a
     chunk is missing or does not decode."""
-    checked, pending = set[str](), list[_Pending]()
+    checked = set[str]()
+    pending: list[tuple[FolderArray, Path, Box, Any]] = []  # with the box to read, and the memory for it
     for array, path in wanted:
         if verify and array.is_sound is False:
             found = f"{array.folder / ZARR2_METADATA} {_ALTERED}; to read it as it is, set checksums='off'"
@@ -143,7 +141,7 @@ def read(wanted: Collection[tuple[FolderArray, Path]], meter: Meter, *, verify: 
             checked.add(array.subpath)
             pending.append((array, path, box, memory.empty(array_boxes.shape_of(box), array.dtype)))
 
-    def read_chunk(parts: list[tuple[_Pending, Shape, Box]]) -> None:
+    def read_chunk(parts: list[Any]) -> None:
         (array, path, *_), cell, _ = parts[0]
         with _translated(array, path):
             data = _decode(array, (array.folder / (".".join(map(str, cell)) or "0")).read())

@@ -47,8 +47,7 @@ def open_source(location: Location) -> Source:
     except StorageError as error:
         if error.errno != errno.EISDIR:
             raise
-        message = f"{path}: expected a msgpack file, found something that is not a file"
-        raise CorruptCheckpointError(message, path=path) from error
+        raise CorruptCheckpointError(f"{path}: expected a msgpack file, found no file", path=path) from error
     if not source.size:
         source.close()
         found = "found an empty one: its writer never finished; restore another checkpoint"
@@ -64,8 +63,6 @@ def read_parts(source: Source, start: int, stop: int) -> bytes:
 
 class Window:
     """A range of the file in memory, which moves from its beginning to its end; the data of arrays is skipped."""
-
-    __slots__ = ("_sizes", "_step", "at", "base", "data", "fresh_until", "path", "size", "source")
 
     def __init__(self, source: Source, data: bytes = b""):
         """Begin with these first bytes of the source."""
@@ -99,8 +96,6 @@ class Window:
         end = self.end_of(length)
         piece = self.data[self.at : end] if end <= len(self.data) else self._pread(length, self.base + self.at)
         self.at = end
-        if end > self.fresh_until:
-            self.refill()
         return piece
 
     def tag(self) -> int:

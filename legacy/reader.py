@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from flax_ckpt_compat._core import array_boxes, memory
-from flax_ckpt_compat._core.backend import BATCH_BYTES, ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core import array_boxes, backend, memory
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.byte_reads import Read, Source
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.local_file import MAPPED_FROM, LocalFile
 from flax_ckpt_compat._core.location import Location
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.text_formatting import printable
-from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
+from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
 from .checksummed_file import open_checksums, read_unverified
@@ -83,7 +83,9 @@ class MsgpackReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        return Inspection(tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in self._handles()])))
+        return Inspection(
+            tuple(gda_read.unreferenced(self.location, [leaf.locator for leaf in backend.handles_of(self)]))
+        )
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -150,10 +152,9 @@ class MsgpackReader(Reader):
     @functools.cached_property
     def _array_nbytes(self) -> int:
         """Return the size of all arrays in the file, in bytes."""
-        return sum([leaf.nbytes for leaf in self._handles() if leaf.dtype is not None and not leaf.in_gda_folder])
-
-    def _handles(self) -> Iterator[LeafHandle]:
-        return (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
+        return sum(
+            [leaf.nbytes for leaf in backend.handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder]
+        )
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
@@ -162,7 +163,7 @@ class MsgpackReader(Reader):
         if isinstance(locator, gda_read.FolderArray):
             has_checksums = locator.is_sound is not None
             self.read([data] if has_checksums and not locator.nbytes else [])  # which verifies the metadata
-            for box in self.boxes(data, BATCH_BYTES) if has_checksums else ():
+            for box in self.boxes(data, backend.BATCH_BYTES) if has_checksums else ():
                 self.read([ArraySlice(data, box)])
             return has_checksums
         with translated(self.path, "read"):

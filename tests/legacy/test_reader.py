@@ -177,7 +177,7 @@ def test_missing_file_and_folder(tmp_path):
     """What is not there, and what is not a file, are told apart."""
     with pytest.raises(CheckpointNotFoundError, match="nothing"):
         BACKEND.open(location_of(tmp_path / "nothing"))
-    with pytest.raises(CorruptCheckpointError, match="not a file"):
+    with pytest.raises(CorruptCheckpointError, match="found no file"):
         BACKEND.open(location_of(tmp_path))
 
 
