@@ -39,33 +39,23 @@ class ChunkCodec:
 
     zstd: bool = False
     checksum: bool = False  # whether their CRC-32C follows
-    # Where the index of the shard is that each chunk is in: "start", "end", or "" without shards.
-    index: str = ""
-    index_checksum: bool = False  # whether the CRC-32C of the index follows it
+    sharded: bool = False  # whether each is the only one of a shard, whose index is at the end, with its CRC-32C
 
     def decode(self, stored: bytes | memoryview, nbytes: int, target: memoryview | None = None) -> bytes | memoryview:
-        """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""
+        """Return the bytes of a chunk: the ``target`` of its size, if they could be decompressed there."""
         check_ratio(stored, nbytes)
-        data = self._in_shard(memoryview(stored))
+        data = _in_shard(memoryview(stored)) if self.sharded else memoryview(stored)
         if self.checksum:
             data = checked(data)
-        if self.zstd:
-            return _decompressed(data, nbytes, target)
-        return placed(data, nbytes, target, "bytes")
+        return _decompressed(data, nbytes, target) if self.zstd else whole(data, nbytes)
 
-    def _in_shard(self, stored: memoryview) -> memoryview:
-        if not self.index:
-            return stored
-        length = _INDEX_NBYTES + CHECKSUM_NBYTES * self.index_checksum
-        index = stored[:length] if self.index == "start" else stored[max(0, len(stored) - length) :]
-        if len(index) < length:
-            raise UndecodableChunkError(f"has {len(stored)} bytes, which hold no index of its shard")
-        if self.index_checksum:
-            index = checked(index)
-        start, size = (int.from_bytes(index[at : at + 8], "little") for at in (0, 8))
-        if index == _NOTHING or start + size > len(stored):
-            raise UndecodableChunkError("is missing in its shard")
-        return stored[start : start + size]
+
+def _in_shard(stored: memoryview) -> memoryview:
+    index = checked(stored[max(0, len(stored) - _INDEX_NBYTES - CHECKSUM_NBYTES) :])
+    start, size = (int.from_bytes(index[at : at + 8], "little") for at in (0, 8))
+    if index == _NOTHING or start + size > len(stored):
+        raise UndecodableChunkError("is missing in its shard")
+    return stored[start : start + size]
 
 
 RAW = ChunkCodec()  # of chunks that are stored as they are
@@ -77,14 +67,11 @@ def check_ratio(stored: bytes | memoryview, nbytes: int) -> None:
         raise UndecodableChunkError(f"has {len(stored)} bytes, which cannot hold {nbytes}")
 
 
-def placed(data: bytes | memoryview, nbytes: int, target: memoryview | None, what: str) -> bytes | memoryview:
-    """Return the bytes of a chunk, in the target if there is one; raise if they are more or fewer."""
+def whole(data: bytes | memoryview, nbytes: int) -> bytes | memoryview:
+    """Return the bytes of a chunk; raise if they are more or fewer."""
     if len(data) != nbytes:
-        raise UndecodableChunkError(f"has {len(data)} {what}, expected {nbytes}")
-    if target is None:
-        return data
-    target[:] = data
-    return target
+        raise UndecodableChunkError(f"has {len(data)} bytes, expected {nbytes}")
+    return data
 
 
 def compressed(data: Any) -> bytes:
@@ -144,11 +131,11 @@ def codec_of(specs: Sequence[Any], chunks: Sequence[int]) -> tuple[ChunkCodec | 
     if names == ["sharding_indexed"]:
         shard = specs[0]["configuration"]
         codec, is_big = codec_of(shard["codecs"], chunks)
-        index, where = list(map(_name, shard["index_codecs"])), shard.get("index_location", "end")
-        is_known = index in (["bytes"], ["bytes", "crc32c"]) and not _is_big(shard["index_codecs"][0])
-        if codec is None or codec.index or not is_known or list(shard["chunk_shape"]) != list(chunks):
+        index, at_end = list(map(_name, shard["index_codecs"])), shard.get("index_location", "end") == "end"
+        is_known = at_end and index == ["bytes", "crc32c"] and not _is_big(shard["index_codecs"][0])
+        if codec is None or codec.sharded or not is_known or list(shard["chunk_shape"]) != list(chunks):
             return None, is_big
-        return dataclasses.replace(codec, index=where, index_checksum=len(index) > 1), is_big
+        return dataclasses.replace(codec, sharded=True), is_big
     known = {(): RAW, ("zstd",): ChunkCodec(zstd=True), ("crc32c",): ChunkCodec(checksum=True)}
     known["zstd", "crc32c"] = ChunkCodec(zstd=True, checksum=True)
     return known.get(tuple(names[1:])) if names[:1] == ["bytes"] else None, _is_big(specs[0])

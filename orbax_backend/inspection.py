@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Inspection, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.jax_shards import Memo
 from flax_ckpt_compat._core.location import Location
 
 from .decode_leaves import StoredLeaf
 from .files import list_names, read_json
 from .open_index import Index
 from .tree_structure import Structure, implementations_in
-from .zarr import ArrayInfo
 
 _FILES = {
     layout.COMMIT_FILE,
@@ -31,7 +28,6 @@ _FILES = {
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
 _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
-_MOST_KEYS = 1 << 20
 _ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 
 
@@ -44,23 +40,20 @@ def inspect(location: Location, structure: Structure, index: Index | None, leave
         read_json(location, layout.SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
         damaged = (str(error),)
-    infos = {leaf.name: leaf.locator.info for leaf in leaves if isinstance(leaf.locator, StoredLeaf)}
+    names = [leaf.name for leaf in leaves if isinstance(leaf.locator, StoredLeaf)]
     lost = f"{layout.ARRAY_METADATAS} does not list it, and alone tells PRNG keys from their data"
     doubtful = [leaf.path for leaf in leaves if LeafKind.PRNG_KEY in leaf.possible_kinds]
-    unexpected = [*_strange_files(location, infos), *_orphans(structure, index)]
+    unexpected = [*_strange_files(location, names), *_orphans(structure, index)]
     return Inspection(tuple(unexpected), dict.fromkeys(doubtful, lost), damaged)
 
 
-def _strange_files(location: Location, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
-    """Yield the files that are not part of the format, and chunk files outside of their arrays' grids."""
-    arrays = {layout.key_prefix(name): info for name, info in infos.items()}
-    # Of each array that has files: their names. A hostile grid has 2**60 chunks.
-    parts = Memo(lambda prefix: {*layout.ARRAY_METADATA_FILES, *itertools.islice(arrays[prefix].keys(), _MOST_KEYS)})
+def _strange_files(location: Location, names: Iterable[str]) -> Iterator[str]:
+    """Yield the files that are not part of the format, nor below the name of an array."""
+    prefixes = set(map(layout.key_prefix, names))
     for file in sorted(location.files_below()):
-        if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):
-            continue
         ends = [0, *(match.end() for match in re.finditer("/", file))]
-        if not any(file[end:] in parts[file[:end]] for end in ends if file[:end] in arrays):
+        is_known = file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file)
+        if not is_known and prefixes.isdisjoint([file[:end] for end in ends]):
             yield file
 
 

@@ -85,7 +85,8 @@ def finish(save: ProcessSave) -> None:
     if upload is not None:
         in_parallel(upload.delete_harmless, [f"{name}/{layout.PROCESS_DONE}" for name in names])
         names = names[:1]
-    in_parallel(_remove_done_file, [os.path.join(path, name) for name in names])
+    with translated(path, "written"):
+        in_parallel(os.unlink, [os.path.join(path, name, layout.PROCESS_DONE) for name in names])
     writer.commit(path, plan, plan.record if options.checksums else None)
 
 
@@ -166,12 +167,6 @@ def _check_done(location: Location, process: int, database: Location, digest: st
             f"those of process 0; call save_checkpoint_multiprocess with the same tree everywhere. Nothing was saved",
             path=path,
         )
-
-
-def _remove_done_file(database: str) -> None:
-    file = os.path.join(database, layout.PROCESS_DONE)
-    with translated(file, "removed"):
-        os.unlink(file)
 
 
 def merge(path: str, names: Sequence[str], location: Location) -> Entries:

@@ -28,13 +28,9 @@ SINGLE = 0  # kind of manifest: with the versions in it
 INLINE, INDIRECT = 0, 1  # kinds of values
 HEADER_NBYTES = 14  # magic, length, version, compression
 _NOWHERE = 2**64 - 1
-_NO_FILE_BYTES = 1 << 62
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 _MAX_DECODED_BYTES = 1 << 28
-_MAX_NAME = 65535  # OCDBT's limit of keys and paths
-# Names share prefixes, and nodes are compressed, so few bytes can encode very many. Those of a node may take this much
-# memory, or so much for each of its bytes.
-_LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME = 1 << 20, 1 << 14, 100
+_MAX_NAME, _BYTES_PER_NAME = 65535, 100  # OCDBT's limit of keys and paths; memory besides its bytes
 
 Entry = tuple[bytes, bytes | ByteRange]
 Entries = dict[bytes, bytes | ByteRange]
@@ -172,8 +168,6 @@ def _ranges(files: Sequence[str], numbers: list[int], offsets: list[int], length
     """Return byte ranges; each file is given by its number in the table."""
     if max(numbers, default=-1) >= len(files):
         raise ValueError(f"one of {len(files)} files was expected, found number {max(numbers)}")
-    if max(offsets, default=0) + max(lengths, default=0) >= _NO_FILE_BYTES:
-        raise ValueError(f"a place in a file was expected, found the byte {max(offsets)}")
     rows = zip(map(files.__getitem__, numbers), offsets, lengths, strict=True)
     # Without Python code for each: a checkpoint of many hosts has millions.
     return list(map(tuple.__new__, itertools.repeat(ByteRange), rows))
@@ -184,7 +178,6 @@ class _Columns:
 
     def __init__(self, data: bytes, magic: int) -> None:
         self._data, self._at = _body(data, magic), 0
-        self._room = max(_LEAST_BYTES, len(data) * _BYTES_RATIO)  # memory that its names may still take
 
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
@@ -223,9 +216,9 @@ class _Columns:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found one of {max(lengths)}")
         if any(map(operator.gt, shared[1:], lengths)) or any(map(operator.gt, ends, lengths)):
             raise ValueError("a name was expected to share no more bytes than it, and the one before, have")
-        self._room -= count * (_BYTES_PER_NAME + prefix) + sum(lengths)
-        if self._room < 0:
-            raise ValueError("names in proportion to the size of the node were expected, found far longer ones")
+        # Few bytes can encode very many names, because these share their beginnings.
+        if count * (_BYTES_PER_NAME + prefix) + sum(lengths) > _MAX_DECODED_BYTES:
+            raise ValueError("names that fit into a node were expected, found far longer ones")
         names, before, at = list[bytes](), b"", 0
         text = self.take(sum(own))
         for n_shared, n_own in zip(shared, own, strict=True):

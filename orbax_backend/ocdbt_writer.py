@@ -50,11 +50,8 @@ class Database(DataFiles):
         ``past_cache``: see `WriteOptions`."""
         for pattern, why in _REFUSED.items():
             if re.search(pattern, path):
-                message = (
-                    f"{path}: a name in this path {why}; TensorStore, which reads Orbax's format, takes no such path"
-                )
-                remedy = "rename the directory, or save as msgpack"
-                raise StorageError(f"{message}; {remedy}", path=path, errno=errno.EILSEQ)
+                what = f"a name in this path {why}, and TensorStore, which reads Orbax's format, takes no such path"
+                raise StorageError(f"{path}: {what}; rename it, or save as msgpack", path=path, errno=errno.EILSEQ)
         super().__init__(path, sums, meter, past_cache=past_cache)
         self._inline: list[Entry] = []  # what lies in the index
         self._values: list[Value] = []  # what does not

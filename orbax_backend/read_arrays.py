@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import array_boxes, memory
-from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Check, Deliver, Read, Source, neighbours, read_runs
+from flax_ckpt_compat._core.byte_reads import PIECE_BYTES, Deliver, Read, Source, neighbours, read_runs
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.local import local_file
@@ -26,7 +26,7 @@ from .chunk_codecs import MAX_RATIO
 from .files import ByteRange
 from .open_index import Index
 from .read_plan import ArrayRead, Piece, plan_pieces
-from .recorded_checksums import Checksums, Verifier
+from .recorded_checksums import Checksums, Expected, check_blocks
 
 _log = logging.getLogger("flax_ckpt_compat")
 _BYTE = np.dtype(np.uint8)
@@ -51,9 +51,9 @@ class ArrayReader:
 
     def read(self, reads: Sequence[ArrayRead], meter: Meter = OFF, *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
-        verifier, missing = Verifier(self._location.path, self._recorded), 0
+        expected, missing = Expected(), 0
         for read in reads:
-            missing = self._locate(read, verifier, missing)
+            missing = self._locate(read, expected, self._recorded, missing)
         self._check_filled([read for read in reads if not read.complete])
         if mapped and not self._location.is_remote:
             self._map(reads)
@@ -67,26 +67,26 @@ class ArrayReader:
         encoded: list[Piece] = []
         for group in groups.values():
             (pieces if group[0].info.raw else encoded).extend(plan_pieces(group))
-        self._read_pieces(pieces, meter, _deliver, verifier.check)
+        self._read_pieces(pieces, meter, _deliver, expected)
         self._read_pieces(encoded, OFF, functools.partial(_deliver, meter=meter))
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
         """Read a raw array in bounded memory to check it; return False unless all chunks have checksums."""
-        verifier = Verifier(self._location.path, recorded)
-        self._locate(read, verifier)
+        expected = Expected()
+        self._locate(read, expected, recorded)
         extents = [value for value, _ in read.chunks if isinstance(value, ByteRange)]
-        if not read.info.raw or not read.complete or not all(map(verifier.has, extents)):
+        if not read.info.raw or not read.complete or not expected.keys() >= set(extents):
             return False
         for extent in extents:
             for start in range(0, extent.length, PIECE_BYTES):
                 count = min(PIECE_BYTES, extent.length - start)
                 part = ByteRange(extent.file, extent.offset + start, count)
                 piece = Piece(read, part, extent, memory.empty((count,), _BYTE))
-                self._read_pieces([piece], OFF, _deliver, verifier.check)
+                self._read_pieces([piece], OFF, _deliver, expected)
         return True
 
-    def _locate(self, read: ArrayRead, verifier: Verifier, missing: int = 0) -> int:
+    def _locate(self, read: ArrayRead, expected: Expected, recorded: Checksums | None, missing: int = 0) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones, with that of the arrays before."""
@@ -105,7 +105,9 @@ class ArrayReader:
             length = value.length if isinstance(value, ByteRange) else len(value)
             if info.raw and length != info.chunk_nbytes:
                 raise read.corrupt(f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
-            verifier.expect(read, key, value, part.start)
+            sums = None if recorded is None else recorded.of_chunk(key, value)
+            if sums is not None and isinstance(value, ByteRange):
+                expected[value] = read, key, part.start, *sums
             read.chunks.append((value, part))
             stored += length
         if not may_be_missing and read.nbytes > stored * MAX_RATIO:
@@ -150,11 +152,14 @@ class ArrayReader:
             array[...] = read.info.fill_value()
         return array
 
-    def _read_pieces(self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, check: Check | None = None) -> None:
+    def _read_pieces(
+        self, pieces: Sequence[Piece], meter: Meter, deliver: Deliver, expected: Expected | None = None
+    ) -> None:
         files: dict[str, list[Piece]] = {}
         for piece in pieces:
             files.setdefault(piece.extent.file, []).append(piece)
         groups, is_remote = list(files.values()), self._location.is_remote
+        check = functools.partial(check_blocks, expected) if expected else None
         step = max(len(groups), 1) if is_remote else _MOST_OPEN
         for start in range(0, len(groups), step):
             with contextlib.ExitStack() as opened:
@@ -176,10 +181,7 @@ class ArrayReader:
         assert read is not None  # a run ends with one
         piece: Piece = read.content
         file, offset, length = piece.extent
-        with self._reading(piece.read, file):
-            size = (self._location / file).size()
-        found = f"the file {file} ends too early: it has {size} bytes, expected at least {offset + length}"
-        return piece.read.corrupt(found)
+        return piece.read.corrupt(f"the file {file} ends too early: expected at least {offset + length} bytes")
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""

@@ -141,7 +141,7 @@ def decode(read: ArrayRead, key: str, data: bytes | memoryview, copies: Sequence
         kinds = {ChunkChecksumError: errors.ChecksumError, UnsupportedCodecError: errors.UnrecognizedFormatError}
         kind = kinds.get(type(error), errors.CorruptCheckpointError)
         raise read.corrupt(f"its chunk {key_prefix(read.name) + key!r} {error}", kind) from error
-    if target is None:
+    if values is not target:
         _scatter(values, info, info.chunks, copies)
 
 

@@ -154,38 +154,24 @@ class Checksums:
             ) from error
 
 
-class Verifier:
-    """Checks the chunks of one batch of reads."""
+# Place of a chunk → a read that needs it, its key and start in the array, and its checksums and their function.
+Expected = dict[ByteRange, tuple[ArrayRead, str, Shape, bytes, Crc]]
 
-    def __init__(self, path: str, recorded: Checksums | None) -> None:
-        self._path, self._recorded = path, recorded
-        # Place of a chunk → a read that needs it, its key and start in the array, and its checksums and their function.
-        self._expected: dict[ByteRange, tuple[ArrayRead, str, Shape, bytes, Crc]] = {}
 
-    def expect(self, read: ArrayRead, key: str, value: StoredValue, start: Shape) -> None:
-        """Note that a read needs a chunk, which has this start in the array, before it is read."""
-        found = None if self._recorded is None else self._recorded.of_chunk(key, value)
-        if found is not None and isinstance(value, ByteRange):
-            self._expected[value] = read, key, start, *found
-
-    def has(self, chunk: ByteRange) -> bool:
-        """Return whether there are checksums of an expected chunk."""
-        return chunk in self._expected
-
-    def check(self, run: Run, data: memoryview) -> None:
-        """Check the blocks of chunks that are in a run."""
-        for chunk in {read.content.within for read in run.reads} & self._expected.keys() if self._expected else ():
-            read, key, start, sums, crc = self._expected[chunk]
-            first, stop = max(run.start - chunk.offset, 0), min(run.stop - chunk.offset, chunk.length)
-            for number in range(-(-first // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
-                begin, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, chunk.length)
-                if end > stop != _data_end(read, start):
-                    break
-                before = chunk.offset - run.start
-                found = crc(bytes(max(end - stop, 0)), crc(data[before + begin : before + min(end, stop)]))
-                at, leaf = SUM_BYTES * number, show_path(read.path)
-                actual = sums[:at] + checksums.encode(found) + sums[at + SUM_BYTES :]
-                checksums.check(self._path, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
+def check_blocks(expected: Expected, run: Run, data: memoryview) -> None:
+    """Check the blocks of chunks that are in a run, whose bytes are ``data``."""
+    for chunk in {read.content.within for read in run.reads} & expected.keys():
+        read, key, start, sums, crc = expected[chunk]
+        first, stop = max(run.start - chunk.offset, 0), min(run.stop - chunk.offset, chunk.length)
+        for number in range(-(-first // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
+            begin, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, chunk.length)
+            if end > stop != _data_end(read, start):
+                break
+            before = chunk.offset - run.start
+            found = crc(bytes(max(end - stop, 0)), crc(data[before + begin : before + min(end, stop)]))
+            at, leaf = SUM_BYTES * number, show_path(read.path)
+            actual = sums[:at] + checksums.encode(found) + sums[at + SUM_BYTES :]
+            checksums.check(read.folder, f"the chunk {key!r} of the leaf {leaf!r}", sums, actual, leaf)
 
 
 def _data_end(read: ArrayRead, start: Shape) -> int:

@@ -216,13 +216,10 @@ def _read_strings(location: Location, entries: list[LeafEntry], check: Check | N
 
 
 def is_single_array(location: Location, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
-    """Return whether a directory with the single leaf ``checkpoint`` is one array rather than a tree.
-
-    Since 0.11.6 the step metadata of the directory or of its parent names the handler. Array items have a
-    ``_METADATA`` only since 0.11.25, so an older directory with one is a tree: its step metadata has no handlers, or
-    its ``_METADATA`` lacks what 0.10.0 added. If the step metadata of a later one is lost: trees of such a leaf are
-    OCDBT by default, array items never are.
-    """
+    """Return whether a directory with the single leaf ``checkpoint`` is one array rather than a tree."""
+    # Since 0.11.6 the step metadata of the directory or of its parent names the handler. Array items have a _METADATA
+    # only since 0.11.25, so an older directory with one is a tree: it lacks handlers, or what 0.10.0 added. If the step
+    # metadata of a later one is lost: trees of such a leaf are OCDBT by default, array items never are.
     if location.name == layout.JAX_KEY:
         return True
     own = _handlers(location)

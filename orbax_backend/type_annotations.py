@@ -62,7 +62,10 @@ class TypeAnnotations:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value of ``custom_metadata``."""
-        leaves = {name: _leaf_to_json(annotation) for name, annotation in self.leaves.items()}
+        leaves = {
+            name: {key: getattr(text, "value", text) for key, text in leaf._asdict().items() if text}
+            for name, leaf in self.leaves.items()
+        }
         containers = [[list(path), one.container.value, sorted(one.int_keys)] for path, one in self.containers.items()]
         return {_KEY: {"format": _FORMAT, "leaves": leaves, "containers": containers}}
 
@@ -128,12 +131,6 @@ def _ints(names: list[str]) -> frozenset[str]:
     if any(str(int(name)) != name for name in names):
         raise ValueError(f"{names!r:.300} are not all ints")
     return frozenset(names)
-
-
-def _leaf_to_json(annotation: LeafType) -> dict[str, str]:
-    kind = annotation.kind.value if annotation.kind else None
-    texts = {"kind": kind, "dtype": annotation.dtype, "impl": annotation.impl}
-    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _leaf_from_json(annotation: dict[str, Any]) -> LeafType:

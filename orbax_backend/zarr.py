@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.load_tensorstore import load_tensorstore, use_tensor
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 from . import chunk_codecs
-from .chunk_codecs import RAW, ChunkCodec, check_ratio, codec_of, placed
+from .chunk_codecs import RAW, ChunkCodec, check_ratio, codec_of, whole
 
 # What TensorStore says of a wrong checksum, and of codecs that it does not have.
 _TENSORSTORE_ERRORS = {
@@ -100,12 +100,11 @@ class ArrayInfo:
         return (self.chunk_key(cell) for cell, _ in cells(full_box(self.shape), self.chunks))
 
     def decode(self, stored: bytes | memoryview, target: memoryview | None = None) -> bytes | memoryview:
-        """Return the bytes of a chunk; with a ``target`` of its size, they are put there."""
+        """Return the bytes of a chunk; see `ChunkCodec.decode`."""
         if self.codec is not None:
             return self.codec.decode(stored, self.chunk_nbytes, target)
         check_ratio(stored, self.chunk_nbytes)
-        data = memory.as_bytes(self._by_tensorstore(bytes(stored), self.chunks))
-        return placed(data, self.chunk_nbytes, target, "decoded bytes")
+        return whole(memory.as_bytes(self._by_tensorstore(bytes(stored), self.chunks)), self.chunk_nbytes)
 
     def fill_value(self) -> Any:
         """Return the value of all that is in missing chunks."""

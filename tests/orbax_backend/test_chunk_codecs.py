@@ -167,7 +167,7 @@ CODECS: dict[str, tuple[str, list[Any]]] = {
     "big-endian, of bfloat16": ("driver", [{"name": "bytes", "configuration": {"endian": "big"}}]),
     "plain": ("ours", ["bytes"]),
     "index at the start": (
-        "ours",
+        "driver",
         [
             {
                 "name": "sharding_indexed",
