@@ -130,18 +130,6 @@ def refuse_given(folder: str) -> tuple[str, str]:
     return "", ""
 
 
-def overwrite_through(folder: str, times: int, background: bool) -> None:
-    """Replaces a step through a checkpointer of real Orbax again and again; each process sees it at once."""
-    checkpointer: Any = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) if background else ocp.PyTreeCheckpointer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for value in range(times):
-            state = {"n": value, "w": tree("plain")["split"]["rows"]}
-            checkpoints.save_checkpoint_multiprocess(folder, state, 2, overwrite=True, orbax_checkpointer=checkpointer)
-            assert checkpoints.restore_checkpoint(folder, state)["n"] == value
-            barrier("restored")
-
-
 def fail_to_publish(folder: str) -> tuple[str, str]:
     """Replaces a step through an async checkpointer where process 0 cannot publish; what the save raises."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())

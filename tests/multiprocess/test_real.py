@@ -21,19 +21,6 @@ def test_real_flax_with_the_flag_on_and_off(orbax: bool, tmp_path: Path, writer:
         team.call(real_jobs.restore, str(tmp_path), orbax, onto, reader, 1)
 
 
-@pytest.mark.slow
-def test_saving_goes_on_in_a_directory_of_real_flax(orbax: bool, tmp_path: Path) -> None:
-    """The next step of ours replaces Flax's, arrays and all, and Flax's next step ours."""
-    team = team_of(2)
-    for step, writer in enumerate(["flax", "ours", "flax", "ours"]):
-        found = team.call(real_jobs.save, str(tmp_path), orbax, "plain", writer, step)[0]
-        wanted = [f"checkpoint_{step}"] if orbax else [f"checkpoint_{step}", f"checkpoint_{step}_gda"]
-        if orbax and writer == "flax" and step:  # Flax 0.12.8 prunes before it saves, so one more is left
-            wanted.insert(0, f"checkpoint_{step - 1}")
-        assert found == wanted
-    team.call(real_jobs.restore, str(tmp_path), orbax, "plain", "ours")
-
-
 def test_real_orbax_without_flax(tmp_path: Path) -> None:
     """Ours is read by real Orbax in two processes, and its by ours."""
     team = team_of(2)
@@ -77,13 +64,6 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
         assert kind == "InvalidCheckpointError"
         assert "already exists" in text
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path, background: bool) -> None:
-    """When the save returns in any process, the new version of a step has its name."""
-    team_of(2).call(real_jobs.overwrite_through, str(tmp_path), 4, background)
 
 
 def test_an_async_checkpointer_whose_save_is_not_published(tmp_path: Path) -> None:

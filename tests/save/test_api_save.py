@@ -284,14 +284,6 @@ def test_newer_steps_and_other_names_stay(tmp_path: Path, format: Any) -> None:
     assert restore(tmp_path, step=1)["n"] == restore(tmp_path, step=7)["n"] == 5
 
 
-def test_a_path_that_ends_in_a_number_evicts_nothing(tmp_path: Path, format: Any) -> None:
-    """Without a step there is no retention, whatever the name."""
-    for name in ("9", "checkpoint_9", "checkpoint_3", "3"):
-        save(tmp_path / name, tree(1), format=format)
-    save(tmp_path / "checkpoint_3", tree(1), overwrite=True, format=format)
-    assert names(tmp_path) == ["3", "9", "checkpoint_3", "checkpoint_9"]
-
-
 def test_an_older_step_is_refused_and_the_message_promises_no_removal(tmp_path: Path, format: Any) -> None:
     """The message of save_checkpoint, which would remove the newer one, is not that of save()."""
     save(tmp_path, tree(1), step=5, format=format)

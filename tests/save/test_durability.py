@@ -182,25 +182,6 @@ def test_what_cannot_be_synced_is_said_once(
     assert os.strerror(number) in said
 
 
-def test_where_no_directory_can_be_synced_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file of an Orbax directory."""
-    fsync, synced = os.fsync, set[int]()
-
-    def refusing(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        fsync(descriptor)
-        synced.add(os.fstat(descriptor).st_ino)
-
-    monkeypatch.setattr(os, "fsync", refusing)
-    monkeypatch.setattr(syncing, "_warned", set())
-    path = Path(flax_ckpt_compat.save(tmp_path / "c", TREE, format="orbax"))
-    files = [file for file in path.rglob("*") if file.is_file()]
-    assert {"manifest.ocdbt", "_METADATA"} < {file.name for file in files}
-    assert os.listdir(path / "d")
-    assert [file for file in files if os.stat(file).st_ino not in synced] == []
-
-
 def test_what_was_replaced_stays_if_the_exchange_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

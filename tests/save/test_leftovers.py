@@ -81,14 +81,6 @@ def test_a_killed_writer(writer: subprocess.Popen[str], tmp_path: Path) -> None:
     assert names(tmp_path) == ["run", "run/checkpoint_1"]
 
 
-def test_a_writer_that_begins_after_the_list_was_made(writer: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Each leftover is checked again before it goes."""
-    (found,) = interrupted_saves.find_leftovers(location_of(tmp_path))
-    assert found.kept
-    assert not interrupted_saves.remove(interrupted_saves.Leftover(found.location, found.what, found.nbytes))
-    assert os.path.exists(found.location.path)
-
-
 def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unfinished saves of real Orbax and real Flax name no process: they stay until nothing changed for a day."""
     with ocp.PyTreeCheckpointer() as checkpointer:
