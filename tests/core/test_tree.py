@@ -21,6 +21,7 @@ LIKE = Branch(
 def test_a_tree_comes_back_from_its_leaves() -> None:
     """Names, order, containers and keys that were ints, of branches without children too."""
     assert from_leaves(dict(iter_leaves(LIKE)), LIKE) == LIKE
+    assert ["/".join(path) for path, _ in iter_leaves(LIKE)] == ["list/0", "list/1", "7/8", "7/x", "none"]
     assert from_leaves({(): 5}) == 5
     assert from_leaves({}) == Branch({})
 
