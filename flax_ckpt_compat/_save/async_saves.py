@@ -172,14 +172,15 @@ def _raise_once(future: Future[Any]) -> None:
 
 
 def _drop(save: BackgroundSave) -> bool:
-    """Forget a save, whose outcome somebody has seen; return False if another thread did."""
+    """Forget a save; return whether nobody has seen its outcome yet, be it in another thread."""
     try:
         _saves.remove(save)
     except ValueError:
         return False
+    is_new = save.future not in _raised
     if save.future is not None:
         _raised.add(save.future)
-    return True
+    return is_new
 
 
 def _raise_failures(saves: list[BackgroundSave]) -> None:
