@@ -61,6 +61,7 @@ def test_every_target_leaf_is_told(saved: str, flag: bool, tmp_path: Path) -> No
     mean = leaves["stats/mean"]
     assert (mean.origin, mean.how, mean.sources, mean.nbytes) == ("target", "from_target", (), 0)
     assert plan.missing == () and plan.unused == ("extra/note",) and plan.nbytes == 48 + 12 + 16 + 8
+    assert "Stored, but not used: extra/note" in str(plan)
     assert plan.path == saved and plan.format == ("orbax" if flag else "msgpack")
 
 
