@@ -13,10 +13,9 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.byte_reads import Read, Source, neighbours
 from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.both_formats.test_corpus import assert_equal, read_case, restore
-from tests.support import corpus, s3
+from tests.support import corpus
 from tests.support.gs import GsBucket
 from tests.support.orbax_trees import change_metadata, handles, load
 from tests.support.orbax_trees import save as save_locally
@@ -33,17 +32,6 @@ TREE = {
 NEVER_MERGED = corpus.Case("flax-0.7.5_orbax-0.4.4", "orbax_pytree_no_ocdbt/plain")
 NESTED = "flax-0.7.4_orbax-0.4.1"
 MANY_FILES = tuple(f"no_ocdbt/{name}" for name in ("aggregate", "flax_save_args", "full", "zarr3"))
-
-
-def test_ranges_that_one_request_reads() -> None:
-    """Ranges of one object with gaps of up to 64 KiB, 16 MiB in all; never of two objects."""
-    a, gap, most = ("a", 0, 10), 64 << 10, 16 << 20
-    together = [[a, ("a", 10, 5)], [a, ("a", 10 + gap, 5)], [a, ("a", 10, most - 10)]]
-    files: dict[str, Any] = {name: type("Data", (Source,), {"read": None})() for name in "ab"}
-    apart = [[a, ("a", 11 + gap, 5)], [a, ("b", 10, 5)], [a, ("b", 0, 5)], [a, ("a", 10, most - 9)]]
-    for ranges in (*together, *apart):
-        reads = [Read(files[file], offset, nbytes, ()) for file, offset, nbytes in ranges]
-        assert len(neighbours(reads)) == (1 if ranges in together else 2), ranges
 
 
 @pytest.fixture(autouse=True)
@@ -192,14 +180,3 @@ def test_nothing_outside_is_read(bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="outside"):
         load(url)
     assert not [asked for asked in bucket.proxy.log if "secret" in asked.path]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", s3.FAULTS)
-def test_each_fault_once(fault: s3.Fault, bucket: Bucket, tmp_path: Path) -> None:
-    """Every third request of a restore fails, and it restores all the same."""
-    save_locally(tmp_path / "c", TREE, "zstd")
-    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
-    counted = iter(range(1, 1000))
-    with bucket.proxy.failing(lambda method, path: "" if next(counted) % 3 else fault):
-        assert fingerprint(load(url)) == fingerprint(TREE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,23 +55,6 @@ def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCap
     flax_ckpt_compat.save(root, state(3), step=3, format="orbax", keep=1)
     assert ours.available_steps(root) == [3]
     assert not [key for key in bucket.keys("run/") if "_begun" in key]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_a_bucket_with_versions(format: Any, bucket: Bucket) -> None:
-    """There a deletion hides the object, and a write hides the old one: neither comes back."""
-    status = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Status>Enabled</Status>'
-    bucket._ask("PUT", "?versioning", status + b"</VersioningConfiguration>")
-    root = f"{bucket.url}/run"
-    for step in (1, 2, 3):
-        flax_ckpt_compat.save(root, state(step), step=step, format=format, keep=2)
-    flax_ckpt_compat.save(root, state(30), step=3, format=format, keep=2, overwrite=True)
-    flax_ckpt_compat.save(root, state(20), step=2, format=format, overwrite=True)
-    assert ours.available_steps(root) == [2, 3]
-    assert [flax_ckpt_compat.restore(root, step=step)["n"] for step in (2, 3)] == [20, 30]
-    assert not flax_ckpt_compat.verify(root).damaged
-    assert not [key for key in bucket.keys("run/") if "checkpoint_1" in key]
 
 
 @pytest.mark.slow
@@ -161,25 +143,3 @@ def test_arrays_that_another_process_writes_stay(live: bool, bucket: Bucket) -> 
         bucket.put(key, b"")
     ours.save_checkpoint(f"{bucket.url}/run", TREE, 1, overwrite=True)
     assert bucket.keys(folder) == sorted([*arrays * live, f"{folder}/notes"])
-
-
-@pytest.mark.slow
-def test_verify_and_diff(flag: bool, bucket: Bucket, tmp_path: Path) -> None:
-    """Checkpoints of a store are verified; a truncated one is damaged, and a strange object is listed."""
-    url = f"{bucket.url}/run"
-    for place in (url, tmp_path):
-        ours.save_checkpoint(place, {"w": np.ones(10_000, np.float32)}, 1)
-    assert CliRunner().invoke(main, ["diff", url, str(tmp_path)]).exit_code == 0
-    result = CliRunner().invoke(main, ["verify", url])
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert f"{url}/checkpoint_1" in result.stdout
-    assert "unexpected" not in result.stdout
-    key = max(bucket.keys("run/"), key=lambda key: len(bucket.get(key)))
-    whole = bucket.get(key)
-    if flag:
-        bucket.put("run/checkpoint_1/notes", b"mine")
-        assert "unexpected: notes" in CliRunner().invoke(main, ["verify", url]).stdout
-    bucket.put(key, whole[:-100])
-    damaged = CliRunner().invoke(main, ["verify", url])
-    assert damaged.exit_code == 1
-    assert "DAMAGED" in damaged.stdout

@@ -47,19 +47,6 @@ def save(place: Place, step: Any, **options: Any) -> str:
 
 
 @pytest.mark.slow
-def test_saves_in_the_background(flag: bool, place: Place) -> None:
-    """The values are those at the call, the order is that of the calls, and retention runs after each."""
-    manager = ours.AsyncManager()
-    for step in (1, 2, 3):
-        tree = state(step)
-        ours.save_checkpoint(place.root, tree, step, async_manager=manager)
-        tree["w"][:] = -1
-    manager.wait_previous_save()
-    assert place.names() == ["checkpoint_3"]
-    expect(ours.restore_checkpoint(place.root, state(0)), 3)
-
-
-@pytest.mark.slow
 def test_paths_in_every_form(flag: bool, place: Place) -> None:
     """Trailing slashes, prefixes with slashes and PathLike objects mean the same place."""
     ours.save_checkpoint(place.root + "/", state(1), 1)

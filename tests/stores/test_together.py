@@ -16,7 +16,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.location import location_of
 from flax_ckpt_compat._core.object_store import upload as uploads
-from flax_ckpt_compat.errors import ConcurrentWriteError, CorruptCheckpointError
+from flax_ckpt_compat.errors import ConcurrentWriteError
 from tests.multiprocess import jobs, real_jobs, store_jobs
 from tests.stores.test_rules_crash import from_change
 from tests.support import s3
@@ -70,34 +70,6 @@ def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     led(team_of(1), bucket.proxy).call(jobs.restore_mixed, root, orbax, "plain")
     assert not re.search("_begun|/ended", " ".join(bucket.keys()))
     assert team.call(store_jobs.left_over) == [[], []]
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_of_a_shared_array_is_found(bucket: Bucket) -> None:
-    """A store has no attributes: checksums are in the objects of the ``_gda`` folder themselves."""
-    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
-    team.call(jobs.save_large, root, False)
-    states = {leaf.path: leaf.state for leaf in verify(root).checkpoints[0].leaves}
-    assert states["large"] == "ok"
-    chunk = next(key for key in bucket.keys("run/checkpoint_1_gda/") if re.search(r"large/\d", key))
-    content = bytearray(bucket.get(chunk))
-    content[len(content) // 2] ^= 1
-    bucket.put(chunk, bytes(content))
-    with pytest.raises(CorruptCheckpointError, match=r"large: .*/large"):
-        ours.restore_checkpoint(root, None)
-    assert {leaf.path: leaf.state for leaf in verify(root).checkpoints[0].leaves}["large"] == "damaged"
-
-
-@pytest.mark.slow
-@IN_ONE_FORMAT
-def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
-    """One of ten requests fails, of a save and of one that replaces it; both are there bit for bit."""
-    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
-    with bucket.proxy.failing(s3.sometimes(0.1, seed=8)):
-        team.call(jobs.save_small, root, orbax, 1)
-        team.call(store_jobs.overwrite, root, orbax, 1, 7, 60.0)
-        assert team.call(jobs.restore_small, root) == [7, 7]
-    assert any(asked.fault for asked in bucket.proxy.log)
 
 
 @pytest.mark.slow
