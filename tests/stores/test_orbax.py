@@ -136,12 +136,12 @@ def test_damage_is_told_from_refusal(compression: str | None, bucket: Bucket, tm
     save_locally(tmp_path / "c", {"a": np.arange(60_000), "b": np.arange(3)}, compression)
     url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
     opened = handles(url)
-    (data,) = bucket.keys("run/checkpoint_1/d/")
+    data = max(bucket.keys("run/checkpoint_1/d/"), key=lambda key: len(bucket.get(key)))
     content = bucket.get(data)
     with bucket.proxy.failing(lambda method, path: "403"), pytest.raises(StorageError, match="AccessDenied"):
         opened["a"].read()
     bucket.put(data, content[:1000])
-    with pytest.raises(CorruptCheckpointError, match=r"'a'.*has 1000 bytes, expected at least"):
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*(has 1000 bytes|ends too early)"):
         opened["a"].read()
     bucket.delete(data)
     with pytest.raises(CorruptCheckpointError, match=r"'a'.*is missing"):
@@ -154,7 +154,7 @@ def test_flipped_bits_have_the_wrong_checksum(any_bucket: Bucket | GsBucket) -> 
     """The file of checksums is an object, too: whole arrays, slices of one request, and the structure are verified."""
     array = np.random.default_rng(0).standard_normal((1024, 700)).astype(np.float32)  # three blocks
     url = checkpoints.save_checkpoint(f"{any_bucket.url}/run", {"a": array, "b": np.arange(300.0)}, 1)
-    (data,) = any_bucket.keys("run/checkpoint_1/d/")
+    data = max(any_bucket.keys("run/checkpoint_1/d/"), key=lambda key: len(any_bucket.get(key)))
     contents = {data: any_bucket.get(data), "run/checkpoint_1/_METADATA": any_bucket.get("run/checkpoint_1/_METADATA")}
     places = [(data, contents[data].index(array.tobytes()) + at) for at in (0, 1 << 20, array.nbytes - 1)]
     for name, at in [*places, ("run/checkpoint_1/_METADATA", 40)]:
