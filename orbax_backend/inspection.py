@@ -15,16 +15,7 @@ from .files import list_names, read_json
 from .open_index import Index
 from .tree_structure import Structure, implementations_in
 
-_FILES = {
-    layout.COMMIT_FILE,
-    layout.JAX_KEY_METADATA,
-    layout.MSGPACK_FILE,
-    layout.SHARDING,
-    layout.STEP_METADATA,
-    layout.STRINGS,
-    layout.TREE_METADATA,
-    layout.V1_MARKER,
-}
+_FILES = {*layout.TREE_FILES, *layout.STEP_FILES, layout.JAX_KEY_METADATA}
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
 _NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
 _DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)

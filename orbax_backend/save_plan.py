@@ -130,14 +130,8 @@ class _NameRegistry:
     def add(self, path: Path) -> str:
         """Register a leaf and return its stored name; raise if another leaf has the same name or keys."""
         name = leaf_name(path)
-        if not name.isascii():
+        if not name.isascii() or len(name) > _MAX_NAME:
             self.check(path)
-        if len(name) > _MAX_NAME // 4 and (size := len(name.encode())) > _MAX_NAME:
-            raise UnsupportedLeafError(
-                f"the key path {name[:100]}… has {size} bytes, and Orbax's format takes {_MAX_NAME}; shorten the keys, "
-                "or save as msgpack",
-                leaf=show_path(path),
-            )
         other = self._paths.setdefault(layout.key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(
@@ -149,12 +143,14 @@ class _NameRegistry:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raise if a key path is not valid Unicode; empty nodes, without values to lose, need no more."""
+        """Raise if a key path is not valid Unicode, or too long; empty nodes need no more, without values to lose."""
+        keystr = show_path(path)
         try:
-            "".join(path).encode()
+            size = len(leaf_name(path).encode())
         except UnicodeEncodeError as error:
-            keystr = show_path(path).encode(errors="backslashreplace").decode()
-            raise UnsupportedLeafError(
-                f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key",
-                leaf=keystr,
-            ) from error
+            keystr = keystr.encode(errors="backslashreplace").decode()
+            what = f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key"
+            raise UnsupportedLeafError(what, leaf=keystr) from error
+        if size > _MAX_NAME:
+            what = f"the key path {keystr[:100]}… has {size} bytes, and Orbax's format takes {_MAX_NAME}"
+            raise UnsupportedLeafError(f"{what}; shorten the keys, or save as msgpack", leaf=keystr)

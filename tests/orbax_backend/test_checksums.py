@@ -211,29 +211,6 @@ def test_settings(tmp_path: Path) -> None:
         config.update(checksums="crc32")
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_blocks_that_slices_cover_are_verified(tmp_path: Path, axis: int) -> None:
-    """Each MiB that is read at once, as parts of it for several devices are; others cannot be."""
-    array = RNG.standard_normal((3072, 700)).astype(np.float32)
-    path = saved(tmp_path / "c", {"a": array})
-    file, at = find(path, array)
-    halves = [slice(0, array.shape[axis] // 2), slice(array.shape[axis] // 2, array.shape[axis])]
-    reader = BACKEND.open(location_of(path), verify=True)
-    handle = reader.tree.children["a"]
-    slices = [
-        ArraySlice(handle, tuple(half if n == axis else slice(0, array.shape[n]) for n in (0, 1))) for half in halves
-    ]
-    assert np.array_equal(np.concatenate(reader.read(slices), axis), array)
-    for offset in (5, MIB + 5, array.nbytes - 5):
-        flip(file, at + offset)
-        with pytest.raises(ChecksumError):
-            reader.read(slices)
-        flip(file, at + offset)
-    if axis == 0:  # of columns, whole rows are read
-        flip(file, at + array.nbytes - 1)
-        assert np.array_equal(reader.read(slices[:1])[0], array[slices[0].index])  # the damage is not in it
-
-
 def test_mapped_arrays_are_verified_when_asked(tmp_path: Path) -> None:
     """A mapping reads nothing, so nothing is verified until verify() is called."""
     path = saved(tmp_path / "c")

@@ -1,13 +1,11 @@
 """The array database's index is decoded as TensorStore decodes it, without a leak, and hostile files are refused."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorstore as ts
-import zstandard
 from flax_ckpt_compat.orbax_backend import open_index
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
@@ -89,36 +87,6 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
         store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
         assert {key: store[key] for key in store.list().result()} == expected
         assert _values(path) == expected
-
-
-@pytest.mark.slow
-def test_hosts_that_all_write_alike_are_no_bomb(tmp_path: Path) -> None:
-    """800,000 chunks of a thousand hosts, each at the same place of its host's file, take 22 kB."""
-    hosts, leaves = sorted(b"%d" % host for host in range(1000)), 800
-    shared = [_common(*pair) for pair in itertools.pairwise(hosts)]
-    own = bytes(len(host) - count for host, count in zip(hosts[1:], shared, strict=True))
-    rest = b"".join(host[count:] for host, count in zip(hosts[1:], shared, strict=True))
-    body = made.leaf(
-        {},
-        [b"d/%03d" % host for host in range(1000)],
-        count=made.varint(1000 * leaves),
-        # Names of leaves have six bytes, of which none is shared.
-        shared=(b"\0" + bytes(7 + count for count in shared)) * leaves,
-        own=(b"\x08" + own) * leaves,
-        keys=b"".join(b"%06d/0" % leaf + rest for leaf in range(leaves)),
-        lengths=made.varint(1040) * 1000 * leaves,
-        kinds=b"\1" * 1000 * leaves,
-        places=made.column(map(int, hosts)) * leaves + b"".join(made.varint(1040 * at) * 1000 for at in range(leaves)),
-    )
-    body = body.replace(b"\0" + bytes(7 + count for count in shared), bytes(7 + count for count in shared), 1)
-    path = made.write(tmp_path, [made.envelope(made.NODE, zstandard.compress(body, 1), compression=1)])
-    found = read_entries(location_of(path))
-    assert len(found) == 1000 * leaves
-    assert found.get(b"000777/999") == ByteRange("d/999", 1040 * 777, 1040)
-
-
-def _common(one: bytes, other: bytes) -> int:
-    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))
 
 
 BODIES = {
